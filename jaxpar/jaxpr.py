@@ -1,0 +1,197 @@
+"""What the rest of jaxpar needs to know about jaxprs: flatten, cut, follow dependencies.
+
+Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
+supported range of jax spell some parameters of `scan` differently, and this is the only file that knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax.interpreters import partial_eval as pe
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+REMATS = ("remat2", "checkpoint", "remat")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a literal, not a variable."""
+    return isinstance(atom, jec.Literal)
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The open jaxpr and the constants of a jaxpr parameter, closed or not (newer jax has one class for both)."""
+    if hasattr(jaxpr, "consts"):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A traced function without nested `jit`: equations over unique variables.
+
+    `consts` are the arrays that the trace closed over, one for each of `constvars`.
+    """
+
+    constvars: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+
+
+def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats: bool = False) -> tuple[Flat, Any]:
+    """Trace `fun` at abstract arguments and flatten it; also the abstract output tree.
+
+    `axes` are the mesh axes (name -> size) that `fun` may reduce over. With `remats`, rematerialised calls are
+    inlined as well: the caller sets its own policy.
+    """
+    closed, out = jax.make_jaxpr(fun, axis_env=list((axes or {}).items()), return_shape=True)(*args)
+    return flatten(closed, remats=remats), out
+
+
+def flatten(closed: Any, remats: bool = False) -> Flat:
+    """Inline every nested `jit`, and every rematerialised call that holds a scan (or all of them)."""
+    constvars: list[Any] = []
+    consts: list[Any] = []
+    eqns: list[Any] = []
+
+    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any]) -> None:
+        # One jaxpr object may be called twice, so every definition gets a fresh variable.
+        def read(atom: Any) -> Any:
+            return atom if is_literal(atom) else env[atom]
+
+        for var, value in zip(jaxpr.constvars, values, strict=True):
+            env[var] = jec.Var(var.aval)
+            constvars.append(env[var])
+            consts.append(value)
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in _CALLS or (name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))):
+                inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+                inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
+                walk(inner, inner_consts, inner_env)
+                outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
+                env.update(zip(eqn.outvars, outs, strict=True))
+            else:
+                env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
+                eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=[env[v] for v in eqn.outvars]))
+
+    jaxpr, values = opened(closed)
+    env = {v: jec.Var(v.aval) for v in jaxpr.invars}
+    invars = tuple(env.values())
+    walk(jaxpr, values, env)
+    outvars = tuple(v if is_literal(v) else env[v] for v in jaxpr.outvars)
+    return Flat(tuple(constvars), tuple(consts), invars, outvars, tuple(eqns))
+
+
+def _holds_scan(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "scan" or any(_holds_scan(j) for j in jec.jaxprs_in_params(eqn.params))
+        for eqn in opened(jaxpr)[0].eqns
+    )
+
+
+def build(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """A closed jaxpr of some equations; effects are those of the equations."""
+    info = jec.DebugInfo("jaxpar", "slice", ("",) * len(invars), ("",) * len(outvars))
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return jec.ClosedJaxpr(jec.Jaxpr([], list(invars), list(outvars), list(eqns), effects, info), ())
+
+
+def run(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The function from values of `invars` to values of `outvars` that some equations compute."""
+    return jec.jaxpr_as_fun(build(eqns, invars, outvars))
+
+
+def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
+    """The equations that `outvars` need, with unused per-step outputs of scans dropped inside them."""
+    outs = [v for v in dict.fromkeys(outvars) if not is_literal(v)]
+    invars = free(eqns, outs)
+    jaxpr, _ = pe.dce_jaxpr(build(eqns, invars, outs).jaxpr, [True] * len(outs), instantiate=True)
+    return tuple(jaxpr.eqns)
+
+
+def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
+    """Variables that some equations (and outputs) read and do not define, in order of first use."""
+    seen: dict[Any, None] = {}
+    defined: set[Any] = set()
+    for eqn in eqns:
+        seen.update((v, None) for v in eqn.invars if not is_literal(v) and v not in defined)
+        defined.update(eqn.outvars)
+    seen.update((v, None) for v in outvars if not is_literal(v) and v not in defined)
+    return list(seen)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A `scan` equation by its parts: body inputs are consts + carry + xs, outputs are carry + ys."""
+
+    body: Any
+    length: int
+    reverse: bool
+    consts: tuple[Any, ...]
+    carry: tuple[Any, ...]
+    xs: tuple[Any, ...]
+    carry_out: tuple[Any, ...]
+    ys: tuple[Any, ...]
+
+
+def scan_parts(eqn: Any) -> Scan:
+    """Read a `scan` equation, in either spelling of its parameters."""
+    params = eqn.params
+    if "num_consts" in params:
+        n, k = params["num_consts"], params["num_carry"]
+    else:
+        n, k, _ = map(len, params["ft_in"].unpack())
+    atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
+    return Scan(
+        params["jaxpr"], params["length"], params["reverse"], atoms[:n], atoms[n : n + k], atoms[n + k :], outs[:k], outs[k:]
+    )
+
+
+def depends(eqns: Iterable[Any], sources: Iterable[Any], stop: frozenset[str] = frozenset()) -> set[Any]:
+    """All variables that depend on `sources`.
+
+    A reduction over every axis in `stop` (a sum or a gather over all replicas) ends the dependence: its result is the
+    same on each. Calls and scans are followed output by output; `cond` and `while` as a whole.
+    """
+    marked = set(sources)
+    for eqn in eqns:
+        inputs = [not is_literal(v) and v in marked for v in eqn.invars]
+        if any(inputs):
+            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, stop), strict=True) if hit)
+    return marked
+
+
+def _mark(eqn: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
+    name, params = eqn.primitive.name, eqn.params
+    if stop and name in REDUCTIONS:
+        axes = params.get("axes", params.get("axis_name", ()))
+        reduced = {axes} if isinstance(axes, str) else set(axes)
+        return [not stop <= reduced] * len(eqn.outvars)
+    if name == "scan":
+        parts = scan_parts(eqn)
+        n, k = len(parts.consts), len(parts.carry)
+        while True:  # a carry may become marked only after several steps
+            outs = _inner(parts.body, inputs, stop)
+            carry = [a or b for a, b in zip(inputs[n : n + k], outs[:k], strict=True)]
+            if carry == inputs[n : n + k]:
+                return outs
+            inputs = inputs[:n] + carry + inputs[n + k :]
+    inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+    if inner is not None and (name in _CALLS or name in REMATS or name in _CUSTOM):
+        return _inner(inner, inputs, stop)
+    return [True] * len(eqn.outvars)
+
+
+def _inner(jaxpr: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
+    jaxpr, _ = opened(jaxpr)
+    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], stop)
+    return [not is_literal(v) and v in marked for v in jaxpr.outvars]

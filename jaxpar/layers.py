@@ -1,0 +1,264 @@
+"""Trace a loss, find its layer stacks, and cut it into pieces.
+
+The loss is traced once, on the rows of one microbatch of one replica. Its `scan`s whose scanned inputs are parameters
+(`nnx.scan`, `nn.scan`, `lax.scan` give them) are the layer stacks; between two stacks lies a segment:
+
+    segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
+
+What depends on parameters alone is computed not where the model wrote it but where it is used, so that no whole weight
+is kept from one piece to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from . import jaxpr as jx
+from .hoist import split
+from .pieces import Access, Segment, Stack, Unit
+
+# Elementwise: on operands of one shape, a layer of the result is the result on a layer.
+_ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loss as pieces. `inputs` are the variables of the constants and of all that is not a parameter.
+
+    `uses` has for each parameter leaf one entry a use: whether a stack slices it there.
+    """
+
+    pieces: tuple[Segment | Stack, ...]
+    consts: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    uses: tuple[tuple[bool, ...], ...]
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The layer stacks, in order."""
+        return tuple(p for p in self.pieces if isinstance(p, Stack))
+
+    def forward(
+        self, access: Access, leaves: Sequence[Any], values: Sequence[Any], grad: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads."""
+        env = dict(zip(self.inputs, [*self.consts, *values], strict=True))
+        tape = []
+        for piece in self.pieces:
+            inputs = [_read(env, v) for v in piece.inputs]
+            outs, saved = piece.forward(access, leaves, inputs, grad)
+            env.update(zip(piece.outputs, outs, strict=True))
+            tape.append((inputs, saved))
+        return [_read(env, v) for v in self.outputs], tape
+
+    def backward(
+        self, access: Access, leaves: Sequence[Any], tape: Sequence[Any], seeds: dict[int, jax.Array]
+    ) -> list[jax.Array | None]:
+        """The gradient of each leaf, as given; None where the loss does not depend on it.
+
+        `seeds` holds the cotangents of some outputs, by position.
+        """
+        cts = {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
+        grads: list[jax.Array | None] = [None] * len(leaves)
+        for piece, (inputs, saved) in zip(reversed(self.pieces), reversed(tape), strict=True):
+            active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
+            if not any(v in cts for v in active):
+                continue
+            given = [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
+            mine, ct_inputs = piece.backward(access, leaves, inputs, saved, given)
+            for i, grad in zip(piece.unit.leaves, mine, strict=True):
+                grads[i] = _add(grads[i], grad)
+            linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
+            for var, ct in zip(linear, ct_inputs, strict=True):
+                if not jx.is_literal(var):
+                    cts[var] = _add(cts.get(var), ct)
+        return grads
+
+
+def slice_program(
+    fun: Callable, params: Sequence[Any], rest: Any, axes: dict[str, int], whole: Sequence[bool], remat: Any = "none"
+) -> tuple[Program, Any]:
+    """Trace `fun(params, rest)` and cut it.
+
+    Args:
+      params: abstract parameter leaves, in the compute dtype.
+      rest: abstract pytree of everything else (mutable state, batch, key).
+      axes: mesh axes that the loss may reduce over, name -> size.
+      whole: for each leaf, whether it cannot be sliced along dim 0 (stored sharded there).
+      remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
+
+    Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
+    """
+    flat, out = jx.trace(fun, list(params), rest, axes=axes)
+    eqns = jx.live(flat.eqns, flat.outvars)
+    leaves = flat.invars[: len(params)]
+    index = {v: i for i, v in enumerate(leaves)}
+    active = jx.depends(eqns, leaves)
+    floating = _floating(eqns, leaves)
+
+    groups: list[list[Any]] = [[]]
+    for eqn in (e for e in eqns if not any(v in floating for v in e.outvars)):
+        if eqn.primitive.name == "scan" and _sliced(eqn, floating, index, whole):
+            groups += [[eqn], []]
+        else:
+            groups[-1].append(eqn)
+
+    pieces: list[Segment | Stack] = []
+    wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
+    for number in reversed(range(len(groups))):
+        piece: Segment | Stack | None
+        if number % 2:
+            piece = _stack(groups[number][0], floating, index, whole, active, axes, remat)
+        else:
+            defined = {v for e in groups[number] for v in e.outvars}
+            # What comes from parameters alone and a stack reads whole is handed over by the segment before that stack.
+            outputs = [v for v in wanted if v in defined or v in index or v in floating]
+            piece = _segment(groups[number], outputs, floating, index, active, flat.constvars)
+        if piece is not None:
+            wanted = {v: None for v in wanted if v not in set(piece.outputs)}
+            wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
+            pieces.insert(0, piece)
+    uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
+    inputs = (*flat.constvars, *flat.invars[len(leaves) :])
+    return Program(tuple(pieces), flat.consts, inputs, tuple(flat.outvars), uses), out
+
+
+def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
+    """The equations that need parameters (and literals) alone, by the variables that they define."""
+    known = set(leaves)
+    floating = {}
+    for eqn in eqns:
+        if all(v in known for v in eqn.invars if not jx.is_literal(v)) and not eqn.effects:
+            known.update(eqn.outvars)
+            floating.update((v, eqn) for v in eqn.outvars)
+    return floating
+
+
+def _closure(wanted: Sequence[Any], floating: dict[Any, Any]) -> list[Any]:
+    """The floating equations that some variables need, in program order."""
+    need: set[int] = set()
+    stack = [v for v in wanted if v in floating]
+    while stack:
+        eqn = floating[stack.pop()]
+        if id(eqn) not in need:
+            need.add(id(eqn))
+            stack += [v for v in eqn.invars if not jx.is_literal(v) and v in floating]
+    return list({id(e): e for e in floating.values() if id(e) in need}.values())
+
+
+def _segment(
+    eqns: list[Any],
+    outputs: list[Any],
+    floating: dict[Any, Any],
+    index: dict[Any, int],
+    active: set[Any],
+    constvars: Sequence[Any],
+) -> Segment | None:
+    if not outputs:
+        return None
+    eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
+    eqns = [*_closure([*jx.free(eqns), *outputs], floating), *eqns]
+    free = jx.free(eqns, outputs)
+    leaves = [v for v in free if v in index]
+    inputs = [v for v in free if v not in index]
+    pre, rest = split(eqns, leaves, inputs, outputs, set(constvars))
+    linear = tuple(v in active and _inexact(v) for v in inputs)
+    unit = Unit(tuple(index[v] for v in leaves), pre, rest, linear, tuple(v in active and _inexact(v) for v in outputs))
+    return Segment(unit, tuple(inputs), tuple(outputs))
+
+
+def _sliced(
+    eqn: Any, floating: dict[Any, Any], index: dict[Any, int], whole: Sequence[bool]
+) -> dict[int, tuple[int, list[Any]]]:
+    """The scanned inputs that are parameters: position among xs -> (leaf, elementwise equations on the way)."""
+    found = {}
+    for position, at in enumerate(jx.scan_parts(eqn).xs):
+        chain: list[Any] = []
+        while not jx.is_literal(at) and at in floating:
+            step = floating[at]
+            atoms = [v for v in step.invars if not jx.is_literal(v)]
+            scalars = all(not v.aval.shape for v in step.invars if jx.is_literal(v))
+            if step.primitive.name not in _ELEMENTWISE or len(atoms) != 1 or not scalars:
+                break
+            chain.insert(0, step)
+            at = atoms[0]
+        if not jx.is_literal(at) and at in index and not whole[index[at]]:
+            found[position] = (index[at], chain)
+    return found
+
+
+def _stack(
+    eqn: Any,
+    floating: dict[Any, Any],
+    index: dict[Any, int],
+    whole: Sequence[bool],
+    active: set[Any],
+    axes: dict[str, int],
+    remat: Any,
+) -> Stack:
+    parts = jx.scan_parts(eqn)
+    sliced = _sliced(eqn, floating, index, whole)
+    n, k = len(parts.consts), len(parts.carry)
+    leaves = tuple(leaf for leaf, _ in sliced.values())
+    variables = list(index)
+    body = jec.jaxpr_as_fun(parts.body)
+
+    def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        mine, others = iter(slices), iter(values[n + k :])
+        xs = []
+        for position in range(len(parts.xs)):
+            value = next(mine if position in sliced else others)
+            for step in sliced.get(position, (0, []))[1]:
+                value = step.primitive.bind(*(a.val if jx.is_literal(a) else value for a in step.invars), **step.params)
+            xs.append(value)
+        return body(*values[: n + k], *xs)
+
+    inner = [v.aval for v in jx.opened(parts.body)[0].invars]
+    values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in sliced)]
+    slices = [jax.ShapeDtypeStruct(variables[i].aval.shape[1:], variables[i].aval.dtype) for i in leaves]
+    flat, _ = jx.trace(layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none")
+
+    outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in sliced))
+    mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
+    linear = [not jx.is_literal(v) and v in active and _inexact(w) for v, w in zip(outer, ours, strict=True)]
+    while True:  # a carry may come to depend on parameters only after a layer
+        marked = jx.depends(flat.eqns, [*mine, *(v for v, on in zip(ours, linear, strict=True) if on)])
+        outs = [not jx.is_literal(v) and v in marked and _inexact(v) for v in flat.outvars]
+        if not any(new and not old for new, old in zip(outs[:k], linear[n : n + k], strict=True)):
+            break
+        linear[n : n + k] = [a or b for a, b in zip(linear[n : n + k], outs[:k], strict=True)]
+    outs[:k] = linear[n : n + k]
+
+    fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
+    pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
+    consts = list(flat.consts)
+    if remat != "none":
+        policy = {"layer": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(remat, remat)
+        rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
+    unit = Unit(
+        leaves,
+        lambda full, values: pre(full, [*consts, *values]),
+        lambda weights, values: rest(weights, [*consts, *values]),
+        tuple(linear),
+        tuple(outs),
+    )
+    return Stack(unit, outer, (*parts.carry_out, *parts.ys), n, k, parts.length, parts.reverse)
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
+
+
+def _inexact(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return b if a is None else a if b is None else a + b
