@@ -112,7 +112,7 @@ def run(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> C
 
 def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
     """The equations that `outvars` need, with unused per-step outputs of scans dropped inside them."""
-    outs = [v for v in dict.fromkeys(outvars) if not is_literal(v)]
+    outs = list(dict.fromkeys(v for v in outvars if not is_literal(v)))
     invars = free(eqns, outs)
     jaxpr, _ = pe.dce_jaxpr(build(eqns, invars, outs).jaxpr, [True] * len(outs), instantiate=True)
     return tuple(jaxpr.eqns)

@@ -35,7 +35,9 @@ class Program:
     """
 
     pieces: tuple[Segment | Stack, ...]
+    eqns: tuple[Any, ...]
     consts: tuple[Any, ...]
+    leaves: tuple[Any, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     uses: tuple[tuple[bool, ...], ...]
@@ -80,6 +82,16 @@ class Program:
                 if not jx.is_literal(var):
                     cts[var] = _add(cts.get(var), ct)
         return grads
+
+    def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
+        """Whether an output depends on some variables other than through a reduction over all the axes in `stop`."""
+        atom = self.outputs[position]
+        return not jx.is_literal(atom) and atom in jx.depends(self.eqns, sources, stop)
+
+    def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
+        """One output, which does not depend on the parameters, as a function of the inputs (constants aside)."""
+        fun = jx.run(jx.live(self.eqns, [self.outputs[position]]), self.inputs, [self.outputs[position]])
+        return lambda values: fun(*self.consts, *values)[0]
 
 
 def slice_program(
@@ -127,7 +139,7 @@ def slice_program(
             pieces.insert(0, piece)
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), flat.consts, inputs, tuple(flat.outvars), uses), out
+    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses), out
 
 
 def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:

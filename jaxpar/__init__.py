@@ -1,0 +1,27 @@
+"""jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
+
+from .data import pad_rows
+from .frontends.linen import from_linen
+from .frontends.nnx import from_nnx
+from .inspect.verify import verify
+from .mesh import simulate
+from .model import Mean, Model, Replicated, all_rows
+from .state import State
+from .step import make_train_step
+from .strategy import Strategy
+
+__all__ = [
+    "Mean",
+    "Model",
+    "Replicated",
+    "State",
+    "Strategy",
+    "all_rows",
+    "from_linen",
+    "from_nnx",
+    "make_train_step",
+    "pad_rows",
+    "simulate",
+    "verify",
+]
+__version__ = "0.1.0"

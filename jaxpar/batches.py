@@ -1,0 +1,69 @@
+"""Batches: pytrees of global arrays, or of this host's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .layout import name_of
+from .model import Replicated
+from .strategy import ROWS
+
+
+def batch_specs(batch: Any) -> Any:
+    """The spec of every leaf: rows over the data axes, marked leaves replicated."""
+
+    def spec(x: Any) -> Any:
+        if isinstance(x, Replicated):
+            return jax.tree.map(lambda _: PartitionSpec(), x)
+        return PartitionSpec(ROWS)
+
+    return jax.tree.map(spec, batch, is_leaf=_is_replicated)
+
+
+def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
+    """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches."""
+    rows: dict[int, str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_replicated):
+        if _is_replicated(x):
+            continue
+        name = name_of(path) or "batch"
+        if not hasattr(x, "shape"):
+            raise ValueError(f"batch leaf {name} is a {type(x).__name__}; use arrays with a row dim, or jp.Replicated(np.asarray(x))")
+        if not x.shape:
+            raise ValueError(f"batch leaf {name} is a scalar without a row dim; mark it with jp.Replicated(...)")
+        rows.setdefault(x.shape[0], name)
+    if not rows:
+        raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
+    if len(rows) > 1:
+        (a, first), (b, second), *_ = rows.items()
+        raise ValueError(f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows with jp.Replicated")
+    (count,) = rows
+    count *= 1 if _is_global(batch) else jax.process_count()
+    blocks = replicas * microbatches
+    if count % blocks or not count:
+        raise ValueError(
+            f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: drop "
+            f"{count % blocks} rows, or pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
+        )
+
+
+def globalise(batch: Any, mesh: Mesh) -> Any:
+    """This host's rows as global arrays; on one host, and for global arrays, the batch itself."""
+    if jax.process_count() == 1 or _is_global(batch):
+        return batch
+    specs = batch_specs(batch)
+    return jax.tree.map(
+        lambda x, spec: jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x)), batch, specs
+    )
+
+
+def _is_global(batch: Any) -> bool:
+    return all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
+
+
+def _is_replicated(x: Any) -> bool:
+    return isinstance(x, Replicated)

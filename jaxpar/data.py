@@ -1,0 +1,164 @@
+"""Text as bytes: a corpus that every machine has, its entropies, and batches that are pure functions of seed and step.
+
+NumPy only. Batches are global, with rows on dim 0. Dims: B rows, T positions ("length"), n bytes of text.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+HELD_OUT = 20  # one file, or one byte, in so many is held out
+TESTS = {"test", "tests", "idle_test"}  # two thirds of the standard library, and unlike the rest of it
+INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Bytes, uint8 [n], to train on and to hold out, and what is known of them without a network, in bits per byte.
+
+    `unigram_entropy` and `bigram_entropy` are the corpus's own: counted in hindsight over all of its bytes.
+    `unigram_bits` and `bigram_bits` are held-out cross-entropies of the same models fitted to `train` plus one.
+    """
+
+    source: str
+    files: int
+    train: np.ndarray
+    held_out: np.ndarray
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        counts = _unigrams(self.train) + _unigrams(self.held_out)
+        return _cross_entropy(counts, counts)
+
+    @cached_property
+    def bigram_entropy(self) -> float:
+        counts = _bigrams(self.train) + _bigrams(self.held_out)
+        return _cross_entropy(counts, counts)
+
+    @cached_property
+    def unigram_bits(self) -> float:
+        return _cross_entropy(_unigrams(self.held_out), _unigrams(self.train) + 1)
+
+    @cached_property
+    def bigram_bits(self) -> float:
+        return _cross_entropy(_bigrams(self.held_out), _bigrams(self.train) + 1)
+
+
+def _unigrams(text: np.ndarray) -> np.ndarray:
+    return np.bincount(text, minlength=256)[None]
+
+
+def _bigrams(text: np.ndarray) -> np.ndarray:
+    """Counts [256, 256] of (byte, next byte)."""
+    return np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=256 * 256).reshape(256, 256)
+
+
+def _cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
+    """Bits per symbol of the symbols in `counts` [contexts, symbols], each row coded by the same row of `model`."""
+    context, symbol = np.nonzero(counts)
+    seen = counts[context, symbol]
+    return float(seen @ np.log2(model.sum(1)[context] / model[context, symbol]) / seen.sum())
+
+
+def byte_corpus(path: Path | str | None = None) -> Corpus:
+    """The bytes of a file, of the files below a folder, or (None) of the Python standard library's own source.
+
+    Files come in the order of their paths, hidden ones and the standard library's tests left out. Every 20th is held
+    out; of fewer than 20 files, the last 20th of their bytes. Raises ValueError if `path` is missing or too small.
+    """
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    if not root.exists():
+        raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
+    texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in _files(root, stdlib=path is None)]
+    texts = [text for text in texts if text.size]
+    size = sum(text.size for text in texts)
+    if size < HELD_OUT:
+        raise ValueError(f"{root} holds {size} bytes in {len(texts)} files; give at least {HELD_OUT} bytes of text")
+    if len(texts) < HELD_OUT:
+        train, held_out = np.split(np.concatenate(texts), [size - size // HELD_OUT])
+    else:
+        train = np.concatenate([text for i, text in enumerate(texts, 1) if i % HELD_OUT])
+        held_out = np.concatenate(texts[HELD_OUT - 1 :: HELD_OUT])
+    return Corpus(str(root), len(texts), train, held_out)
+
+
+def _files(root: Path, stdlib: bool) -> list[Path]:
+    if root.is_file():
+        return [root]
+    below = sorted((file.relative_to(root) for file in root.rglob("*.py" if stdlib else "*")), key=Path.as_posix)
+    skipped = TESTS | INSTALLED if stdlib else set()
+    return [
+        root / file
+        for file in below
+        if (root / file).is_file() and not any(part in skipped or part.startswith(".") for part in file.parts)
+    ]
+
+
+def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0) -> Iterator[Batch]:
+    """Endless {"tokens": int32 [B, T+1]} of random windows of `text` [n].
+
+    Batch i is a function of (seed, i) alone, so that `start=i` resumes a run at step i. Raises ValueError if the text
+    is shorter than one window.
+    """
+    windowed = _windowed(text, length)
+
+    def batch(step: int) -> Batch:
+        starts = np.random.default_rng((seed, step)).integers(len(windowed), size=rows)
+        return {"tokens": windowed[starts].astype(np.int32)}
+
+    return map(batch, count(start))
+
+
+def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
+    """The text [n] once, in order: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}.
+
+    Consecutive windows share one byte, so that every byte but the first is predicted once: the masks hold n - 1 ones.
+    Zeros, masked out, fill up the last window and batch. Raises ValueError if the text is shorter than one window.
+    """
+    _windowed(text, length)
+    predictions = text.size - 1
+    size = rows * length
+    for begin in range(0, predictions, size):
+        padded = np.zeros(size + 1, np.int32)
+        piece = text[begin : begin + size + 1]
+        padded[: piece.size] = piece
+        tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()
+        mask = (np.arange(begin, begin + size) < predictions).astype(np.float32).reshape(rows, length)
+        yield {"tokens": tokens, "mask": mask}
+
+
+def _windowed(text: np.ndarray, length: int) -> np.ndarray:
+    """A view [n - T, T+1] of every window of `text` [n]."""
+    if text.size <= length:
+        raise ValueError(
+            f"length={length} needs windows of {length + 1} bytes, but the text has {text.size}; "
+            f"use a length below {text.size} or more text"
+        )
+    return np.lib.stride_tricks.sliding_window_view(text, length + 1)
+
+
+def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
+    """Pads dim 0 of every leaf with zeros up to a multiple: (batch, mask float32 [B padded], 1 for the rows given).
+
+    Raises ValueError if the leaves disagree about the number of rows.
+    """
+    sizes = {
+        jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(
+            f"leaves of one batch need the same number of rows on dim 0, got {sizes}; pad or cut them alike"
+        )
+    (rows,) = next(iter(sizes.values()))
+    extra = -rows % multiple
+    padded = jax.tree.map(lambda leaf: np.pad(leaf, [(0, extra)] + [(0, 0)] * (np.ndim(leaf) - 1)), batch)
+    return padded, (np.arange(rows + extra) < rows).astype(np.float32)

@@ -1,0 +1,1 @@
+"""Adapters from Flax modules to `jaxpar.Model`."""

@@ -1,0 +1,125 @@
+"""Flax NNX modules as models. The module is built and split once; inside there are only dicts of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..model import Model, row_axes
+
+
+def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], Any]) -> Model:
+    """A model from an NNX module, which is neither annotated nor changed.
+
+    Args:
+      make: `make(rngs)` builds the module; called under `jax.jit`, so that parameters are created sharded.
+      loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
+
+    `nnx.Param`s are the parameters; every other variable is state, kept as the loss leaves it and the same on all replicas.
+    `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys
+    that depend on the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in
+    `eval()` mode.
+
+    Raises ValueError where `make` is not such a function.
+    """
+    if isinstance(make, nnx.Module):
+        raise ValueError(f"from_nnx got a {type(make).__name__}, needs a function that makes one: lambda rngs: {type(make).__name__}(..., rngs=rngs)")
+    if not callable(make) or not callable(loss):
+        raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
+
+    def build(key: jax.Array) -> Any:
+        with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh
+            return make(nnx.Rngs(key))
+
+    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    if not isinstance(abstract, nnx.Module):
+        raise ValueError(f"from_nnx: make(rngs) returned {type(abstract).__name__}, needs an nnx.Module")
+    graph, param_state, other_state = nnx.split(abstract, nnx.Param, ...)
+    params_tree, others_tree = _Tree(param_state), _Tree(other_state)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        _, params, others = nnx.split(build(key), nnx.Param, ...)
+        return params_tree.pure(params), others_tree.pure(others)
+
+    def bind(params: Any, variables: Any) -> Any:
+        return nnx.merge(graph, params_tree.state(params), others_tree.state(variables))
+
+    def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        module = bind(params, variables if key is None else others_tree.keyed(variables, key))
+        if key is None:
+            module.eval()
+        for _, part in nnx.iter_modules(module):
+            if isinstance(part, nnx.BatchNorm) and row_axes():
+                part.axis_name = row_axes()  # type: ignore[assignment]  # lax.pmean takes several axes
+        out = loss(module, batch)
+        _, _, others = nnx.split(module, nnx.Param, ...)
+        return out, others_tree.updated(variables, others)
+
+    return Model(init, call, stateful=True, wrap=params_tree.state, unwrap=params_tree.pure_checked, bind=bind)
+
+
+class _Tree:
+    """Between an `nnx.State` and nested dicts of arrays. Flattening a State at every step is slow; dicts are fast."""
+
+    def __init__(self, state: Any):
+        self.tree = jax.tree.structure(state)
+        self.types = {path: type(variable) for path, variable in nnx.to_flat_state(state)}
+        numbered = jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves)))
+        self.order = jax.tree.leaves(self.pure(numbered))  # dicts may sort their keys in another order
+
+    def pure(self, state: Any) -> dict[Any, Any]:
+        out: dict[Any, Any] = {}
+        for path, variable in nnx.to_flat_state(state):
+            node = out
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            (node[path[-1]],) = jax.tree.leaves(variable)  # the raw array: reading `.value` may run hooks
+        return out
+
+    def pure_checked(self, state: Any) -> dict[Any, Any]:
+        """`pure` for a tree from the user: an `nnx.State` or the nested dicts themselves."""
+        return self.pure(state) if isinstance(state, nnx.State) else state
+
+    def state(self, pure: Any) -> Any:
+        leaves: list[Any] = [None] * self.tree.num_leaves
+        for at, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
+            leaves[at] = leaf
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def keyed(self, pure: Any, key: jax.Array) -> Any:
+        """Every stream's key folded with `key`, so that no two blocks of rows draw the same numbers."""
+        bits = jax.random.bits(key, (), jnp.uint32)
+
+        def fold(path: Any, leaf: Any) -> Any:
+            if not issubclass(self.types[_keys(path)], nnx.RngKey):
+                return leaf
+            return jax.vmap(lambda k: jax.random.fold_in(k, bits))(leaf.reshape(-1)).reshape(leaf.shape)
+
+        return jax.tree_util.tree_map_with_path(fold, pure)
+
+    def updated(self, old: Any, state: Any) -> Any:
+        """The variables after a call: random streams as they were, what was only sown left out."""
+        new = {}
+        for path, variable in nnx.to_flat_state(state):
+            if path in self.types:
+                (new[path],) = jax.tree.leaves(variable)
+            elif not isinstance(variable, nnx.Intermediate):
+                name = "/".join(map(str, path))
+                raise ValueError(
+                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or sow it "
+                    "as nnx.Intermediate"
+                )
+
+        def leaf(path: Any, before: Any) -> Any:
+            at = _keys(path)
+            return before if issubclass(self.types[at], nnx.RngState) or at not in new else new[at]
+
+        return jax.tree_util.tree_map_with_path(leaf, old)
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    return tuple(entry.key for entry in path)

@@ -1,0 +1,1 @@
+"""What a strategy computes and costs, shown from the program itself."""

@@ -1,0 +1,214 @@
+"""verify: the same mathematics as one device, shown leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from ..batches import check_rows
+from ..gradients import block_key
+from ..layout import name_of
+from ..model import Mean, Model, Replicated
+from ..precision import Policy
+from ..step import Step, make_train_step
+from ..strategy import Strategy, as_strategy
+
+# Relative to max(largest element of the leaf, 1e-3 of the tree's): float32 sums in another order differ by a few ulps.
+TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one leaf is from one device's.
+
+    Attributes: `kind` "gradient" or "parameter", `path` of the leaf, `error` max |a - b| over the allowed scale,
+    `ratio` the best factor between the two (1 where they agree), `hint` what a whole ratio suggests.
+    """
+
+    kind: str
+    path: str
+    error: float
+    ratio: float
+    hint: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf furthest off."""
+
+    ok: bool
+    tolerance: float
+    loss: float
+    expected_loss: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def worst(self) -> Difference:
+        """The leaf whose error is largest."""
+        return max(self.differences, key=lambda d: d.error)
+
+    def __str__(self) -> str:
+        w = self.worst
+        head = f"{'same as one device' if self.ok else 'DIFFERS from one device'}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"
+        line = f"worst {w.kind} {w.path}: error {w.error:.2g} (allowed {self.tolerance:.0e}), ratio {w.ratio:.4g}"
+        return "\n".join([head, line + (f": {w.hint}" if w.hint else "")])
+
+
+def verify(
+    model: Model,
+    strategy: Strategy | str,
+    batch: Any,
+    steps: int = 3,
+    key: jax.Array | None = None,
+    mesh: Mesh | Sequence[jax.Device] | None = None,
+    make: Callable[..., Step] = make_train_step,
+) -> Report:
+    """Compare a strategy with one device: loss, every gradient leaf, and parameters after steps of SGD with momentum.
+
+    (Adam would hide a wrong scale of the gradients.) The one device sees the same global batch, plainly: no jaxpar
+    machinery beyond the model; where the loss draws random numbers, block by block with the blocks' keys.
+
+    Args:
+      model, strategy, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
+      steps: number of SGD steps, from 1.
+      key: the key of the initial values; `jax.random.key(0)` if None.
+      make: what makes the step (tests pass broken ones).
+    """
+    key = jax.random.key(0) if key is None else key
+    strategy = as_strategy(strategy)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = make(model, optimizer, strategy, mesh=mesh)
+    state = step.init(key)
+    loss, grads = step.value_and_grad(state, batch)
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    reference = Reference(model, strategy, step.local.replicas)
+    expected_loss, expected_grads = reference.value_and_grad(key, batch)
+    expected = reference.train(optimizer, key, batch, steps)
+
+    tolerance = TOLERANCE[strategy.precision]
+    if strategy.reduce == "compute":
+        tolerance *= step.local.replicas
+    found = differences("gradient", model.unwrap(grads), expected_grads)
+    found += differences("parameter", model.unwrap(step.params(state)), expected)
+    close = bool(np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
+    ok = close and all(d.error <= tolerance for d in found)
+    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One device: the model's loss on the global batch, microbatch by microbatch, differentiated by `jax.grad`.
+
+    `replicas` fixes which rows share a microbatch and, where the loss draws random numbers, a key.
+    """
+
+    model: Model
+    strategy: Strategy
+    replicas: int
+
+    def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
+        m, n = self.strategy.microbatches, self.replicas
+        policy = Policy.of(self.strategy)
+        declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
+        params = jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
+        sums: list[Mean] = []
+        for i in range(m):
+
+            def rows(x: Any, i: int = i) -> Any:  # replica r has rows r R to (r + 1) R, and microbatch i of each is taken
+                return x if _marked(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
+
+            blocks = jax.tree.map(rows, batch, is_leaf=_marked)
+            keys = jax.vmap(lambda r, i=i: block_key(key, step, r * m + i))(jnp.arange(n))
+            if self._draws(params, variables, blocks, keys):
+                axes = jax.tree.map(lambda x: None if _marked(x) else 0, blocks, is_leaf=_marked)
+
+                def block(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
+                    return self.model.call(params, variables, rows, key, ("rows",))
+
+                out, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
+                out, variables = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
+            else:
+                whole = jax.tree.map(lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked)
+                out, variables = self.model.call(params, variables, whole, keys[0])
+            sums.append(out["loss"])
+        return sum(s.total for s in sums) / sum(s.count for s in sums), variables
+
+    def _draws(self, params: Any, variables: Any, blocks: Any, keys: jax.Array) -> bool:
+        """Whether the loss depends on its key."""
+        from .. import jaxpr as jx
+
+        rows = jax.tree.map(lambda x: x if _marked(x) else x[0], blocks, is_leaf=_marked)
+        rest = (params, variables, rows)
+        flat, _ = jx.trace(lambda rest, key: self.model.call(*rest, key), rest, keys[0])
+        marked = jx.depends(flat.eqns, flat.invars[-1:])
+        return any(not jx.is_literal(v) and v in marked for v in flat.outvars)
+
+    def value_and_grad(self, key: jax.Array, batch: Any, step: int = 0) -> tuple[jax.Array, Any]:
+        """Loss and gradients at the initial values, for the keys of one step."""
+        check_rows(batch, self.replicas, self.strategy.microbatches)
+        params, variables = jax.jit(self.model.create)(key)
+        (loss, _), grads = self._grad(_masters(params), variables, batch, jax.random.fold_in(key, 1), step)
+        return loss, grads
+
+    def train(self, optimizer: Any, key: jax.Array, batch: Any, steps: int) -> Any:
+        """Parameters after some steps on one batch."""
+        params, variables = jax.jit(self.model.create)(key)
+        params = _masters(params)
+        state = optimizer.init(params)
+        for step in range(steps):
+            (_, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
+            updates, state = jax.jit(optimizer.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    def _grad(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: int) -> Any:
+        fun = jax.jit(jax.value_and_grad(self._objective, has_aux=True, allow_int=True))
+        return fun(params, variables, batch, key, step)
+
+
+def differences(kind: str, ours: Any, theirs: Any) -> list[Difference]:
+    """Leaf by leaf, how far one tree is from the other."""
+    pairs = [
+        (name_of(path), np.asarray(a, np.float64), np.asarray(b, np.float64))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
+    ]
+    largest = max((np.abs(b).max(initial=0) for _, _, b in pairs), default=0.0)
+    found = []
+    for path, a, b in pairs:
+        scale = max(np.abs(b).max(initial=0), 1e-3 * largest, 1e-30)
+        error = float(np.abs(a - b).max(initial=0) / scale)
+        ratio = float((a * b).sum() / (b * b).sum()) if (b * b).sum() > 0 else 1.0
+        found.append(Difference(kind, path, error if np.isfinite(error) else float("inf"), ratio, _hint(a, b, ratio)))
+    return found
+
+
+def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
+    if not np.isfinite(a).all():
+        return "not finite: see the loss, or the loss scale"
+    if np.abs(b).max(initial=0) > 0 and not a.any():
+        return "zero: the gradient is lost"
+    near = Fraction(ratio).limit_denominator(64) if np.isfinite(ratio) else Fraction(1)
+    if near == 1 or abs(ratio - near) > 1e-3 * abs(ratio) or np.abs(a - float(near) * b).max() > 1e-3 * np.abs(b).max():
+        return ""
+    if near.denominator == 1:
+        return f"x{near}: a mean over replicas or microbatches is missing, or a sum is taken twice"
+    if near.numerator == 1:
+        return f"x1/{near.denominator}: a sum over replicas or microbatches is missing, or a mean is taken twice"
+    return ""
+
+
+def _masters(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(Policy.master(x.dtype)), params)
+
+
+def _marked(x: Any) -> bool:
+    return isinstance(x, Replicated)

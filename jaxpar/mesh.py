@@ -1,0 +1,62 @@
+"""Strategy + devices -> mesh. Every mesh has the four axes, outermost to innermost; unused ones have size 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from .strategy import AXES, Strategy
+
+
+def simulate(devices: int) -> None:
+    """Make this process see `devices` CPU devices, in place of whatever is attached.
+
+    For tests and for trying a strategy on a laptop. Must run before jax has started a backend (before the first
+    array, `jax.devices()`, ...); raises RuntimeError after that, ValueError for a number below 1.
+    """
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ValueError(f"simulate({devices!r}): the number of devices must be a whole number from 1, such as 8")
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        found = jax.devices()
+        if len(found) != devices or found[0].platform != "cpu":
+            raise RuntimeError(
+                f"simulate({devices}) came too late: jax already runs on {len(found)} {found[0].platform} device(s); "
+                "call it right after `import jaxpar`, before the first array"
+            ) from error
+
+
+def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a strategy: over `mesh` (a mesh with some of our axes, or devices) or over all devices.
+
+    Raises ValueError where the sizes do not multiply to the number of devices, or a given mesh has other axes.
+    """
+    if isinstance(mesh, Mesh):
+        unknown = set(mesh.axis_names) - set(AXES)
+        if unknown:
+            raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
+        if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
+            raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
+        devices = list(mesh.devices.flat)
+    else:
+        devices = list(jax.devices() if mesh is None else mesh)
+        if strategy.single:
+            devices = devices[:1]
+    if strategy.single and len(devices) > 1:
+        raise ValueError(f"strategy 'single' takes one device and the mesh has {len(devices)}; pass a mesh of one")
+    hosts = len({d.process_index for d in devices})
+    sizes = strategy.sizes(len(devices), hosts)
+    if isinstance(mesh, Mesh):
+        for axis, size in mesh.shape.items():
+            if size != sizes[str(axis)]:
+                raise ValueError(f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree")
+    shape = tuple(sizes.values())
+    assert math.prod(shape) == len(devices)
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+

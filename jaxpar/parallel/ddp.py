@@ -1,0 +1,30 @@
+"""Distributed data parallel: everything replicated, gradients all-reduced (Li et al. 2020, PyTorch Distributed, VLDB 13).
+
+    per device   params P   grads P   optimizer whole        sent per step   all-reduce P
+
+A leaf that a layer stack uses once is reduced inside the backward loop, so that the reduction of one layer overlaps with the
+backward of the next (section 3.2.3). With several microbatches gradients accumulate locally and are reduced once (3.2.4).
+"""
+
+from __future__ import annotations
+
+import jax
+
+from ..collectives import all_reduce
+from ..strategy import ROWS
+from .contract import Rule, Use
+
+
+def _fetch(x: jax.Array, use: Use) -> jax.Array:
+    return x
+
+
+def _give(x: jax.Array, use: Use) -> jax.Array:
+    return all_reduce(x, ROWS) if use.last else x
+
+
+def _finish(x: jax.Array, use: Use) -> jax.Array:
+    return x if use.last else all_reduce(x, ROWS)
+
+
+DDP = Rule("ddp", frozenset(), _fetch, _give, _finish)

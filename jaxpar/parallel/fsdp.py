@@ -1,0 +1,25 @@
+"""ZeRO-3, also called fully sharded data parallel: parameters sharded too (Rajbhandari et al. 2020, section 5.3; Zhao et
+al. 2023, PyTorch FSDP).
+
+    per device   params P/N   grads P/N   optimizer K P/N
+    sent         all-gather m P forwards and m P backwards, reduce-scatter m P       (m microbatches)
+    over `data`  (hybrid sharding, FSDP section 3.2.2) an all-reduce of P/N
+
+A layer's parameters are whole while the layer runs, forwards and again backwards. They are cast before they are
+gathered, so that low precision halves the traffic; the transpose of the gather, written out, reduces in float32.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from ..collectives import all_gather
+from .contract import Rule, Use
+from .zero import finish, scatter
+
+
+def _fetch(x: jax.Array, use: Use) -> jax.Array:
+    return all_gather(x, ["fsdp"], use.dim)
+
+
+ZERO3 = Rule("zero3", frozenset({"params", "grads", "optimizer"}), _fetch, scatter, finish)

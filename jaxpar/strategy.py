@@ -1,0 +1,174 @@
+"""Strategy: every choice a run makes about parallelism, as one value, and every error a user can make in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+AXES = ("pipe", "data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the axes that share the rows of a batch
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "single": {"single": True},
+    "dp": {"data": -1, "server": True},
+    "ddp": {"data": -1},
+    "zero1": {"fsdp": -1, "zero": 1},
+    "zero2": {"fsdp": -1, "zero": 2},
+    "zero3": {"fsdp": -1, "zero": 3},
+    "fsdp": {"fsdp": -1, "zero": 3},
+    "hsdp": {"data": "hosts", "fsdp": -1, "zero": 3},
+}
+_CHOICES = {"precision": ("f32", "bf16", "f16"), "reduce": ("f32", "compute"), "remat": ("none", "layer", "dots")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How one training step is spread over devices.
+
+    Attributes:
+      data: size of the mesh axis of plain replicas; `"hosts"` is the number of hosts (2 where there is one host).
+      fsdp: size of the axis over which ZeRO shards; rows are shared over `data` and `fsdp` alike.
+      zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
+        (ZeRO, Rajbhandari et al. 2020, section 5).
+      single: one device, whatever else is attached: the reference of every other strategy.
+      server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
+      microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated.
+      precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
+      reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
+      remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
+        "layer" (all), "dots" (all but matmuls), or a `jax.checkpoint` policy.
+
+    One of `data` and `fsdp` may be -1: what the other leaves of the devices.
+
+    >>> Strategy.parse("zero2,microbatches=4")
+    Strategy('fsdp=-1,zero=2,microbatches=4')
+    >>> str(Strategy(data=2, fsdp=4, precision="bf16"))
+    'data=2,fsdp=4,precision=bf16'
+    """
+
+    data: int | Literal["hosts"] = 1
+    fsdp: int = 1
+    zero: int = 3
+    single: bool = False
+    server: bool = False
+    microbatches: int = 1
+    precision: str = "f32"
+    reduce: str = "f32"
+    remat: str | Callable[..., bool] = "none"
+
+    def __post_init__(self) -> None:
+        for axis in ROWS:
+            size = getattr(self, axis)
+            if not (axis == "data" and size == "hosts") and (not _is_int(size) or size < 1 and size != -1):
+                raise ValueError(f"{axis}={size!r} is not an axis size; use a whole number from 1, or -1 for what is left")
+        if self.data == -1 and self.fsdp == -1:
+            raise ValueError("data=-1 and fsdp=-1: only one axis can be what the other leaves; give one of them a size")
+        if not _is_int(self.zero) or self.zero not in (1, 2, 3):
+            raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
+        if not _is_int(self.microbatches) or self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches!r} is not a count; use a whole number from 1")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
+                policy = " or a jax.checkpoint policy" if name == "remat" else ""
+                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{_near(value, choices)}")
+        for name in ("single", "server"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
+        if self.server and self.fsdp != 1:
+            raise ValueError(f"server=True with fsdp={self.fsdp}: a central server shards nothing; use data={self.fsdp} alone")
+        if self.single and (self.data != 1 or self.fsdp != 1 or self.server):
+            raise ValueError(f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out")
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """A strategy from text: `preset`, `name=value,...` or `preset,name=value,...`; `str(strategy)` is the reverse.
+
+        Raises ValueError naming the part that is wrong and the nearest name.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for number, part in enumerate(p.strip() for p in text.split(",")):
+            name, equals, value = (s.strip() for s in part.partition("="))
+            if number == 0 and not equals:
+                if name not in _PRESETS:
+                    known = (*_PRESETS, *fields)
+                    raise ValueError(f"strategy {name!r} is unknown; use one of {', '.join(_PRESETS)}, or name=value{_near(name, known)}")
+                values.update(_PRESETS[name])
+            elif name not in fields:
+                raise ValueError(f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}{_near(name, fields)}")
+            elif not value:
+                raise ValueError(f"{part!r} in strategy {text!r} has no value; write {name}=...")
+            else:
+                values[name] = _value(value)
+        return cls(**values)
+
+    def sizes(self, devices: int, hosts: int = 1) -> dict[str, int]:
+        """Axis sizes on a number of devices, in the order of the mesh. Raises ValueError unless they multiply to it."""
+        if self.single:
+            return dict.fromkeys(AXES, 1)
+        data: int = max(hosts, 2 if devices > 1 else 1) if self.data == "hosts" else self.data  # type: ignore[assignment]
+        known = {"data": data, "fsdp": self.fsdp}
+        given = ", ".join(f"{k}={v}" for k, v in known.items() if v not in (1, -1)) or "data=1, fsdp=1"
+        free = [k for k, v in known.items() if v == -1]
+        product = (1 if data == -1 else data) * (1 if self.fsdp == -1 else self.fsdp)
+        if free:
+            if devices % product:
+                raise ValueError(f"{given} does not divide {devices} devices; use {_divisors(devices)}")
+            known[free[0]] = devices // product
+        elif product != devices:
+            raise ValueError(
+                f"{given} needs {product} devices and there are {devices}; make data x fsdp = {devices}, set one of them "
+                f"to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
+            )
+        return {axis: known.get(axis, 1) for axis in AXES}
+
+    def _text(self, skip: str = "") -> str:
+        parts = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == skip or value == field.default:
+                continue
+            value = {True: "true", False: "false"}[value] if isinstance(value, bool) else value
+            parts.append(f"{field.name}={getattr(value, '__name__', value)}")
+        return ",".join(parts)
+
+    def __str__(self) -> str:
+        return "single" if self == Strategy(single=True) else self._text() or "data=1"
+
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
+
+def as_strategy(strategy: Strategy | str) -> Strategy:
+    """A strategy from its text, or itself."""
+    if isinstance(strategy, str):
+        return Strategy.parse(strategy)
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r} is neither a jaxpar.Strategy nor text; try 'fsdp' or Strategy(fsdp=-1)")
+    return strategy
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _near(word: Any, words: Any) -> str:
+    close = difflib.get_close_matches(str(word), list(words), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _divisors(n: int) -> str:
+    return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)
