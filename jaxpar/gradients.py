@@ -35,7 +35,8 @@ class Access:
 
     def __init__(self, layout: Layout, rule: Rule, program: Program, microbatches: int):
         self.leaves, self.policy, self.whole_at_rest = layout.leaves, layout.policy, "params" not in rule.sharded
-        self.rules = [rule if leaf.dim is not None else DDP for leaf in layout.leaves]
+        # What ZeRO does not shard is replicated, as in plain data parallelism.
+        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in layout.leaves]
         self.last = [microbatches == 1 and uses == (True,) for uses in program.uses]
 
     def _use(self, index: int, sliced: bool) -> Use:
@@ -151,7 +152,8 @@ class Local:
         tree = jax.tree.structure(out)
         loss = jax.tree.unflatten(tree, list(range(tree.num_leaves)))[0]["loss"]
         first = collectives.index(tuple(self.axes)) * m
-        seed = scale / self._count(program, loss.count, variables, batches, key)
+        # A server divides by the count itself, when it has everybody's.
+        seed = scale if self.strategy.server else scale / self._count(program, loss.count, variables, batches, key)
 
         def micro(variables: Any, at: Any) -> tuple[Any, Any]:
             number, batch = at
@@ -196,6 +198,8 @@ class Local:
         return collectives.all_reduce(counts.sum(), tuple(self.axes))
 
     def total(self, sums: Sums) -> Sums:
-        """The sums over all replicas, in one all-reduce."""
+        """The sums over all replicas, in one all-reduce; with a server, this replica's, which it will add."""
+        if self.strategy.server:
+            return sums
         leaves, tree = jax.tree.flatten(sums)
         return jax.tree.unflatten(tree, list(collectives.all_reduce(jnp.stack(leaves), tuple(self.axes))))

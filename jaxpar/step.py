@@ -52,7 +52,7 @@ def make_train_step(
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)")
     kind = Step
     if strategy.server:
-        from .parallel.server import ServerStep as kind  # stands on this module
+        from .server import ServerStep as kind  # stands on this module
     return kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable)
 
 
@@ -70,10 +70,14 @@ class Step:
         state = jax.eval_shape(self.optimizer.init, tuned)
         places = place_optimizer(state, tuned, [leaf for leaf in leaves if leaf.trainable], "optimizer" in self.rule.sharded)
         copied = self.rule.publish is not None and shards > 1 and self.policy.compute != jnp.float32
-        self.layout = Layout(leaves, tree, mesh, self.policy, self.rule.sharded, copied, places)
+        self.layout = Layout(leaves, tree, self._home(), self.policy, self.rule.sharded, copied, places)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.local = Local(model, self.layout, strategy, axes)
         self._jitted: dict[Any, Any] = {}
+
+    def _home(self) -> Mesh:
+        """The mesh on which the state lives."""
+        return self.mesh
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -194,11 +198,15 @@ class Step:
     def _run(self, name: str, state: State, batch: Any) -> Any:
         return self._function(name, batch)(state, globalise(batch, self.mesh))
 
+    def check(self, batch: Any) -> None:
+        """Raise ValueError unless the batch's rows fit the strategy."""
+        check_rows(batch, self.local.replicas, self.strategy.microbatches)
+
     def _function(self, name: str, batch: Any) -> Any:
         leaves, tree = jax.tree.flatten(batch)
         key = (name, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
-            check_rows(batch, self.local.replicas, self.strategy.microbatches)
+            self.check(batch)
             rows = jax.tree.map(self.layout.sharding, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec))
             state = self._shardings()
             fun, outs, donate = {
@@ -224,7 +232,7 @@ class Step:
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         stored = state.copy if self.layout.copied else state.params
-        return _metrics(self._mapped(self.local.evaluate, batch, _HERE)(stored, state.variables))
+        return metrics_of(self._mapped(self.local.evaluate, batch, _HERE)(stored, state.variables))
 
     def _gradients(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, Sums]:
         """Logical float32 gradients of the trainable leaves, new variables, sums."""
@@ -235,28 +243,33 @@ class Step:
         grads, variables, sums = self._mapped(self.local.gradients, batch, outs)(
             stored, state.variables, state.key, state.step, scale
         )
-        logical = [leaf.unpad(g) if g.shape != leaf.shape else g for leaf, g in zip(trained, grads, strict=True)]
-        inverse = 1 / scale if state.scale is not None else None
-        logical = [g.astype(Policy.master(f.dtype)) for f, g in zip(trained, logical, strict=True)]
-        return [g if inverse is None else g * inverse for g in logical], variables, sums
+        return self._unscaled(grads, state), variables, sums
+
+    def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
+        """Reduced gradients -> logical float32 gradients of the loss itself."""
+        trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        grads = [self._unpad(f, g).astype(Policy.master(f.dtype)) for f, g in zip(trained, grads, strict=True)]
+        return grads if state.scale is None else [g / state.scale.scale for g in grads]
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._gradients(state, batch)
-        it = iter(grads)
-        return _metrics(sums)["loss"], self._tree([next(it) if f.trainable else None for f in self.layout.leaves])
+        return metrics_of(sums)["loss"], self.filled(grads)
 
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        grads, variables, sums = self._gradients(state, batch)
+        return self._update(state, *self._gradients(state, batch))
+
+    def _update(self, state: State, grads: list[jax.Array], variables: Any, sums: Sums) -> tuple[State, Metrics]:
+        """The optimizer's step, on global arrays: it sees what it would see on one device."""
         leaves = self.layout.leaves
         masters = [self._unpad(f, self._constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)]
         params = _trained(leaves, masters, self.layout.tree)
         updates = _trained(leaves, _fill(leaves, grads), self.layout.tree)
-        loss = _metrics(sums)["loss"]
+        loss = metrics_of(sums)["loss"]
         opt_state = self._unpack(state.optimizer)
         changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
         tuned = iter(jax.tree.leaves(optax.apply_updates(params, changes)))
         new = [next(tuned) if f.trainable else x for f, x in zip(leaves, masters, strict=True)]
-        metrics = _metrics(sums) | {"grad_norm": optax.global_norm(grads), "skipped": jnp.int32(0)}
+        metrics = metrics_of(sums) | {"grad_norm": optax.global_norm(grads), "skipped": jnp.int32(0)}
         packed, scale = self._pack(new_opt), None
         if state.scale is not None:
             finite = all_finite(grads)
@@ -295,6 +308,10 @@ class Step:
 
     # -- between logical and stored ------------------------------------------------------------------------------------
 
+    def filled(self, trained: Sequence[Any]) -> Any:
+        """The model's tree from values of the trainable leaves: None for the others."""
+        return self._tree(_fill(self.layout.leaves, trained))
+
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self.layout.tree, list(leaves))
 
@@ -331,7 +348,8 @@ def _fill(leaves: Sequence[Leaf], trained: Sequence[Any]) -> list[Any]:
     return [next(it) if leaf.trainable else None for leaf in leaves]
 
 
-def _metrics(sums: Sums) -> Metrics:
+def metrics_of(sums: Sums) -> Metrics:
+    """The means that sums over all rows stand for."""
     return {name: mean.total / mean.count for name, mean in sums.items()}
 
 

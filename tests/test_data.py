@@ -1,0 +1,151 @@
+"""The corpus, its entropies against ones worked out by hand, and batches that can be resumed at any step."""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.data import Corpus, batches, byte_corpus, pad_rows, windows
+
+
+def text(string: str) -> np.ndarray:
+    return np.frombuffer(string.encode(), np.uint8)
+
+
+def corpus(train: str, held_out: str) -> Corpus:
+    return Corpus("by hand", 1, text(train), text(held_out))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "below").mkdir()
+    for i in range(40):
+        (tmp_path / ("below" if i % 2 else ".") / f"{i:02}.txt").write_text(f"file {i:02}\n" * (i + 1))
+    (tmp_path / ".hidden").write_text("never read")
+    (tmp_path / "empty").write_text("")
+    return tmp_path
+
+
+def test_standard_library_is_a_corpus_of_megabytes_without_its_tests() -> None:
+    found = byte_corpus()
+    assert found.train.size > 4e6 and found.held_out.size > 1e5
+    assert found.train.dtype == found.held_out.dtype == np.uint8
+    assert b"class TestCase" in found.train.tobytes() + found.held_out.tobytes()  # unittest itself is no test
+    assert b"class TestPEP8Conformance" not in found.train.tobytes()
+    assert found.bigram_entropy < found.unigram_entropy < 6
+
+
+def test_a_corpus_is_the_same_every_time(folder: Path) -> None:
+    first, second = byte_corpus(folder), byte_corpus(str(folder))
+    np.testing.assert_array_equal(first.train, second.train)
+    np.testing.assert_array_equal(first.held_out, second.held_out)
+
+
+def test_a_folder_holds_out_every_20th_file(folder: Path) -> None:
+    found = byte_corpus(folder)
+    order = sorted(folder.rglob("*.txt"), key=lambda f: f.relative_to(folder).as_posix())
+    assert found.files == 40
+    assert found.held_out.tobytes() == order[19].read_bytes() + order[39].read_bytes()
+    assert found.train.size + found.held_out.size == sum(f.stat().st_size for f in order)
+
+
+def test_a_file_holds_out_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_bytes(bytes(range(100)))
+    found = byte_corpus(file)
+    assert found.train.tolist() == list(range(95)) and found.held_out.tolist() == list(range(95, 100))
+
+
+def test_errors_name_the_path_and_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no file or folder .*nowhere; give one that exists, or none for Python's own"
+    ):
+        byte_corpus(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds 0 bytes in 0 files; give at least 20 bytes"):
+        byte_corpus(tmp_path)
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(ValueError, match=r"short holds 3 bytes in 1 files; give at least 20 bytes"):
+        byte_corpus(tmp_path / "short")
+
+
+def test_entropies_by_hand() -> None:
+    # a a b | b: unigrams 2 a, 2 b in all. Bigrams aa, ab in train, none in the single held-out byte.
+    found = corpus("aab", "b")
+    assert found.unigram_entropy == pytest.approx(1.0)
+    assert found.bigram_entropy == pytest.approx(1.0)  # after a: a or b, once each
+    assert found.unigram_bits == pytest.approx(np.log2((3 + 256) / 2))  # b was seen once, plus one
+    assert corpus("abab", "ba").bigram_bits == pytest.approx(np.log2((1 + 256) / 2))  # after b: a, once
+    assert corpus("abab", "bc").bigram_bits == pytest.approx(np.log2((1 + 256) / 1))  # c never
+    assert corpus("abababab", "abab").bigram_entropy == pytest.approx(0.0)
+
+
+def test_a_model_fitted_to_train_does_no_better_than_hindsight() -> None:
+    found = byte_corpus()
+    assert found.unigram_bits > found.unigram_entropy - 0.2 and found.bigram_bits > found.bigram_entropy - 0.2
+
+
+def test_uniform_bytes_have_eight_bits() -> None:
+    every = np.tile(np.arange(256, dtype=np.uint8), 50)
+    found = Corpus("by hand", 1, every, every[:256])
+    assert found.unigram_entropy == pytest.approx(8.0) and found.unigram_bits == pytest.approx(8.0)
+
+
+def test_batches_are_windows_of_the_text() -> None:
+    source = np.arange(200, dtype=np.uint8)
+    batch = next(batches(source, rows=64, length=7, seed=0))["tokens"]
+    assert batch.shape == (64, 8) and batch.dtype == np.int32
+    assert (np.diff(batch) == 1).all() and len(set(batch[:, 0].tolist())) > 32
+
+
+def test_batches_reach_the_first_and_the_last_byte() -> None:
+    seen = np.unique([b["tokens"] for b in islice(batches(np.arange(10, dtype=np.uint8), 8, 7, seed=0), 20)])
+    assert seen.tolist() == list(range(10))
+
+
+def test_batches_resume_at_any_step() -> None:
+    source = byte_corpus().train
+    whole = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3), 6)]
+    resumed = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3, start=4), 2)]
+    np.testing.assert_array_equal(whole[4:], resumed)
+    assert not np.array_equal(whole[0], whole[1])
+    assert not np.array_equal(whole[0], next(batches(source, 4, 16, seed=4))["tokens"])
+
+
+@pytest.mark.parametrize("size", [9, 10, 24, 25, 26, 49, 100])
+def test_windows_predict_every_byte_but_the_first_once(size: int) -> None:
+    source = np.arange(1, size + 1, dtype=np.uint8)
+    found = list(windows(source, rows=3, length=8))
+    assert all(b["tokens"].shape == (3, 9) and b["mask"].shape == (3, 8) for b in found)
+    targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in found])
+    contexts = np.concatenate([b["tokens"][:, :-1][b["mask"] == 1] for b in found])
+    assert targets.tolist() == source[1:].tolist() and contexts.tolist() == source[:-1].tolist()
+    assert found[0]["tokens"].dtype == np.int32 and found[0]["mask"].dtype == np.float32
+
+
+def test_a_text_shorter_than_one_window_says_so_before_the_first_batch() -> None:
+    message = r"length=8 needs windows of 9 bytes, but the text has 8; use a length below 8"
+    with pytest.raises(ValueError, match=message):
+        batches(np.zeros(8, np.uint8), 1, 8, seed=0)
+    with pytest.raises(ValueError, match=message):
+        next(windows(np.zeros(8, np.uint8), 1, 8))
+
+
+def test_pad_rows_fills_up_with_zeros_and_masks_them() -> None:
+    batch = {"x": np.ones((5, 3), np.int32), "y": (np.ones(5),)}
+    padded, mask = pad_rows(batch, 8)
+    assert padded["x"].shape == (8, 3) and padded["x"].dtype == np.int32 and padded["y"][0].shape == (8,)
+    assert mask.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and mask.dtype == np.float32
+    assert padded["x"].sum() == 15 and padded["y"][0].sum() == 5
+    same, whole = pad_rows(batch, 5)
+    np.testing.assert_array_equal(same["x"], batch["x"])
+    assert whole.all()
+
+
+def test_pad_rows_wants_the_same_rows_everywhere() -> None:
+    with pytest.raises(
+        ValueError, match=r"same number of rows on dim 0, got \{\"\['x'\]\": \(5,\), \"\['y'\]\": \(4,\)\}"
+    ):
+        pad_rows({"x": np.ones((5, 3)), "y": np.ones(4)}, 8)
+    with pytest.raises(ValueError, match=r"got \{\"\['x'\]\": \(\)\}"):
+        pad_rows({"x": np.float32(1)}, 8)

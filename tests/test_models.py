@@ -1,0 +1,190 @@
+"""The decoder does what its papers say: counts, causality, rotary embedding, grouped queries, tying, loss."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpar.model import Mean
+from jaxpar.models import llama
+from jaxpar.models.llama import Config, Llama
+
+SMALL = Config(vocab=61, dim=24, layers=3, heads=4, kv_heads=2, ffn=40)
+
+
+def tokens(rows: int = 2, length: int = 9, vocab: int = SMALL.vocab) -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (rows, length), 0, vocab)
+
+
+@partial(nnx.jit, static_argnums=(0, 1))
+def build(config: Config, seed: int = 0) -> Llama:
+    return Llama(config, rngs=nnx.Rngs(seed))
+
+
+@nnx.jit
+def logits(model: Llama, text: jax.Array) -> jax.Array:
+    return model(text)
+
+
+loss = nnx.jit(llama.loss)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_config_counts_the_parameters(tied: bool, kv_heads: int) -> None:
+    config = dataclasses.replace(SMALL, tied=tied, kv_heads=kv_heads)
+    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == config.parameters
+
+
+def test_tiny_has_one_million_parameters_or_so() -> None:
+    assert 0.5e6 < llama.SIZES["tiny"].parameters < 3e6
+
+
+def test_layers_are_stacked_on_dim_0_and_differ() -> None:
+    layers = nnx.state(build(SMALL).layers, nnx.Param)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(layers)} == {SMALL.layers}
+    query = layers["attention"]["query"]["kernel"][...]
+    assert not np.allclose(query[0], query[1])
+
+
+def test_a_model_without_dropout_is_its_parameters() -> None:
+    assert len(jax.tree.leaves(nnx.state(build(SMALL)))) == len(jax.tree.leaves(nnx.state(build(SMALL), nnx.Param)))
+
+
+def test_a_future_token_does_not_change_an_earlier_logit() -> None:
+    model, text = build(SMALL), tokens()
+    changed = logits(model, text.at[:, 5].add(1) % SMALL.vocab) - logits(model, text)
+    np.testing.assert_allclose(changed[:, :5], 0, atol=1e-6)
+    assert jnp.abs(changed[:, 5:]).max(axis=(0, 2)).min() > 1e-3  # every later position sees it
+
+
+def test_rows_do_not_see_each_other() -> None:
+    model, text = build(SMALL), tokens(rows=3)
+    np.testing.assert_allclose(logits(model, text)[1], logits(model, text[1:2])[0], atol=1e-5)
+
+
+def test_rope_depends_on_relative_position_alone() -> None:
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+    angles = llama.rope_table(64, 16, 10_000.0)
+
+    def score(i: int, j: int) -> jax.Array:
+        return jnp.sum(llama.rope(query, angles[i : i + 1]) * llama.rope(key, angles[j : j + 1]))
+
+    np.testing.assert_allclose(score(10, 3), score(47, 40), rtol=1e-4)
+    assert abs(score(10, 3) - score(10, 4)) > 1e-3
+    np.testing.assert_allclose(score(0, 0), jnp.sum(query * key), rtol=1e-5)
+
+
+def test_rope_turns_the_first_pair_by_one_radian_per_position() -> None:
+    unit = jnp.zeros((1, 3, 1, 4)).at[..., 0].set(1)
+    turned = llama.rope(unit, llama.rope_table(3, 4, 100.0))[0, :, 0]
+    np.testing.assert_allclose(turned[:, 0], np.cos([0, 1, 2]), atol=1e-6)
+    np.testing.assert_allclose(turned[:, 2], np.sin([0, 1, 2]), atol=1e-6)
+    np.testing.assert_allclose(llama.rope_table(2, 4, 100.0)[1], [1.0, 0.1], rtol=1e-5)
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_keys_and_values() -> None:
+    grouped = build(SMALL)
+    full = build(dataclasses.replace(SMALL, kv_heads=SMALL.heads), seed=1)
+    state = nnx.to_pure_dict(nnx.state(grouped))
+    for name in ("key", "value"):
+        projection = state["layers"]["attention"][name]
+        heads = projection["kernel"].reshape(SMALL.layers, SMALL.dim, SMALL.kv_heads, SMALL.head_dim)
+        projection["kernel"] = jnp.repeat(heads, SMALL.heads // SMALL.kv_heads, axis=2).reshape(SMALL.layers, 24, 24)
+    target = nnx.state(full)
+    nnx.replace_by_pure_dict(target, state)
+    nnx.update(full, target)
+    np.testing.assert_allclose(logits(full, tokens()), logits(grouped, tokens()), atol=1e-5)
+
+
+def test_attention_is_the_textbook_formula() -> None:
+    config = dataclasses.replace(SMALL, heads=1, kv_heads=1, layers=1)
+    attention = llama.Attention(config, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(2), (1, 5, config.dim))
+    angles = llama.rope_table(5, config.dim, config.rope_theta)
+    q, k, v = (x[0] @ getattr(attention, name).kernel[...] for name in ("query", "key", "value"))
+    q, k = (llama.rope(y[None, :, None], angles)[0, :, 0] for y in (q, k))
+    scores = jnp.where(jnp.tri(5, dtype=bool), q @ k.T / jnp.sqrt(config.dim), -jnp.inf)
+    expected = jax.nn.softmax(scores) @ v @ attention.out.kernel[...]
+    np.testing.assert_allclose(attention(x, angles)[0], expected, atol=1e-5)
+
+
+def test_tied_head_is_the_embedding() -> None:
+    model = build(dataclasses.replace(SMALL, tied=True))
+    _, gradient = nnx.jit(nnx.value_and_grad(llama.loss))(model, {"tokens": jnp.zeros((1, 4), jnp.int32)})
+    assert model.head is None
+    # The embedding alone reaches row 0 only; the head reaches every row.
+    assert (jnp.abs(gradient["embedding"][...]).max(axis=1) > 0).all()
+
+
+def test_initial_loss_is_near_that_of_a_uniform_guess() -> None:
+    value = loss(build(SMALL), {"tokens": tokens(rows=16, length=33)})
+    assert abs(value - np.log(SMALL.vocab)) < 1
+
+
+def test_bfloat16_parameters_compute_in_bfloat16_and_lose_in_float32() -> None:
+    model = build(SMALL)
+    exact = loss(model, {"tokens": tokens()})
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model)))
+    rounded = loss(model, {"tokens": tokens()})
+    assert logits(model, tokens()[:, :-1]).dtype == jnp.bfloat16 and rounded.dtype == jnp.float32
+    np.testing.assert_allclose(rounded, exact, rtol=2e-2)
+
+
+def test_norm_is_exact_where_bfloat16_would_not_be() -> None:
+    x = jnp.full((1, 1, 4096), 3, jnp.bfloat16)  # a sum of squares in bfloat16 stalls at 256 times a term
+    np.testing.assert_allclose(llama.RMSNorm(4096)(x).astype(jnp.float32), 1, rtol=1e-2)
+
+
+def test_masked_loss_counts_only_the_mask() -> None:
+    model, text = build(SMALL), tokens(rows=2, length=7)
+    mask = jnp.zeros((2, 6)).at[1, :3].set(1)
+    masked = loss(model, {"tokens": text, "mask": mask})
+    assert isinstance(masked, Mean) and masked.count == 3
+    np.testing.assert_allclose(masked.total / masked.count, loss(model, {"tokens": text[1:, :4]}), rtol=1e-5)
+
+
+def test_dropout_drops_in_training_only_and_differs_between_layers_and_calls() -> None:
+    model = build(dataclasses.replace(SMALL, dropout=0.5))
+    text = tokens()
+    assert not np.allclose(logits(model, text), logits(model, text))
+    model.eval()
+    np.testing.assert_array_equal(logits(model, text), logits(model, text))
+    keys = jax.random.key_data(model.layers.dropout.rngs.key[...])
+    assert len({tuple(key) for key in keys.tolist()}) == SMALL.layers
+
+
+def test_the_model_learns() -> None:
+    graph, parameters = nnx.split(build(SMALL))
+    optimizer = optax.adam(1e-2)
+    batch = {"tokens": tokens(rows=4, length=12)}
+
+    @jax.jit
+    def step(parameters: nnx.State, state: optax.OptState) -> tuple[nnx.State, optax.OptState, jax.Array]:
+        value, gradient = jax.value_and_grad(lambda p: llama.loss(nnx.merge(graph, p), batch))(parameters)
+        updates, state = optimizer.update(gradient, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
+
+    state = optimizer.init(parameters)
+    for _ in range(60):
+        parameters, state, value = step(parameters, state)
+    assert value < 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 30}, r"dim=30 .* heads=4 .* try dim=32"),
+        ({"kv_heads": 3}, r"kv_heads=3 does not divide heads=4; use one of \[1, 2, 4\]"),
+        ({"dropout": 1.0}, r"dropout=1.0 must lie in \[0, 1\); use 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_would(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)

@@ -1,0 +1,293 @@
+"""Model packages that others wrote, unmodified from PyPI: random weights, zero2 and zero3 against Flax alone.
+
+    pip install --no-deps flaxmodels google-tunix flaxdiff
+    pip install einops h5py jaxtyping regex requests tqdm
+
+`--no-deps`, because the three ask for some 80 distributions (pyarrow, numba, TFDS, ...) that their models do not import.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+
+# They use names that JAX and Flax have deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+Tree = Any
+ROWS, LENGTH, VOCAB = 16, 12, 64
+SGD = optax.sgd(0.1, momentum=0.9)  # Adam would hide a wrong gradient scale
+STEPS = 2
+DECODER = {
+    "num_layers": 3,
+    "vocab_size": VOCAB,
+    "embed_dim": 32,
+    "hidden_dim": 48,
+    "num_heads": 4,
+    "head_dim": 8,
+    "num_kv_heads": 2,
+    "rope_theta": 10_000,
+    "norm_eps": 1e-5,
+}
+GPT2 = types.SimpleNamespace(
+    vocab_size=VOCAB,
+    n_positions=LENGTH,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    n_inner=None,
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_weights=True,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package's model as jaxpar takes it, and the same loss(params, batch) by Flax alone on one device."""
+
+    model: jp.Model
+    plain: Callable[[Tree, Tree], jax.Array]
+    batch: Tree
+
+
+def from_nnx(build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[..., jax.Array], batch: Tree) -> Package:
+    with nnx.use_eager_sharding(False):
+        graph, _ = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+
+    def plain(params: nnx.State, batch: Tree) -> jax.Array:
+        return loss(nnx.merge(graph, params), batch)
+
+    return Package(jp.from_nnx(build, loss), plain, batch)
+
+
+def from_linen(module: nn.Module, loss: Callable[..., jax.Array], batch: Tree) -> Package:
+    model = jp.from_linen(module, loss, example=batch)
+    _, abstract = jax.eval_shape(model.create, jax.random.key(0))
+    # Statistics before the first step; in training they are written, never read.
+    variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+
+    def plain(params: Tree, batch: Tree) -> jax.Array:
+        def apply(*args: Any, **kwargs: Any) -> Tree:
+            return module.apply({"params": params, **variables}, *args, mutable=list(variables), **kwargs)[0]
+
+        return loss(apply, batch)
+
+    return Package(model, plain, batch)
+
+
+def tokens() -> dict[str, np.ndarray]:
+    return {"tokens": np.random.default_rng(0).integers(VOCAB, size=(ROWS, LENGTH + 1)).astype(np.int32)}
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@functools.cache
+def tunix(family: str) -> types.ModuleType:
+    """`tunix.models.<family>.model` without the `__init__` files above it, which import trainers and checkpoints.
+
+    Importing it turns Flax's eager sharding off for the whole process; turned on again, because a user may.
+    """
+    if importlib.util.find_spec("tunix") is None:
+        pytest.skip("not installed: pip install --no-deps google-tunix")
+    eager = nnx.using_eager_sharding()
+    for name in ("tunix", f"tunix.models.{family}"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # and not executed
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    nnx.use_eager_sharding(eager)
+    return module
+
+
+def decoder(make: Callable[[nnx.Rngs], nnx.Module]) -> Package:
+    """Annotated with mesh axes of Tunix's own (`fsdp`, `tp`); the layers are a Python loop."""
+
+    def loss(module: Any, batch: Tree) -> jax.Array:
+        inputs = batch["tokens"][:, :-1]
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), inputs.shape)
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (*inputs.shape, LENGTH))
+        logits, _ = module(inputs, positions, None, causal)
+        return cross_entropy(logits, batch["tokens"][:, 1:])
+
+    return from_nnx(make, loss, tokens())
+
+
+def tunix_llama3(monkeypatch: pytest.MonkeyPatch) -> Package:
+    module = tunix("llama3")
+    config = module.ModelConfig(**DECODER, remat_config=module.RematConfig.DECODER)
+    return decoder(lambda rngs: module.Llama3(config, rngs=rngs))
+
+
+def tunix_qwen3(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """Tied embedding; four experts of which two are used, so that most of an expert's rows do not count."""
+    module = tunix("qwen3")
+    config = module.ModelConfig(**DECODER, use_tied_embedding=True, num_experts=4, num_experts_per_tok=2)
+    return decoder(lambda rngs: module.Qwen3(config, rngs=rngs))
+
+
+def flaxmodels_gpt2(monkeypatch: pytest.MonkeyPatch) -> Package:
+    importlib_or_skip("flaxmodels")
+    monkeypatch.setattr(importlib.import_module("flaxmodels.gpt2.gpt2"), "jnp", jnp_with_newshape())
+    return from_linen(GPT2LM(GPT2), gpt2_loss, tokens())
+
+
+class GPT2LM(nn.Module):
+    """The package's own head asks for pretrained weights; this one does not. Not hashable, as its config is not."""
+
+    config: Any
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        body = importlib.import_module("flaxmodels.gpt2.gpt2").GPT2Model(self.config)
+        return nn.Dense(VOCAB)(body(inputs, training=True)["last_hidden_state"])
+
+
+def gpt2_loss(apply: Any, batch: Tree) -> jax.Array:
+    return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+
+
+def jnp_with_newshape() -> Any:
+    """`jax.numpy` with the name that `reshape` had for its second argument when flaxmodels 0.1.3 was written."""
+
+    def reshape(array: jax.Array, newshape: Any) -> jax.Array:
+        return jnp.reshape(array, newshape)
+
+    return types.SimpleNamespace(**{**vars(jnp), "reshape": reshape})
+
+
+def flaxmodels_resnet(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """ResNet-10 with Flax's BatchNorm in place of the package's copy of it, on rows of different brightness."""
+    package = resnet()
+    monkeypatch.setattr(importlib.import_module("flaxmodels.resnet.ops"), "BatchNorm", nn.BatchNorm)
+    monkeypatch.setitem(importlib.import_module("flaxmodels.resnet.resnet").LAYERS, "resnet18", [1, 1, 1, 1])
+    return from_linen(*package)
+
+
+def resnet() -> tuple[nn.Module, Callable[[Any, Tree], jax.Array], Tree]:
+    module = importlib_or_skip("flaxmodels").ResNet18(output="logits", pretrained=None, num_classes=10)
+
+    def loss(apply: Any, batch: Tree) -> jax.Array:
+        return cross_entropy(apply(batch["image"], train=True), batch["label"])
+
+    random = np.random.default_rng(0)
+    image = random.uniform(size=(ROWS, 32, 32, 3)) * np.linspace(0.2, 1, ROWS)[:, None, None, None]
+    return module, loss, {"image": image.astype(np.float32), "label": np.arange(ROWS, dtype=np.int32) * 3 % 10}
+
+
+def flaxdiff_dit(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """A diffusion transformer: modules made in `setup`, layers in a Python loop, a table of rotations as a constant."""
+    module = importlib_or_skip("flaxdiff.models.simple_dit").SimpleDiT(
+        patch_size=4, emb_features=32, num_layers=2, num_heads=4
+    )
+
+    def loss(apply: Any, batch: Tree) -> jax.Array:
+        return jnp.square(apply(batch["noisy"], batch["time"], batch["text"]) - batch["noise"]).mean()
+
+    random = np.random.default_rng(0)
+    shapes = {"noisy": (8, 8, 3), "time": (), "text": (4, 24), "noise": (8, 8, 3)}
+    batch = {name: random.normal(size=(ROWS, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    return from_linen(module, loss, batch)
+
+
+def importlib_or_skip(name: str) -> types.ModuleType:
+    return pytest.importorskip(name, reason=f"not installed: pip install --no-deps {name.split('.')[0]}")
+
+
+PACKAGES = (tunix_llama3, tunix_qwen3, flaxmodels_gpt2, flaxmodels_resnet, flaxdiff_dit)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A package with what one device makes of it: loss and gradients at `start`, parameters after `STEPS` updates."""
+
+    package: Package
+    start: Tree
+    loss: jax.Array
+    grads: Tree
+    end: Tree
+
+
+@pytest.fixture(scope="module", params=PACKAGES, ids=lambda make: make.__name__)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        package = request.param(monkeypatch)
+        params, _ = jax.jit(package.model.create)(jax.random.key(0))
+        params = start = shaken(package.model.wrap(params))
+        value_and_grad = jax.jit(jax.value_and_grad(package.plain))
+        loss, grads = value_and_grad(params, package.batch)
+        momentum = SGD.init(params)
+        for _ in range(STEPS):
+            updates, momentum = SGD.update(value_and_grad(params, package.batch)[1], momentum, params)
+            params = optax.apply_updates(params, updates)
+        yield Case(package, start, loss, grads, params)
+
+
+def shaken(params: Tree) -> Tree:
+    """Tunix starts its feed-forwards at zero, where most gradients vanish and would be equal for no good reason."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda x: np.asarray(x + 0.05 * random.normal(size=x.shape), np.float32), params)
+
+
+def assert_close(found: Tree, expected: Tree) -> None:
+    """Same tree; |a - b| <= 1e-5 max(leaf max, 1e-3 tree max), as the whole project defines parity."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    for (path, b), a in pairs:
+        a, b = np.asarray(a), np.asarray(b)
+        tolerance = 1e-5 * max(np.abs(b).max(), 1e-3 * largest)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_trains_as_on_one_device(case: Case, strategy: str) -> None:
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(case.grads))
+    step = jp.make_train_step(case.package.model, SGD, strategy)
+    state = step.init(jax.random.key(0), params=case.start)
+
+    loss, grads = step.value_and_grad(state, case.package.batch)
+    np.testing.assert_allclose(loss, case.loss, rtol=1e-5)
+    assert_close(grads, case.grads)
+
+    for _ in range(STEPS):
+        state, _ = step(state, case.package.batch)
+    params = step.params(state)
+    assert_close(params, case.end)
+    largest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+    assert largest.sharding.is_fully_replicated == (strategy == "zero2")
+
+
+def test_the_error_of_a_package_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flaxmodels 0.1.3 calls `jnp.reshape(newshape=)`, which JAX has removed."""
+    importlib_or_skip("flaxmodels")
+    monkeypatch.setattr(importlib.import_module("flaxmodels.gpt2.gpt2"), "jnp", jnp)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'newshape'"):
+        jp.make_train_step(jp.from_linen(GPT2LM(GPT2), gpt2_loss, example=tokens()), SGD, "zero3")
+
+
+def test_a_batchnorm_that_is_not_flaxs_is_refused() -> None:
+    """The ResNets of flaxmodels have their own copy, which would compute statistics of one replica's rows."""
+    module, loss, batch = resnet()
+    step = jp.make_train_step(jp.from_linen(module, loss, example=batch), SGD, "zero3")
+    with pytest.raises(ValueError, match="batch_stats/.*/mean is updated from this replica's rows alone.*Flax's own BatchNorm"):
+        step(step.init(jax.random.key(0)), batch)
