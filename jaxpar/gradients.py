@@ -40,7 +40,8 @@ class Access:
         self.last = [microbatches == 1 and uses == (True,) for uses in program.uses]
 
     def _use(self, index: int, sliced: bool) -> Use:
-        return Use((self.leaves[index].dim or 0) - sliced, self.last[index])
+        leaf = self.leaves[index]
+        return Use((leaf.dim or 0) - sliced, self.last[index], self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""
@@ -53,7 +54,6 @@ class Access:
         leaf, use = self.leaves[index], self._use(index, sliced)
         if not leaf.trainable:
             return None
-        cotangent = cotangent.astype(self.policy.reduced(leaf.dtype))
         return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
 
     def finish(self, index: int, gradient: jax.Array) -> jax.Array:
@@ -155,27 +155,24 @@ class Local:
         # A server divides by the count itself, when it has everybody's.
         seed = scale if self.strategy.server else scale / self._count(program, loss.count, variables, batches, key)
 
-        def micro(variables: Any, at: Any) -> tuple[Any, Any]:
+        def micro(carry: Any, at: Any) -> tuple[Any, Sums]:
+            variables, into = carry
             number, batch = at
             values = jax.tree.leaves((variables, batch, block_key(key, step, first + number)))
             outs, tape = program.forward(access, stored, values, grad=True)
-            grads = program.backward(access, stored, tape, {loss.total: seed})
+            into = program.backward(access, stored, tape, {loss.total: seed}, into)
             sums, variables = jax.tree.unflatten(tree, outs)
-            return variables, (grads, sums)
-
-        def accumulate(carry: Any, at: Any) -> tuple[Any, None]:
-            variables, total = carry
-            variables, new = micro(variables, at)
-            return (variables, jax.tree.map(jnp.add, total, new)), None
+            return (variables, into), sums
 
         numbered = (jnp.arange(m), batches)
         one = jax.tree.map(lambda x: x[0], numbered)
+        carry = (variables, [None] * len(stored))
         if m == 1:
-            variables, total = micro(variables, one)
+            (variables, grads), sums = micro(carry, one)
         else:
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, variables, one)[1])
-            (variables, total), _ = lax.scan(accumulate, (variables, zeros), numbered)
-        grads, sums = total
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
+            (variables, grads), sums = lax.scan(micro, (variables, zeros), numbered)
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
         finished = []
         for i, (leaf, grad) in enumerate(zip(self.layout.leaves, grads, strict=True)):
             if not leaf.trainable:

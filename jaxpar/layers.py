@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from . import jaxpr as jx
 from .hoist import split
-from .pieces import Access, Segment, Stack, Unit
+from .pieces import Access, Segment, Stack, Unit, add
 
 # Elementwise: on operands of one shape, a layer of the result is the result on a layer.
 _ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())
@@ -61,26 +61,31 @@ class Program:
         return [_read(env, v) for v in self.outputs], tape
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], tape: Sequence[Any], seeds: dict[int, jax.Array]
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        tape: Sequence[Any],
+        seeds: dict[int, jax.Array],
+        into: Sequence[jax.Array | None],
     ) -> list[jax.Array | None]:
-        """The gradient of each leaf, as given; None where the loss does not depend on it.
+        """`into` with the gradient of each leaf added, as given; None stays where the loss does not depend on it.
 
-        `seeds` holds the cotangents of some outputs, by position.
+        `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first.
         """
         cts = {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
-        grads: list[jax.Array | None] = [None] * len(leaves)
+        grads = list(into)
         for piece, (inputs, saved) in zip(reversed(self.pieces), reversed(tape), strict=True):
             active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
             if not any(v in cts for v in active):
                 continue
             given = [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-            mine, ct_inputs = piece.backward(access, leaves, inputs, saved, given)
-            for i, grad in zip(piece.unit.leaves, mine, strict=True):
-                grads[i] = _add(grads[i], grad)
+            totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+            for i, total in zip(piece.unit.leaves, totals, strict=True):
+                grads[i] = total
             linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
             for var, ct in zip(linear, ct_inputs, strict=True):
                 if not jx.is_literal(var):
-                    cts[var] = _add(cts.get(var), ct)
+                    cts[var] = add(cts.get(var), ct)
         return grads
 
     def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
@@ -182,7 +187,9 @@ def _segment(
     inputs = [v for v in free if v not in index]
     pre, rest = split(eqns, leaves, inputs, outputs, set(constvars))
     linear = tuple(v in active and _inexact(v) for v in inputs)
-    unit = Unit(tuple(index[v] for v in leaves), pre, rest, linear, tuple(v in active and _inexact(v) for v in outputs))
+    shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
+    given = tuple(v in active and _inexact(v) for v in outputs)
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given)
     return Segment(unit, tuple(inputs), tuple(outputs))
 
 
@@ -256,12 +263,14 @@ def _stack(
         rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
     unit = Unit(
         leaves,
+        tuple(slices),
         lambda full, values: pre(full, [*consts, *values]),
         lambda weights, values: rest(weights, [*consts, *values]),
         tuple(linear),
         tuple(outs),
     )
-    return Stack(unit, outer, (*parts.carry_out, *parts.ys), n, k, parts.length, parts.reverse)
+    outputs = (*parts.carry_out, *parts.ys)
+    return Stack(unit, outer, outputs, n, k, parts.length, parts.reverse)
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
@@ -271,6 +280,3 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 def _inexact(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
-
-def _add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    return b if a is None else a if b is None else a + b

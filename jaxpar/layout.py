@@ -1,7 +1,7 @@
 """Where every leaf lives: its sharded dim, its padding, and the bytes that a device stores.
 
-A leaf is sharded over `fsdp` along one dim. Its first dim is avoided where it may be a stack of layers (three dims or
-more, or two with the first the smaller): a scan slices it there. If no dim divides, a leaf of 16,384 elements or more is padded
+A leaf is sharded over `fsdp` along one dim. Its first dim is avoided where it may be a stack of layers (at most 512, and
+three dims or more, or two with the first the smaller): a scan slices it there. If no dim divides, a leaf of 16,384 elements or more is padded
 along its largest such dim; a smaller one is replicated, and reported.
 """
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .precision import Policy
 
 PAD_FROM = 16_384  # elements; smaller leaves are not worth the padding
+_LAYERS = 512  # no model stacks more
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Leaf:
 
 def place(path: str, shape: tuple[int, ...], dtype: Any, shards: int, trainable: bool) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share."""
-    stacked = len(shape) > 2 or (len(shape) == 2 and shape[0] < shape[1])
+    stacked = len(shape) > 1 and shape[0] <= _LAYERS and (len(shape) > 2 or shape[0] < shape[1])
     dims = range(1, len(shape)) if stacked else range(len(shape))
     dim = next((d for d in dims if shape[d] and shape[d] % shards == 0), None) if shards > 1 else None
     note = ""

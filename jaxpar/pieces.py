@@ -24,6 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import jaxpr as jx
+from .schedule import anchor, zeros_after
+
 
 class Access(Protocol):
     """How a strategy moves one parameter leaf: `index` is the leaf, `sliced` whether it is one layer of a stack."""
@@ -41,10 +44,11 @@ class Access(Protocol):
 class Unit:
     """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
 
-    `linear` and `active` say which inputs and outputs carry derivatives; `fixed` inputs may be read by `pre`.
+    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `fixed` inputs may be read by `pre`.
     """
 
     leaves: tuple[int, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
     pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     linear: tuple[bool, ...]
@@ -69,16 +73,35 @@ class Unit:
         return outs, Saved([leaf for leaf, at in zip(leaves, where, strict=True) if at is None], tree, where)
 
     def backward(
-        self, full: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Cotangents of the leaves, and of the linear inputs, from those of the active outputs."""
-        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in full]
-        pre = functools.partial(lambda diff: self.pre(_merge(floats, diff, full), inputs))
-        weights, pull_pre = jax.vjp(pre, _pick(floats, full))
-        pull = saved.pull([*weights, *kept])
-        ct_weights, ct_inputs = pull(list(cotangents))
-        (ct_full,) = pull_pre(ct_weights)
-        return _merge(floats, ct_full, [None] * len(full)), ct_inputs
+        self, inputs: Sequence[Any], kept: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
+    ) -> tuple[tuple[bool, ...], Callable[[Sequence[Any], jax.Array | None], tuple[list[Any], list[Any]]]]:
+        """Which leaves the backward reads, and `run(those leaves, after)`.
+
+        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the active
+        outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is neither kept nor fixed.
+        """
+        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
+
+        def pull(full: Any, inputs: Any, kept: Any, values: Any, cotangents: Any) -> Any:
+            weights, pull_pre = jax.vjp(lambda diff: self.pre(_merge(floats, diff, full), inputs), _pick(floats, full))
+            ct_weights, ct_inputs = saved.pull(values, [*weights, *kept])(list(cotangents))
+            (ct_full,) = pull_pre(ct_weights)
+            return _merge(floats, ct_full, [None] * len(full)), ct_inputs
+
+        rest = (inputs, kept, saved.values, cotangents)
+        flat, out = jx.trace(pull, list(self.shapes), *rest)
+        eqns = jx.live(flat.eqns, flat.outvars)
+        read = set(jx.free(eqns, flat.outvars))
+        leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
+        reads = tuple(v in read for v in leaves)
+
+        def run(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
+            hinted, extra = (eqns, {}) if after is None else anchor(eqns, after)
+            fun = jx.run(hinted, [*flat.constvars, *extra, *_pick(reads, leaves), *others], flat.outvars)
+            outs = fun(*flat.consts, *extra.values(), *full, *jax.tree.leaves(rest))
+            return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+        return reads, run
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])
@@ -90,10 +113,10 @@ class Saved:
     tree: Any
     where: tuple[int | None, ...]
 
-    def pull(self, known: Sequence[Any]) -> Callable[..., Any]:
-        """The vjp function, with `known` (weights, kept inputs) in their places."""
-        values = iter(self.values)
-        return jax.tree.unflatten(self.tree, [next(values) if at is None else known[at] for at in self.where])
+    def pull(self, values: Sequence[Any], known: Sequence[Any]) -> Callable[..., Any]:
+        """The vjp function, from `values` and `known` (weights, kept inputs)."""
+        it = iter(values)
+        return jax.tree.unflatten(self.tree, [next(it) if at is None else known[at] for at in self.where])
 
 
 @dataclass(frozen=True)
@@ -103,7 +126,6 @@ class Segment:
     unit: Unit
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    stack: bool = False
 
     def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
         """Outputs, and what `backward` needs (None without `grad`)."""
@@ -113,15 +135,22 @@ class Segment:
         return self.unit.forward(full, inputs, inputs)
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Any, cotangents: list[Any]
+        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Saved, cotangents: list[Any], into: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients as given, one for each leaf of the unit, and cotangents of the linear inputs."""
-        mine = [leaves[i] for i in self.unit.leaves]
+        """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear inputs."""
+        reads, run = self.unit.backward(inputs, inputs, saved, cotangents)
+        needed = _pick(reads, self.unit.leaves)
         # Fetched again, and not before the cotangents are there: nothing whole survives from the forward.
-        mine, cotangents = lax.optimization_barrier((mine, cotangents))
-        full = [access.fetch(i, x, False) for i, x in zip(self.unit.leaves, mine, strict=True)]
-        ct_full, ct_inputs = self.unit.backward(full, inputs, inputs, saved, cotangents)
-        return [_give(access, i, ct, False) for i, ct in zip(self.unit.leaves, ct_full, strict=True)], ct_inputs
+        shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
+        full = [access.fetch(i, x, False) for i, x in zip(needed, shards, strict=True)]
+        ct_full, ct_inputs = run(full, cotangents[0])
+        # One after the other: cotangents (the weights are no longer needed), reductions, and then the piece before.
+        ct_full, ct_inputs = lax.optimization_barrier((ct_full, ct_inputs))
+        given = [
+            None if ct is None else access.give(i, ct, False) for i, ct in zip(self.unit.leaves, ct_full, strict=True)
+        ]
+        given, ct_inputs = lax.optimization_barrier((given, ct_inputs))
+        return [add(a, g) for a, g in zip(into, given, strict=True)], ct_inputs
 
 
 @dataclass(frozen=True)
@@ -135,7 +164,6 @@ class Stack:
     carry: int
     length: int
     reverse: bool
-    stack: bool = True
 
     def _parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         n, k = self.consts, self.carry
@@ -148,10 +176,11 @@ class Stack:
         def layer(carry: list[Any], x: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
             shards, xs = x
             full = [access.fetch(i, s, True) for i, s in zip(self.unit.leaves, shards, strict=True)]
+            inputs = [*consts, *carry, *xs]
             if grad:
-                outs, saved = self.unit.forward(full, [*consts, *carry, *xs], [*consts, *xs])
+                outs, saved = self.unit.forward(full, inputs, [*consts, *xs])
             else:
-                outs, saved = self.unit.value(full, [*consts, *carry, *xs]), None
+                outs, saved = self.unit.value(full, inputs), None
             return outs[: self.carry], (outs[self.carry :], saved)
 
         shards = [leaves[i] for i in self.unit.leaves]
@@ -159,39 +188,61 @@ class Stack:
         return [*carry, *ys], saved
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Any, cotangents: list[Any]
+        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Saved, cotangents: list[Any], into: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients as given, stacked, one for each leaf of the unit, and cotangents of the linear inputs."""
+        """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear inputs."""
         consts, _, xs = self._parts(inputs)
         linear_consts, linear_carry, _ = self._parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
+        shards = [leaves[i] for i in self.unit.leaves]
+
+        # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions would be
+        # pipelined across its end, with a layer's whole gradients between iterations.
+        fresh = [total is None for total in into]
+        totals = [self._empty(access, i, shards[j], cotangents[0]) if fresh[j] else into[j] for j, i in enumerate(self.unit.leaves)]
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts = carry
-            saved, shards, xs, ct_ys = x
-            full = [access.fetch(i, s, True) for i, s in zip(self.unit.leaves, shards, strict=True)]
-            kept = [*consts, *xs]
-            # The carry's place is only for its count: its value, where the backward needs it, is among `saved`.
-            args = [*consts, *([None] * self.carry), *xs]
-            ct_full, ct_in = self.unit.backward(full, args, kept, saved, [*ct_carry, *ct_ys])
+            ct_carry, ct_consts, totals = carry
+            number, saved, shards, xs, ct_ys = x
+            # The carry's value, where the backward needs it, is inside `saved`.
+            known = [*consts, *([None] * self.carry), *xs]
+            reads, run = self.unit.backward(known, [*consts, *xs], saved, [*ct_carry, *ct_ys])
+            pairs = zip(_pick(reads, self.unit.leaves), _pick(reads, shards), strict=True)
+            ct_full, ct_in = run([access.fetch(i, s, True) for i, s in pairs])
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
-            given = [_give(access, i, ct, True) for i, ct in zip(self.unit.leaves, ct_full, strict=True)]
-            return (ct_in[n_const : n_const + n_carry], ct_consts), (given, ct_in[n_const + n_carry :])
+            written = []
+            for i, ct, total, first in zip(self.unit.leaves, ct_full, totals, fresh, strict=True):
+                given = None if ct is None else access.give(i, ct, True)
+                if given is not None:
+                    given = given if first else given + lax.dynamic_index_in_dim(total, number, keepdims=False)
+                    total = lax.dynamic_update_index_in_dim(total, given, number, axis=0)
+                written.append(total)
+            return (ct_in[n_const : n_const + n_carry], ct_consts, written), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in _pick(linear_consts, consts)]
-        shards = [leaves[i] for i in self.unit.leaves]
-        (ct_carry, ct_consts), (given, ct_xs) = lax.scan(
+        (ct_carry, ct_consts, totals), ct_xs = lax.scan(
             layer,
-            (cotangents[:n_carry], zeros),
-            (saved, shards, xs, cotangents[n_carry:]),
+            (cotangents[:n_carry], zeros, totals),
+            (jnp.arange(self.length), saved, shards, xs, cotangents[n_carry:]),
             length=self.length,
             reverse=not self.reverse,
         )
-        return given, [*ct_consts, *ct_carry, *ct_xs]
+        return totals, [*ct_consts, *ct_carry, *ct_xs]
+
+    def _empty(self, access: Access, index: int, shard: jax.Array, after: jax.Array) -> jax.Array | None:
+        """Zeros for the gradients that the layers will give; None for a leaf that has none."""
+
+        def given(shard: jax.Array) -> jax.Array | None:
+            whole = access.fetch(index, shard, True)
+            return access.give(index, whole, True) if jnp.issubdtype(whole.dtype, jnp.inexact) else None
+
+        shape = jax.eval_shape(given, jax.ShapeDtypeStruct(shard.shape[1:], shard.dtype))
+        return None if shape is None else zeros_after(after, (self.length, *shape.shape), shape.dtype)
 
 
-def _give(access: Access, index: int, cotangent: Any, sliced: bool) -> Any:
-    return None if cotangent is None else access.give(index, cotangent, sliced)
+def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """The sum of two gradients, where None is zero."""
+    return b if a is None else a if b is None else a + b
 
 
 def _pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from .gradients import Local, Sums
 from .layout import Layout, Leaf, Stored, make_leaves, name_of, place_optimizer
 from .mesh import make_mesh
 from .model import Model
-from .parallel import Use, rule_of
+from .parallel import publish, rule_of
 from .precision import LossScale, Policy, all_finite
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
@@ -277,7 +277,7 @@ class Step:
             new, packed, variables = keep(new, masters), keep(packed, state.optimizer), keep(variables, state.variables)
             scale = state.scale.next(finite)
             metrics["skipped"] = scale.skipped
-        stored, copy = self._publish(new)
+        stored, copy = self._publish(new, state)
         return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
 
     def _constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -287,23 +287,16 @@ class Step:
         x = leaf.pad(x) if x.shape != leaf.stored else x
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec))
 
-    def _publish(self, masters: list[jax.Array]) -> tuple[Any, Any]:
+    def _publish(self, masters: list[jax.Array], state: State) -> tuple[Any, Any]:
         """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered."""
-        leaves, rule = self.layout.leaves, self.rule
-        shards = [self._constrain(f, leaf_x) for f, leaf_x in zip(leaves, masters, strict=True)]
-        if rule.publish is None or self.mesh.shape["fsdp"] == 1:
+        leaves = self.layout.leaves
+        shards = [self._constrain(f, x) for f, x in zip(leaves, masters, strict=True)]
+        if self.rule.publish is None or self.mesh.shape["fsdp"] == 1:
             return self._tree(shards), None
-        dtypes = [self.policy.computed(f.dtype) if self.layout.copied else x.dtype for f, x in zip(leaves, masters, strict=True)]
-
-        def gather(shards: list[jax.Array]) -> list[jax.Array]:
-            whole = []
-            for leaf, x, dtype in zip(leaves, shards, dtypes, strict=True):
-                x = x.astype(dtype)
-                whole.append(x if leaf.dim is None else leaf.unpad(rule.publish(x, Use(leaf.dim, True))))
-            return whole
-
+        old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
+        gather = functools.partial(publish, self.rule, leaves)
         specs = [leaf.spec for leaf in leaves]
-        whole = jax.shard_map(gather, mesh=self.mesh, in_specs=(specs,), out_specs=_HERE, check_vma=False)(shards)
+        whole = jax.shard_map(gather, mesh=self.mesh, in_specs=(specs, _HERE), out_specs=_HERE, check_vma=False)(shards, old)
         return (self._tree(shards), self._tree(whole)) if self.layout.copied else (self._tree(whole), None)
 
     # -- between logical and stored ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from .ddp import DDP
 from .fsdp import ZERO3
 from .server import SERVER
 from .zero import ZERO1, ZERO2
+from .zero import publish as publish
 
 
 def rule_of(strategy: Strategy) -> Rule:

@@ -20,6 +20,7 @@ def _fetch(x: jax.Array, use: Use) -> jax.Array:
 
 
 def _give(x: jax.Array, use: Use) -> jax.Array:
+    x = x.astype(use.dtype)
     return all_reduce(x, ROWS) if use.last else x
 
 

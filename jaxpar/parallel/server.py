@@ -20,4 +20,8 @@ def _keep(x: jax.Array, use: Use) -> jax.Array:
     return x
 
 
-SERVER = Rule("server", frozenset(), _keep, _keep, _keep)
+def _give(x: jax.Array, use: Use) -> jax.Array:
+    return x.astype(use.dtype)
+
+
+SERVER = Rule("server", frozenset(), _keep, _give, _keep)

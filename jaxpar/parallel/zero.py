@@ -12,9 +12,13 @@ dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Sequence
 
-from ..collectives import all_gather, all_reduce, reduce_scatter
+import jax
+from jax import lax
+
+from ..collectives import all_gather, all_reduce, reduce_scatter_as
+from ..layout import Leaf
 from .contract import Rule, Use
 
 
@@ -23,7 +27,7 @@ def _fetch(x: jax.Array, use: Use) -> jax.Array:
 
 
 def _give_at_last(x: jax.Array, use: Use) -> jax.Array:
-    return _reduce(x, use) if use.last else x
+    return _reduce(x, use) if use.last else x.astype(use.dtype)
 
 
 def _finish_all(x: jax.Array, use: Use) -> jax.Array:
@@ -31,12 +35,12 @@ def _finish_all(x: jax.Array, use: Use) -> jax.Array:
 
 
 def _reduce(x: jax.Array, use: Use) -> jax.Array:
-    return all_reduce(reduce_scatter(x, ["fsdp"], use.dim), ["data"])
+    return all_reduce(reduce_scatter_as(x, ["fsdp"], use.dim, use.dtype), ["data"])
 
 
 def scatter(x: jax.Array, use: Use) -> jax.Array:
     """The shard of the sum over `fsdp`, and over `data` if nothing more is to come."""
-    x = reduce_scatter(x, ["fsdp"], use.dim)
+    x = reduce_scatter_as(x, ["fsdp"], use.dim, use.dtype)
     return all_reduce(x, ["data"]) if use.last else x
 
 
@@ -45,8 +49,41 @@ def finish(x: jax.Array, use: Use) -> jax.Array:
     return x if use.last else all_reduce(x, ["data"])
 
 
-def _publish(x: jax.Array, use: Use) -> jax.Array:
-    return all_gather(x, ["fsdp"], use.dim)
+def _publish(x: jax.Array, dim: int) -> jax.Array:
+    return all_gather(x, ["fsdp"], dim)
+
+
+def publish(rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
+    """The whole of every leaf from updated shards, in the dtype and, where XLA donates it, the memory of the `old` ones.
+
+    Leaves that are not sharded along their first dim are gathered slice by slice of it (layer by layer), those of one
+    length together: a gather of a whole stack would need a second buffer of its size. Frozen leaves stay as they are.
+    """
+    assert rule.publish is not None
+    out = list(old)
+    loops: dict[int, list[int]] = {}
+    for i, (leaf, shard, was) in enumerate(zip(leaves, shards, old, strict=True)):
+        if not leaf.trainable:
+            continue
+        if leaf.dim is None:
+            out[i] = shard.astype(was.dtype)
+        elif leaf.dim == 0:
+            out[i] = leaf.unpad(rule.publish(shard.astype(was.dtype), 0))
+        else:
+            loops.setdefault(leaf.shape[0], []).append(i)
+    for length, members in loops.items():
+
+        def body(at: jax.Array, stacks: list[jax.Array], members: list[int] = members) -> list[jax.Array]:
+            new = []
+            for i, stack in zip(members, stacks, strict=True):
+                leaf, dim = leaves[i], (leaves[i].dim or 0) - 1
+                slice_ = lax.dynamic_index_in_dim(shards[i], at, keepdims=False).astype(stack.dtype)
+                new.append(lax.dynamic_update_index_in_dim(stack, leaf.unpad(rule.publish(slice_, dim), dim), at, axis=0))
+            return new
+
+        for i, stack in zip(members, lax.fori_loop(0, length, body, [old[i] for i in members]), strict=True):
+            out[i] = stack
+    return out
 
 
 ZERO1 = Rule("zero1", frozenset({"optimizer", "grads"}), _fetch, _give_at_last, _finish_all, _publish)
