@@ -137,7 +137,8 @@ def slice_program(
             defined = {v for e in groups[number] for v in e.outvars}
             # What comes from parameters alone and a stack reads whole is handed over by the segment before that stack.
             outputs = [v for v in wanted if v in defined or v in index or v in floating]
-            piece = _segment(groups[number], outputs, floating, index, active, flat.constvars)
+            epilogue = number > 0 and number == len(groups) - 1
+            piece = _segment(groups[number], outputs, floating, index, active, flat.constvars, epilogue)
         if piece is not None:
             wanted = {v: None for v in wanted if v not in set(piece.outputs)}
             wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
@@ -177,6 +178,7 @@ def _segment(
     index: dict[Any, int],
     active: set[Any],
     constvars: Sequence[Any],
+    keep: bool,
 ) -> Segment | None:
     if not outputs:
         return None
@@ -190,7 +192,7 @@ def _segment(
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
     unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given)
-    return Segment(unit, tuple(inputs), tuple(outputs))
+    return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
 def _sliced(
@@ -225,16 +227,17 @@ def _stack(
     parts = jx.scan_parts(eqn)
     sliced = _sliced(eqn, floating, index, whole)
     n, k = len(parts.consts), len(parts.carry)
-    leaves = tuple(leaf for leaf, _ in sliced.values())
+    leaves = tuple(dict.fromkeys(leaf for leaf, _ in sliced.values()))  # one may be scanned twice
     variables = list(index)
     body = jec.jaxpr_as_fun(parts.body)
 
     def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        mine, others = iter(slices), iter(values[n + k :])
+        mine, others = dict(zip(leaves, slices, strict=True)), iter(values[n + k :])
         xs = []
         for position in range(len(parts.xs)):
-            value = next(mine if position in sliced else others)
-            for step in sliced.get(position, (0, []))[1]:
+            leaf, chain = sliced.get(position, (None, []))
+            value = next(others) if leaf is None else mine[leaf]
+            for step in chain:
                 value = step.primitive.bind(*(a.val if jx.is_literal(a) else value for a in step.invars), **step.params)
             xs.append(value)
         return body(*values[: n + k], *xs)

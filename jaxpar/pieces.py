@@ -121,28 +121,38 @@ class Saved:
 
 @dataclass(frozen=True)
 class Segment:
-    """A unit that runs once; `inputs` and `outputs` are variables of the whole program."""
+    """A unit that runs once; `inputs` and `outputs` are variables of the whole program.
+
+    With `keep`, what the forward fetched serves the backward as well: right for an epilogue, whose backward follows at
+    once, so that a second fetch of the largest matrix of many models would only cost traffic and memory.
+    """
 
     unit: Unit
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    keep: bool
 
     def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
         """Outputs, and what `backward` needs (None without `grad`)."""
         full = [access.fetch(i, leaves[i], False) for i in self.unit.leaves]
         if not (grad and any(self.unit.active)):
             return self.unit.value(full, inputs), None
-        return self.unit.forward(full, inputs, inputs)
+        outs, saved = self.unit.forward(full, inputs, inputs)
+        return outs, (saved, full if self.keep else None)
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Saved, cotangents: list[Any], into: list[Any]
+        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Any, cotangents: list[Any], into: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear inputs."""
+        saved, full = saved
         reads, run = self.unit.backward(inputs, inputs, saved, cotangents)
-        needed = _pick(reads, self.unit.leaves)
-        # Fetched again, and not before the cotangents are there: nothing whole survives from the forward.
-        shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
-        full = [access.fetch(i, x, False) for i, x in zip(needed, shards, strict=True)]
+        if full is None:
+            needed = _pick(reads, self.unit.leaves)
+            # Fetched again, and not before the cotangents are there: nothing whole survives from the forward.
+            shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
+            full = [access.fetch(i, x, False) for i, x in zip(needed, shards, strict=True)]
+        else:
+            full = _pick(reads, full)
         ct_full, ct_inputs = run(full, cotangents[0])
         # One after the other: cotangents (the weights are no longer needed), reductions, and then the piece before.
         ct_full, ct_inputs = lax.optimization_barrier((ct_full, ct_inputs))
