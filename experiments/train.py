@@ -8,7 +8,7 @@ import csv
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import tyro
+from jax.extend.backend import clear_backends
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,7 +34,7 @@ class Options:
     strategy: str = "fsdp"
     """a preset (single dp ddp zero1 zero2 zero3 fsdp hsdp), or name=value,..., such as fsdp=8,zero=2,precision=bf16"""
     devices: int | None = None
-    """simulate so many CPU devices; without it: the accelerators attached, or 8 simulated devices if there are none"""
+    """simulate so many CPU devices; without it: the accelerators attached, or 8 simulated ones where there are none"""
     data: Path | None = None
     """a file or folder to learn from; without it: Python's own source"""
     out: Path = Path("runs/train")
@@ -56,6 +57,11 @@ class Options:
     sample: int = 24
     """held-out batches in an evaluation, the same ones each time"""
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "length", "every", "sample"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+
 
 @dataclass(frozen=True)
 class Point:
@@ -64,6 +70,14 @@ class Point:
     step: int
     train: float
     held_out: float | None = None
+
+
+def attach(devices: int | None) -> None:
+    """Simulates devices if asked to, or where jax finds nothing but one CPU."""
+    if devices is None and (jax.default_backend() != "cpu" or jax.device_count() > 1):
+        return
+    clear_backends()  # the question above started one, and its number of devices is fixed
+    jp.simulate(devices or 8)
 
 
 def bits(nats: jax.Array | float) -> float:
@@ -91,26 +105,22 @@ def train(step: Any, corpus: Corpus, options: Options, console: Console) -> list
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("compiling", total=options.steps)
-        begin, since = time.perf_counter(), 0
+        begin, timed = time.perf_counter(), 0
         for number, batch in enumerate(itertools.islice(source, options.steps), 1):
             state, metrics = step(state, batch)
-            point = Point(number, bits(metrics["loss"]))
+            points.append(Point(number, bits(metrics["loss"])))
+            progress.update(task, advance=1, description=f"{points[-1].train:.3f} bits/byte")
             if number == 1:
-                console.print(f"first step, compiled  {time.perf_counter() - begin:5.1f} s")
-                begin, since = time.perf_counter(), 1
+                console.print(f"compiled and made the first step in {time.perf_counter() - begin:.1f} s")
+                begin, timed = time.perf_counter(), number
             if number % options.every == 0 or number == options.steps:
-                speed = (number - since) * options.rows * options.length / (time.perf_counter() - begin)
-                loss = np.mean([float(step.evaluate(state, batch)["loss"]) for batch in held_out])
-                point = Point(number, point.train, bits(loss))
-                recent = np.mean([p.train for p in [*points, point][-options.every :]])
-                console.print(
-                    f"step {number:5}  train {recent:.3f}  held out {point.held_out:.3f} bits/byte  "
-                    f"{speed:8,.0f} bytes/s",
-                    highlight=False,
-                )
-                begin, since = time.perf_counter(), number
-            points.append(point)
-            progress.update(task, advance=1, description=f"{point.train:.3f} bits/byte")
+                speed = (number - timed) * options.rows * options.length / (time.perf_counter() - begin)
+                nats = np.mean([float(step.evaluate(state, batch)["loss"]) for batch in held_out])
+                points[-1] = replace(points[-1], held_out=bits(nats))
+                recent = np.mean([point.train for point in points[-options.every :]])
+                result = f"train {recent:.3f}   held out {bits(nats):.3f} bits/byte"
+                console.print(f"step {number:5}   {result}   {speed:9,.0f} bytes/s")
+                begin, timed = time.perf_counter(), number  # neither compiling nor evaluating is part of the speed
     return points
 
 
@@ -141,21 +151,17 @@ def plot(points: list[Point], corpus: Corpus, title: str, path: Path) -> None:
 
 def main(options: Options) -> None:
     begin = time.perf_counter()
-    console = Console(width=min(80, Console().width))
-    if options.devices is not None:
-        jp.simulate(options.devices)
-    else:
-        jax.config.update("jax_num_cpu_devices", 8)  # only seen where no accelerator is attached
+    console = Console(width=min(80, Console().width), highlight=False)
+    attach(options.devices)
     corpus = byte_corpus(options.data)
     config = llama.SIZES[options.size]
     model = jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
     step = jp.make_train_step(model, optimizer(options), options.strategy)
     options.out.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0]
-    where = f"{step.mesh.size} x {device.device_kind}"
+    where = f"{step.mesh.size} x {jax.devices()[0].device_kind}"
     console.print(
         table(
-            text=f"{corpus.source}",
+            text=corpus.source,
             bytes=f"{corpus.train.size:,} to train on, {corpus.held_out.size:,} held out, {corpus.files} files",
             entropy=f"unigram {corpus.unigram_entropy:.3f}, bigram {corpus.bigram_entropy:.3f} bits/byte",
             model=f"llama {options.size}, {config.parameters:,} parameters",

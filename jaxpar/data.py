@@ -23,11 +23,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Bytes, uint8 [n], to train on and to hold out, and what is known of them without a network, in bits per byte.
-
-    `unigram_entropy` and `bigram_entropy` are the corpus's own: counted in hindsight over all of its bytes.
-    `unigram_bits` and `bigram_bits` are held-out cross-entropies of the same models fitted to `train` plus one.
-    """
+    """Bytes, uint8 [n], to train on and to hold out, and what is known of them without a network, in bits per byte."""
 
     source: str
     files: int
@@ -36,20 +32,24 @@ class Corpus:
 
     @cached_property
     def unigram_entropy(self) -> float:
+        """Entropy of a byte, counted in hindsight over the whole corpus."""
         counts = _unigrams(self.train) + _unigrams(self.held_out)
         return _cross_entropy(counts, counts)
 
     @cached_property
     def bigram_entropy(self) -> float:
+        """Entropy of a byte given the one before, counted in hindsight over the whole corpus."""
         counts = _bigrams(self.train) + _bigrams(self.held_out)
         return _cross_entropy(counts, counts)
 
     @cached_property
     def unigram_bits(self) -> float:
+        """Held-out cross-entropy of byte frequencies fitted to `train`, one added to every count."""
         return _cross_entropy(_unigrams(self.held_out), _unigrams(self.train) + 1)
 
     @cached_property
     def bigram_bits(self) -> float:
+        """Held-out cross-entropy of byte pairs fitted to `train`, one added to every count."""
         return _cross_entropy(_bigrams(self.held_out), _bigrams(self.train) + 1)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+from jax import lax
 
 from . import jaxpr as jx
 from .hoist import split
@@ -53,9 +54,12 @@ class Program:
         """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads."""
         env = dict(zip(self.inputs, [*self.consts, *values], strict=True))
         tape = []
+        seen: set[int] = set()
         for piece in self.pieces:
             inputs = [_read(env, v) for v in piece.inputs]
-            outs, saved = piece.forward(access, leaves, inputs, grad)
+            mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
+            outs, saved = piece.forward(access, mine, inputs, grad)
+            seen.update(piece.unit.leaves)
             env.update(zip(piece.outputs, outs, strict=True))
             tape.append((inputs, saved))
         return [_read(env, v) for v in self.outputs], tape
@@ -274,6 +278,21 @@ def _stack(
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, outer, outputs, n, k, parts.length, parts.reverse)
+
+
+def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
+    """Leaves, of which some (tied ones) are used again, and so not before `inputs` are there.
+
+    Otherwise the compiler would fetch them once and hold them whole from their first use to their last.
+    """
+    after = [x for x, on in zip(inputs, linear, strict=True) if on]
+    if not which or not after:
+        return leaves
+    out = list(leaves)
+    held, _ = lax.optimization_barrier(([leaves[i] for i in sorted(which)], after))
+    for i, leaf in zip(sorted(which), held, strict=True):
+        out[i] = leaf
+    return out
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

@@ -27,13 +27,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_standard_library_is_a_corpus_of_megabytes_without_its_tests() -> None:
+def test_standard_library_is_a_corpus_of_megabytes() -> None:
     found = byte_corpus()
-    assert found.train.size > 4e6 and found.held_out.size > 1e5
+    assert found.train.size > 4e6
+    assert found.held_out.size > 1e5
     assert found.train.dtype == found.held_out.dtype == np.uint8
     assert b"class TestCase" in found.train.tobytes() + found.held_out.tobytes()  # unittest itself is no test
-    assert b"class TestPEP8Conformance" not in found.train.tobytes()
     assert found.bigram_entropy < found.unigram_entropy < 6
+
+
+def test_standard_library_is_read_without_tests_and_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("os.py", "json/decoder.py", "json/data.txt", "test/test_os.py", "a/tests/t.py", "site-packages/x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n" * 4)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = byte_corpus()
+    assert found.files == 2
+    assert set((found.train.tobytes() + found.held_out.tobytes()).splitlines()) == {b"# json/decoder.py", b"# os.py"}
 
 
 def test_a_corpus_is_the_same_every_time(folder: Path) -> None:
@@ -54,7 +66,8 @@ def test_a_file_holds_out_its_end(tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_bytes(bytes(range(100)))
     found = byte_corpus(file)
-    assert found.train.tolist() == list(range(95)) and found.held_out.tolist() == list(range(95, 100))
+    assert found.train.tolist() == list(range(95))
+    assert found.held_out.tolist() == list(range(95, 100))
 
 
 def test_errors_name_the_path_and_what_to_give(tmp_path: Path) -> None:
@@ -80,22 +93,20 @@ def test_entropies_by_hand() -> None:
     assert corpus("abababab", "abab").bigram_entropy == pytest.approx(0.0)
 
 
-def test_a_model_fitted_to_train_does_no_better_than_hindsight() -> None:
-    found = byte_corpus()
-    assert found.unigram_bits > found.unigram_entropy - 0.2 and found.bigram_bits > found.bigram_entropy - 0.2
-
-
 def test_uniform_bytes_have_eight_bits() -> None:
     every = np.tile(np.arange(256, dtype=np.uint8), 50)
     found = Corpus("by hand", 1, every, every[:256])
-    assert found.unigram_entropy == pytest.approx(8.0) and found.unigram_bits == pytest.approx(8.0)
+    assert found.unigram_entropy == pytest.approx(8.0)
+    assert found.unigram_bits == pytest.approx(8.0)
 
 
 def test_batches_are_windows_of_the_text() -> None:
     source = np.arange(200, dtype=np.uint8)
     batch = next(batches(source, rows=64, length=7, seed=0))["tokens"]
-    assert batch.shape == (64, 8) and batch.dtype == np.int32
-    assert (np.diff(batch) == 1).all() and len(set(batch[:, 0].tolist())) > 32
+    assert batch.shape == (64, 8)
+    assert batch.dtype == np.int32
+    assert (np.diff(batch) == 1).all()
+    assert len(set(batch[:, 0].tolist())) > 32
 
 
 def test_batches_reach_the_first_and_the_last_byte() -> None:
@@ -108,7 +119,7 @@ def test_batches_resume_at_any_step() -> None:
     whole = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3), 6)]
     resumed = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3, start=4), 2)]
     np.testing.assert_array_equal(whole[4:], resumed)
-    assert not np.array_equal(whole[0], whole[1])
+    assert len({batch.tobytes() for batch in whole}) == 6
     assert not np.array_equal(whole[0], next(batches(source, 4, 16, seed=4))["tokens"])
 
 
@@ -116,11 +127,13 @@ def test_batches_resume_at_any_step() -> None:
 def test_windows_predict_every_byte_but_the_first_once(size: int) -> None:
     source = np.arange(1, size + 1, dtype=np.uint8)
     found = list(windows(source, rows=3, length=8))
-    assert all(b["tokens"].shape == (3, 9) and b["mask"].shape == (3, 8) for b in found)
+    assert all(b["tokens"].shape == (3, 9) and b["mask"].shape == (3, 8) and b["mask"].any() for b in found)
     targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in found])
     contexts = np.concatenate([b["tokens"][:, :-1][b["mask"] == 1] for b in found])
-    assert targets.tolist() == source[1:].tolist() and contexts.tolist() == source[:-1].tolist()
-    assert found[0]["tokens"].dtype == np.int32 and found[0]["mask"].dtype == np.float32
+    assert targets.tolist() == source[1:].tolist()
+    assert contexts.tolist() == source[:-1].tolist()
+    assert found[0]["tokens"].dtype == np.int32
+    assert found[0]["mask"].dtype == np.float32
 
 
 def test_a_text_shorter_than_one_window_says_so_before_the_first_batch() -> None:
@@ -134,9 +147,13 @@ def test_a_text_shorter_than_one_window_says_so_before_the_first_batch() -> None
 def test_pad_rows_fills_up_with_zeros_and_masks_them() -> None:
     batch = {"x": np.ones((5, 3), np.int32), "y": (np.ones(5),)}
     padded, mask = pad_rows(batch, 8)
-    assert padded["x"].shape == (8, 3) and padded["x"].dtype == np.int32 and padded["y"][0].shape == (8,)
-    assert mask.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and mask.dtype == np.float32
-    assert padded["x"].sum() == 15 and padded["y"][0].sum() == 5
+    assert padded["x"].shape == (8, 3)
+    assert padded["x"].dtype == np.int32
+    assert padded["y"][0].shape == (8,)
+    assert mask.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert mask.dtype == np.float32
+    assert padded["x"].sum() == 15
+    assert padded["y"][0].sum() == 5
     same, whole = pad_rows(batch, 5)
     np.testing.assert_array_equal(same["x"], batch["x"])
     assert whole.all()

@@ -289,5 +289,7 @@ def test_a_batchnorm_that_is_not_flaxs_is_refused() -> None:
     """The ResNets of flaxmodels have their own copy, which would compute statistics of one replica's rows."""
     module, loss, batch = resnet()
     step = jp.make_train_step(jp.from_linen(module, loss, example=batch), SGD, "zero3")
-    with pytest.raises(ValueError, match="batch_stats/.*/mean is updated from this replica's rows alone.*Flax's own BatchNorm"):
+    with pytest.raises(
+        ValueError, match="batch_stats/.*/mean is updated from this replica's rows alone.*Flax's own BatchNorm"
+    ):
         step(step.init(jax.random.key(0)), batch)

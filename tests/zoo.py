@@ -4,6 +4,7 @@ Each entry is a model and a global batch of 16 rows. Between them they hold ever
 randomness and statistics reach a loss. Dims: B rows, T positions, D dim, V vocab, L layers.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,8 @@ def gpt_linen() -> Entry:
 
 
 class MLP(nnx.Module):
-    def __init__(self, *dims: int, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(dims, dims[1:], strict=False)])
+    def __init__(self, *dims: int, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(dims)])
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
         for layer in self.layers[:-1]:
@@ -158,7 +159,7 @@ def function() -> Entry:
 
 
 class Residual(nnx.Module):
-    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+    def __init__(self, channels: int, *, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(channels, channels, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(channels, momentum=0.9, rngs=rngs)
 
@@ -169,7 +170,7 @@ class Residual(nnx.Module):
 class ResNet(nnx.Module):
     """Images float32 [B, H, W, 3] -> logits [B, 10]."""
 
-    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+    def __init__(self, channels: int, *, rngs: nnx.Rngs) -> None:
         self.stem = nnx.Conv(3, channels, (3, 3), strides=2, rngs=rngs)
         self.norm = nnx.BatchNorm(channels, momentum=0.9, rngs=rngs)
         self.blocks = nnx.List([Residual(channels, rngs=rngs) for _ in range(2)])
@@ -197,22 +198,17 @@ def resnet() -> Entry:
     return Entry("resnet", jp.from_nnx(lambda rngs: ResNet(13, rngs=rngs), loss), images(), stacks=0)
 
 
-class LinenResidual(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        inner = nn.Conv(x.shape[-1], (3, 3), use_bias=False)(x)
-        return x + nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(inner))
-
-
 class LinenResNet(nn.Module):
     channels: int = 13
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        x = nn.Conv(self.channels, (3, 3), strides=2)(images)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        def norm(x: jax.Array) -> jax.Array:
+            return nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+
+        x = norm(nn.Conv(self.channels, (3, 3), strides=2)(images))
         for _ in range(2):
-            x = LinenResidual()(x, train)
+            x = x + norm(nn.Conv(self.channels, (3, 3), use_bias=False)(x))
         return nn.Dense(10)(x.mean(axis=(1, 2)))
 
 
@@ -226,7 +222,7 @@ def resnet_linen() -> Entry:
 class CrossLayer(nnx.Module):
     """Attention over `memory`, or over itself where there is none, and a feed-forward of an odd width."""
 
-    def __init__(self, dim: int, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
         self.attention = nnx.MultiHeadAttention(3, dim, decode=False, rngs=rngs)
         self.up = nnx.Linear(dim, 2 * dim + 1, rngs=rngs)
@@ -241,7 +237,7 @@ class CrossLayer(nnx.Module):
 class EncoderDecoder(nnx.Module):
     """Two stacks of different depth; what the encoder made, which is no parameter, enters every decoder layer."""
 
-    def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs):
+    def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs) -> None:
         def stack(layers: int) -> CrossLayer:
             return nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: CrossLayer(dim, rngs=rngs)))(rngs)
 
@@ -281,17 +277,5 @@ def encoder_decoder() -> Entry:
     return Entry("encoder_decoder", model, batch, stacks=2)
 
 
-ZOO: dict[str, Callable[[], Entry]] = {
-    entry.__name__: entry
-    for entry in (
-        gpt,
-        gpt_linen,
-        mlp,
-        function,
-        resnet,
-        resnet_linen,
-        gpt_dropout,
-        gpt_masked,
-        encoder_decoder,
-    )
-}
+_ENTRIES = (gpt, gpt_linen, mlp, function, resnet, resnet_linen, gpt_dropout, gpt_masked, encoder_decoder)
+ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}

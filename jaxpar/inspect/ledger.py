@@ -371,7 +371,8 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
     """Groups of devices, in the forms that XLA prints: lists, an iota, or axes of a mesh of its own.
 
     {{0,1},{2,3}} or {} for all;  [groups,size]<=[dims]T(permutation);  mesh['a'=2,'b'=4] {'b':(2)2}, where (2)2 is a
-    part of an axis: 2 devices, with 2 groups of the axis outside it.
+    part of an axis: 2 devices, with 2 groups of the axis outside it. The mesh may name its devices, as an iota too:
+    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}.
     """
     text = attributes.partition("replica_groups=")[2]
     if found := re.match(r"\{((?:\{[\d,]*\},?)*)\}|$", text):
@@ -380,16 +381,18 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
     if found := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
         return np.arange(math.prod(dims or ())).reshape(dims).transpose(order).reshape(shape).tolist()
-    if found := re.match(r"mesh\[([^\]]*)\] \{([^}]*)\}", text):
+    if found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
         place = np.array(np.unravel_index(np.arange(devices), tuple(sizes.values())))
         group = place.copy()
-        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[2]):
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4]):
             size, axis = int(part or sizes[name]), list(sizes).index(name)
             stride = sizes[name] // (int(before or 1) * size)
             group[axis] -= place[axis] // stride % size * stride
         _, label = np.unique(group, axis=1, return_inverse=True)
-        return [np.flatnonzero(label.ravel() == n).tolist() for n in range(label.max() + 1)]
+        dims, order = ([int(n) for n in part.split(",")] if part else None for part in (found[2], found[3]))
+        ids = np.arange(devices).reshape(dims or [devices]).transpose(order).ravel()
+        return [ids[label.ravel() == n].tolist() for n in range(label.max() + 1)]
     raise ValueError(
         f"form of replica_groups not known: {text[:60]!r}; known: {{{{0,1}}}}, [4,2]<=[2,4]T(1,0), mesh['a'=2] {{'a'}}"
     )

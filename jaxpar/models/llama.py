@@ -45,6 +45,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
+        """Features of one head."""
         return self.dim // self.heads
 
     @property
@@ -67,10 +68,11 @@ def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), in float32, returned in the input's dtype."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int) -> None:
         self.scale = nnx.Param(jnp.ones(dim))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D], same dtype."""
         wide = x_BTD.astype(jnp.float32)
         unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
         return (unit * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
@@ -92,7 +94,7 @@ def rope(x_BTHh: jax.Array, angles: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary embedding."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.head_dim = config.head_dim
         self.query = _linear(config.dim, config.heads * config.head_dim, rngs)
         self.key = _linear(config.dim, config.kv_heads * config.head_dim, rngs)
@@ -100,6 +102,7 @@ class Attention(nnx.Module):
         self.out = _linear(config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
+        """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
@@ -111,17 +114,20 @@ class Attention(nnx.Module):
 class SwiGLU(nnx.Module):
     """Gated feed-forward (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.gate = _linear(config.dim, config.ffn, rngs)
         self.up = _linear(config.dim, config.ffn, rngs)
         self.down = _linear(config.ffn, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
         return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    """Attention and feed-forward, each normed before and added to the residual stream."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config, rngs=rngs)
         self.ffn_norm = RMSNorm(config.dim)
@@ -130,14 +136,15 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
+        """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), angles))
         return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)))
 
 
 class Llama(nnx.Module):
-    """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
+    """The decoder: embedding, `config.layers` layers, norm, and a head that may be the embedding."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
         def stack(rngs: nnx.Rngs) -> Layer:
@@ -152,6 +159,8 @@ class Llama(nnx.Module):
         self.head = None if config.tied else _linear(config.dim, config.vocab, rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
+
         @nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
         def run(layer: Layer, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
             return layer(x_BTD, angles)

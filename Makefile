@@ -1,0 +1,79 @@
+# Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
+#   make train      train a small Llama on 8 simulated devices, fully sharded
+#   make test       format, types, docs, tests
+#   make battery    every strategy x every model, not only the covering array of `make test`
+#   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
+# Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
+
+VENV ?= .venv
+WORKERS ?= 2
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+# By trial, since the shims of version managers are on PATH even for versions that they cannot run.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach p,python3.14 python3.13 python3.12 python3.11 python3,\
+	$(shell $(p) -c '$(SUITABLE)' 2>/dev/null && echo $(p))))
+endif
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Models that others wrote, which the tests train unmodified. --no-deps: with them come 80 packages that their models do
+# not import. Those that they do import:
+PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
+IMPORTED := einops h5py jaxtyping regex requests tqdm
+
+.PHONY: train test battery lint format types docs bench gpu-compiler setup clean
+
+train: setup
+	$(BIN)/python experiments/train.py --strategy fsdp
+
+test: lint types docs $(VENV)/.packages
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+battery: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --battery tests/test_transparency.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: setup
+	$(BIN)/zensical build --clean --strict
+
+bench: setup
+	for file in benchmarks/*.py; do JAX_PLATFORMS=cpu $(BIN)/python $$file || exit 1; done
+
+setup: $(VENV)/.installed
+
+gpu-compiler: $(VENV)/.gpu-compiler
+
+$(VENV)/.installed: pyproject.toml
+ifeq ($(PYTHON),)
+	$(error jaxpar needs Python 3.11 to 3.14, and PATH has none; install one, or name it: make PYTHON=/path/to/python3.12)
+endif
+	@echo "setting up $(VENV) with $$($(PYTHON) --version); this happens once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null || { rm -rf $(VENV); \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; } || { \
+	  rm -rf $(VENV); echo "$(PYTHON) has neither venv nor pip; on Debian: apt install python3-venv"; exit 1; }
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.installed Makefile
+	@$(INSTALL) $(IMPORTED)
+	@$(INSTALL) --no-deps $(PACKAGES)
+	@touch $@
+
+# The plugin must be of jax's own version. Of jax[cuda12]'s 14 packages the compiler needs these, and no driver.
+$(VENV)/.gpu-compiler: $(VENV)/.installed
+	@jax=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("jaxlib"))') && \
+	$(INSTALL) --no-deps jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12 'nvidia-cudnn-cu12<10'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache site

@@ -1,0 +1,54 @@
+"""Eight simulated devices, warnings as errors, and what the tests need around them. Imported before any test imports jax."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Before the backend starts. Subprocesses of tests inherit all of it.
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    # Collectives of 8 devices wait for each other on few cores: 600 s is a hang, 60 s may be a busy machine.
+    "XLA_FLAGS": (
+        "--xla_force_host_platform_device_count=8"
+        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    ),
+    # Threads of XLA's pool. By default there are as many as devices, all of which can end up waiting in a collective for one
+    # that has no thread left (jax 0.10.2: most loops of 100 steps hung on two busy cores; with 16 threads or more, none).
+    "PJRT_NPROC": "32",
+    # Compiling takes most of the time here, and half of that is LLVM's optimization of programs that run once.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "MPLBACKEND": "agg",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxpar.inspect.targets import missing_compiler  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--battery"):
+        battery = [item for item in items if item.get_closest_marker("battery")]
+        config.hook.pytest_deselected(items=battery)
+        items[:] = [item for item in items if not item.get_closest_marker("battery")]
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for_gpus = item.get_closest_marker("cuda_compiler") is not None
+    # What is compiled for GPUs is looked at, so it is compiled as users compile it.
+    jax.config.update("jax_disable_most_optimizations", not for_gpus)
+    if for_gpus and (missing := missing_compiler()):
+        reason = f"compiling for GPUs: {missing}; `make gpu-compiler` installs it"
+        # Where it should be installed, a skip would hide that it is not.
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)

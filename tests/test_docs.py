@@ -1,0 +1,116 @@
+"""README and docs/ say what is so: their snippets run and print what they show, their commands exist, their links lead somewhere."""
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+
+import jaxpar as jp
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block: its language, its text, the line of the page that the text begins on."""
+
+    language: str
+    text: str
+    line: int
+
+
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text()
+    return [Snippet(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=name)
+def test_snippets_print_what_the_page_shows(page: Path) -> None:
+    """The snippets of a page are one program; a `text` block after one is what it prints."""
+    blocks = snippets(page)
+    program: dict[str, object] = {"__name__": "__main__"}
+    for block, after in zip(blocks, [*blocks[1:], Snippet("", "", 0)], strict=True):
+        if block.language != "python":
+            continue
+        printed = io.StringIO()
+        # Blank lines above, so that a traceback points into the page.
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, program)
+        if after.language == "text":
+            got = printed.getvalue()
+            assert doctest.OutputChecker().check_output(after.text, got, SHOWN), (
+                f"{name(page)}:{after.line} shows\n{after.text}and its program prints\n{got}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page: Path, tmp_path: Path) -> None:
+    lines = [line for block in snippets(page) if block.language == "sh" for line in block.text.splitlines()]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            # Some files may already be made; that the targets are known is what counts.
+            subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        elif words[:2] == ["pip", "install"]:
+            extras = re.fullmatch(r"(?:jaxpar|\.)(?:\[(\w+)\])?", words[-1])
+            assert extras, line
+            assert extras[1] is None or extras[1] in (metadata("jaxpar").get_all("Provides-Extra") or []), line
+        elif words[0] == "python":
+            short = ["--steps", "2", "--sample", "1", "--out", str(tmp_path)]
+            subprocess.run([sys.executable, *words[1:], *short], cwd=ROOT, check=True, capture_output=True, timeout=300)
+            assert (tmp_path / "loss.png").stat().st_size > 1000
+        elif words[0].startswith(".venv/bin/python"):
+            assert words[1:3] == ["-m", "pytest"], line
+            assert all((ROOT / word).exists() for word in words if word.endswith(".py")), line
+        else:
+            raise AssertionError(f"{name(page)} shows {line!r}, and no test knows how to try it")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_files_named_in_docs_are_there() -> None:
+    for page in PAGES:
+        for path in re.findall(r"`((?:jaxpar|tests|experiments|benchmarks|docs)/[\w/.]*)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{name(page)} names {path}"
+    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("##")[0]
+    for cell in re.findall(r"^\| (.*?) \|", house, re.MULTILINE):
+        for path in re.findall(r"`([\w/.]+)`", cell):
+            assert (ROOT / path).exists() or (ROOT / "jaxpar" / path).exists(), f"CONTRIBUTING.md names {path}"
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    missing = [n for n in jp.__all__ if f"::: jaxpar.{n}\n" not in page]
+    assert not missing, f"docs/api.md lacks {missing}"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert not [n for n in jp.__all__ if not (getattr(jp, n).__doc__ or "").strip()]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "zensical.toml").read_text()
+    tomllib.loads(text)
+    missing = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and f'"{page.relative_to(ROOT / "docs")}"' not in text]
+    assert not missing
