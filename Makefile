@@ -27,10 +27,10 @@ train: setup
 	$(BIN)/python experiments/train.py --strategy fsdp
 
 test: lint types docs $(VENV)/.packages
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 battery: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --battery tests/test_transparency.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py
 
 lint: setup
 	$(BIN)/ruff check .

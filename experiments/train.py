@@ -135,7 +135,9 @@ def plot(points: list[Point], corpus: Corpus, title: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     axes.plot([p.step for p in points], [p.train for p in points], color="0.7", linewidth=0.8, label="training batch")
     measured = [p for p in points if p.held_out is not None]
-    axes.plot([p.step for p in measured], [p.held_out for p in measured], "o-", color="C0", label="held out")
+    axes.plot(
+        [p.step for p in measured], [p.held_out for p in measured], "o-", color="C0", label="held out", clip_on=False
+    )
     end = measured[-1]
     beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
     axes.annotate(f"{end.held_out:.2f}", (end.step, end.held_out), color="C0", fontweight="bold", **beside)

@@ -6,6 +6,7 @@ values, and leaves all reductions over replicas to its strategy's rule.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,21 @@ class Local:
                 "(nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
             )
         self._check(program, out, len(jax.tree.leaves(rest)))
+        self._warn(program)
         return program, out
+
+    def _warn(self, program: Program) -> None:
+        """Say so where a low precision does not reach the matmuls."""
+        low, name = self.layout.policy.compute, self.strategy.precision
+        by_dtype = jx.matmuls(program.eqns)
+        total = sum(flops for flops, _ in by_dtype.values())
+        flops, where = by_dtype.get("float32", (0, ""))
+        if low != jnp.float32 and flops > 0.5 * total:
+            warnings.warn(
+                f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at {where}: an "
+                f"operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to jnp.{low.name}",
+                stacklevel=2,
+            )
 
     def _check(self, program: Program, out: Any, inputs: int) -> None:
         """Raises ValueError where the result of a step would depend on how the rows are spread."""

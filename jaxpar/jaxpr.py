@@ -6,12 +6,15 @@ supported range of jax spell some parameters of `scan` differently, and this is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.extend.source_info_util as source_info_util
+import jax.numpy as jnp
 from jax.interpreters import partial_eval as pe
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -195,3 +198,30 @@ def _inner(jaxpr: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
     jaxpr, _ = opened(jaxpr)
     marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], stop)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
+
+
+def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
+    """Multiply-adds of matmuls and convolutions by the dtype of their wider operand, and where the first one stands."""
+    found: dict[str, tuple[int, str]] = {}
+
+    def count(dtype: str, flops: int, where: str) -> None:
+        found[dtype] = (found.get(dtype, (0, where))[0] + flops, found.get(dtype, (0, where))[1])
+
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("dot_general", "conv_general_dilated"):
+            a, b = (v.aval for v in eqn.invars[:2])
+            out = math.prod(eqn.outvars[0].aval.shape)
+            if name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                inner = math.prod(a.shape[d] for d in contracted)
+            else:
+                numbers = eqn.params["dimension_numbers"]
+                inner = math.prod(b.shape) // b.shape[numbers.rhs_spec[0]]
+            where = source_info_util.summarize(eqn.source_info)
+            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * times, where)
+        inside = times * eqn.params["length"] if name == "scan" else times
+        for inner_jaxpr in jec.jaxprs_in_params(eqn.params):
+            for dtype, (flops, where) in matmuls(opened(inner_jaxpr)[0].eqns, inside).items():
+                count(dtype, flops, where)
+    return found

@@ -269,7 +269,7 @@ class Step:
         changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
         tuned = iter(jax.tree.leaves(optax.apply_updates(params, changes)))
         new = [next(tuned) if f.trainable else x for f, x in zip(leaves, masters, strict=True)]
-        metrics = metrics_of(sums) | {"grad_norm": optax.global_norm(grads), "skipped": jnp.int32(0)}
+        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
         packed, scale = self._pack(new_opt), None
         if state.scale is not None:
             finite = all_finite(grads)

@@ -1,4 +1,4 @@
-"""README and docs/ say what is so: their snippets run and print what they show, their commands exist, their links lead somewhere."""
+"""README and docs/ say what is so: snippets run and print what is shown, commands and files exist, links lead somewhere."""
 
 import contextlib
 import doctest
@@ -112,5 +112,9 @@ def test_every_public_name_has_a_docstring() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "zensical.toml").read_text()
     tomllib.loads(text)
-    missing = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and f'"{page.relative_to(ROOT / "docs")}"' not in text]
+    missing = [
+        page
+        for page in PAGES
+        if page.is_relative_to(ROOT / "docs") and f'"{page.relative_to(ROOT / "docs")}"' not in text
+    ]
     assert not missing

@@ -1,0 +1,96 @@
+"""One entry of a ledger: a collective, and the place in the program where it stands."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Equal collectives of one program, taken together.
+
+    Attributes:
+      kind: one of `KINDS`, in HLO's spelling: "all-reduce" (pmax and pmin too), "all-gather", "reduce-scatter", ...
+      axes: the mesh axes it runs over, in mesh order; ("2 of data+fsdp",) for groups of 2 devices that lie within
+        those axes without filling any set of them.
+      dtype: as numpy names it: "float32", "bfloat16".
+      count: executions per step; None in a loop of unknown length. A combined instruction counts once per dtype.
+      bytes: bytes per device and step, over all executions (of one execution where `count` is None).
+      asynchronous: it starts in one place of the schedule and is waited for in another (HLO only).
+      overlapped: compute, not only copies and casts, is scheduled between the two (HLO only).
+      in_loop: it runs in the body of a loop.
+      conditional: it runs in one branch of a conditional and not in the others; count and bytes are upper bounds.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    count: int | None
+    bytes: int
+    asynchronous: bool = False
+    overlapped: bool = False
+    in_loop: bool = False
+    conditional: bool = False
+
+
+def merged(collectives: Iterable[Collective]) -> list[Collective]:
+    """Alike ones added up, sorted by kind, axes and dtype."""
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for one in collectives:
+        key = dataclasses.replace(one, count=None if one.count is None else 0, bytes=0)
+        groups.setdefault(dataclasses.astuple(key), []).append(one)
+    rows = (
+        dataclasses.replace(
+            same[0],
+            count=None if same[0].count is None else sum(one.count or 0 for one in same),
+            bytes=sum(one.bytes for one in same),
+        )
+        for same in groups.values()
+    )
+    return sorted(rows, key=lambda one: (KINDS.index(one.kind), str(dataclasses.astuple(one))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the program an equation or instruction stands."""
+
+    times: int | None = 1
+    asynchronous: bool = False
+    overlapped: bool = False
+    in_loop: bool = False
+    conditional: bool = False
+
+    def loop(self, trips: int | None) -> "Place":
+        """The same place in the body of a loop; `trips` None where their number is unknown."""
+        times = None if trips is None or self.times is None else self.times * trips
+        return dataclasses.replace(self, times=times, in_loop=True)
+
+    def collectives(
+        self, kind: str, axes: tuple[str, ...], group: int, buffers: Iterable[tuple[str, int]]
+    ) -> Iterator[Collective]:
+        """One for each dtype among the input `buffers` (dtype, bytes), unless alone in its group or never run."""
+        place = dataclasses.asdict(self)
+        times = place.pop("times")
+        size: dict[str, int] = {}
+        for dtype, nbytes in buffers:
+            size[dtype] = size.get(dtype, 0) + nbytes * (group if kind == "all-gather" else 1)
+        if group > 1 and times != 0:
+            for dtype, nbytes in size.items():
+                yield Collective(kind, axes, dtype, times, nbytes * (1 if times is None else times), **place)
+
+    def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
+        """The branch that sends most; `conditional` unless all branches run the same collectives."""
+        ledgers = [merged(walk(self)) for walk in walks]
+        most = max(range(len(ledgers)), key=lambda i: sum(one.bytes for one in ledgers[i]))
+        same = all(ledger == ledgers[0] for ledger in ledgers)
+        return (one if same else dataclasses.replace(one, conditional=True) for one in ledgers[most])

@@ -1,0 +1,213 @@
+"""Reading a compiled program: its text in HLO, as the CPU, GPU and TPU compilers print it.
+
+The program is a tree of computations, each a list of instructions in the order in which they run. A collective may
+stand alone, in halves (start and done) with others between, in a computation that runs asynchronously, or combined
+with others in one instruction.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from .entry import KINDS, Collective, Place
+
+# Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
+MOVES = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|bitcast-convert|copy|copy-start|convert|reshape|transpose|pad|iota|"
+    "broadcast|slice|dynamic-slice|dynamic-update-slice|concatenate|reverse|partition-id|replica-id|after-all|send|recv"
+)
+
+
+def read(text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[Collective]:
+    """The collectives of a compiled program, one by one; see `Ledger.from_hlo`."""
+    found = re.search(r"^HloModule.*", text, re.MULTILINE)
+    header = found[0] if found else ""
+    devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+    if devices != mesh.size:
+        raise ValueError(f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for")
+    return Module(text, tuple(mesh.shape.items())).walk("", Place())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str  # "f32[8,3]{1,0}", or a tuple of those in parentheses
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # attributes, metadata, backend config
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that it runs, but for `while` and `conditional`."""
+        names = re.findall(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
+        return [name for found in names for name in re.findall(r"[\w.\-]+", found)]
+
+
+class Module:
+    """The text of one HLO module: its computations, and a walk through them in the order of the schedule."""
+
+    def __init__(self, text: str, mesh: tuple[tuple[str, int], ...]) -> None:
+        self.mesh = mesh
+        self.computations: dict[str, list[_Instruction]] = {}
+        block: list[_Instruction] = []
+        for line in text.splitlines():
+            if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+                block = self.computations.setdefault(head[2], [])
+                if head[1]:
+                    self.entry = head[2]
+            elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
+                shape, rest = _split(found[2]) if found[2].startswith("(") else found[2].split(" ", 1)
+                opcode, rest = rest.strip().split("(", 1)
+                operands, rest = _split("(" + rest)
+                block.append(_Instruction(found[1], shape, opcode, tuple(re.findall(r"%([\w.\-]+)", operands)), rest))
+
+    def walk(self, name: str, place: Place) -> Iterator[Collective]:
+        """The collectives of one computation (the entry if "") and of all that it calls."""
+        block = self.computations[name or self.entry]
+        shapes = {i.name: i.shape for i in block}
+        for position, i in enumerate(block):
+            here = place
+            if '"is_sync":true' in i.rest:
+                here = dataclasses.replace(place, asynchronous=False, overlapped=False)
+            elif i.opcode.endswith("-start"):
+                here = dataclasses.replace(place, asynchronous=True, overlapped=self._overlapped(block, position))
+            kind = "collective-permute" if i.opcode == "send" else i.opcode.removesuffix("-start")
+            if kind in KINDS:
+                axes, group = self._axes(kind, i)
+                operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
+                buffers = [buffer for operand in operands for buffer in _buffers(shapes[operand])]
+                yield from here.collectives(kind, axes, group, buffers)
+            elif i.opcode == "while":
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
+                for part in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest):
+                    yield from self.walk(part, here.loop(int(trips[1]) if trips else None))
+            elif i.opcode == "conditional":
+                found = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
+                named = found[1] if found else " ".join(re.findall(r"(?:true|false)_computation=(\S+)", i.rest))
+                branches = re.findall(r"[\w.\-]+", named)
+                yield from here.branches([functools.partial(self.walk, branch) for branch in branches])
+            else:
+                for called in i.called:
+                    yield from self.walk(called, here)
+
+    def _overlapped(self, block: list[_Instruction], start: int) -> bool:
+        """Whether compute stands between a start and its done."""
+        name = block[start].name
+        rest = block[start + 1 :]
+        between = itertools.takewhile(lambda i: not (i.opcode.endswith("-done") and name in i.operands), rest)
+        return any(map(self._computes, between))
+
+    def _computes(self, i: _Instruction) -> bool:
+        """Whether it computes more than a scalar, itself or in what it calls."""
+        if MOVES.fullmatch(i.opcode) or i.opcode.endswith("-done") or i.opcode.removesuffix("-start") in KINDS:
+            return False
+        if i.opcode in ("fusion", "call", "while", "async-start"):
+            called = i.called + re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
+            return any(self._computes(inner) for name in called for inner in self.computations[name])
+        return not re.match(r"\w+\[\]", i.shape)
+
+    def _axes(self, kind: str, i: _Instruction) -> tuple[tuple[str, ...], int]:
+        """The mesh axes that a collective runs over, and the number of devices in a group."""
+        sizes = dict(self.mesh)
+        if kind == "collective-permute":
+            # A send to the host has no pairs, and an exchange with oneself no axes: both are groups of one.
+            found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', i.rest)
+            pairs = np.array(re.findall(r"(\d+),(\d+)", found[1] if found else ""), int).reshape(-1, 2)
+            sources, targets = (np.array(np.unravel_index(ids, tuple(sizes.values()))) for ids in pairs.T)
+            moved = (sources != targets).any(axis=1)
+            axes = tuple(axis for axis, differs in zip(sizes, moved, strict=True) if differs)
+            return axes, math.prod(sizes[axis] for axis in axes)
+        groups = _groups(i.rest, math.prod(sizes.values()))
+        return _axes_of(frozenset(map(frozenset, groups)), self.mesh), max(map(len, groups))
+
+
+def _split(text: str) -> tuple[str, str]:
+    """What stands in the parentheses that `text` opens with, and what follows them."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if not depth:
+            return text[: position + 1], text[position + 1 :]
+    raise ValueError(f"HLO text is cut off: no closing parenthesis in {text[:80]!r}; give all of compiled.as_text()")
+
+
+def _buffers(shape: str) -> list[tuple[str, int]]:
+    """(dtype, bytes) of each array in a shape; tokens are none."""
+    found = re.findall(r"(\w+)\[([\d,<=]*)\]", shape)
+    arrays = [
+        (_dtype(dtype), math.prod(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found if dtype != "token"
+    ]
+    return [(dtype, elements * jax.numpy.dtype(dtype).itemsize) for dtype, elements in arrays]
+
+
+def _dtype(hlo: str) -> str:
+    """numpy's name: bf16 is bfloat16, s32 is int32, f8e4m3fn is float8_e4m3fn, pred is bool."""
+    names = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+    found = re.fullmatch(r"(f|bf|s|u|c)(\d+)(e\w+)?", hlo)
+    if not found and hlo != "pred":
+        raise ValueError(
+            f"HLO dtype {hlo!r} of a collective is not known; known are pred and {', '.join(names)} + bits"
+        )
+    return f"{names[found[1]]}{found[2]}{'_' * bool(found[3])}{found[3] or ''}" if found else "bool"
+
+
+def _groups(attributes: str, devices: int) -> list[list[int]]:
+    """Groups of devices, in the forms that XLA prints: lists, an iota, or axes of a mesh of its own.
+
+    {{0,1},{2,3}} or {} for all;  [groups,size]<=[dims]T(permutation);  mesh['a'=2,'b'=4] {'b':(2)2}, where (2)2 is a
+    part of an axis: 2 devices, with 2 groups of the axis outside it. The mesh may name its devices, as an iota too:
+    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}.
+    """
+    text = attributes.partition("replica_groups=")[2]
+    if found := re.match(r"\{((?:\{[\d,]*\},?)*)\}|$", text):
+        lists = [_numbers(group) for group in re.findall(r"[\d,]+(?=\})", found[1] or "")]
+        return lists or [list(range(devices))]
+    if found := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return [group.tolist() for group in _iota(found[2], found[3]).reshape(_numbers(found[1]))]
+    if found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        place = np.array(np.unravel_index(np.arange(devices), tuple(sizes.values())))
+        group = place.copy()
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4]):
+            size, axis = int(part or sizes[name]), list(sizes).index(name)
+            stride = sizes[name] // (int(before or 1) * size)
+            group[axis] -= place[axis] // stride % size * stride
+        _, label = np.unique(group, axis=1, return_inverse=True)
+        ids = _iota(found[2] or str(devices), found[3]).ravel()
+        return [ids[label.ravel() == n].tolist() for n in range(label.max() + 1)]
+    raise ValueError(
+        f"form of replica_groups not known: {text[:60]!r}; known: {{{{0,1}}}}, [4,2]<=[2,4]T(1,0), mesh['a'=2] {{'a'}}"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """XLA's [2,4]T(1,0): the numbers from 0, in an array of these dims, which are then transposed."""
+    grid = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return grid.transpose(_numbers(order)) if order else grid
+
+
+@functools.lru_cache(maxsize=256)
+def _axes_of(groups: frozenset[frozenset[int]], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """The axes whose lines through the mesh are exactly these groups."""
+    sizes = dict(mesh)
+    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    wide = [axis for axis in sizes if sizes[axis] > 1]
+    for count in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, count):
+            last = [list(sizes).index(axis) for axis in axes]
+            lines = np.moveaxis(grid, last, range(-count, 0)).reshape(-1, math.prod(sizes[axis] for axis in axes))
+            if groups == frozenset(map(frozenset, lines.tolist())):
+                return axes
+            if all(any(group <= set(line) for line in lines.tolist()) for group in groups):
+                return (f"{max(map(len, groups))} of {'+'.join(axes)}",)
+    raise AssertionError(f"groups {groups} lie outside the mesh {mesh}")

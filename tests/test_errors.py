@@ -1,0 +1,320 @@
+"""Bad input: what a user can get wrong is named, with what is needed and what to try next, before anything is compiled."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxpar as jp
+
+X = np.ones((8, 2), np.float32)
+KEY = jax.random.key(0)
+
+
+def weights(key: jax.Array) -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(key, (2, 2))}
+
+
+def square(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    return jnp.square(batch["x"] @ params["w"]).mean()
+
+
+def build(strategy: Any = "ddp", *, init: Any = weights, loss: Any = square, **kwargs: Any) -> Any:
+    model = kwargs.pop("model", None) or jp.Model(init=init, loss=loss)
+    return jp.make_train_step(model, kwargs.pop("optimizer", optax.sgd(0.1)), strategy, **kwargs)
+
+
+def train(batch: Any = None, **kwargs: Any) -> None:
+    """One step, as far as it gets: on abstract values, since every error here precedes compilation."""
+    step = build(**kwargs)
+    batch = {"x": X} if batch is None else batch
+    jax.eval_shape(step, step.abstract_state(), batch)
+
+
+def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueError) -> None:
+    """Every part of the message is there, in this order: the value given, the value needed, the next thing to try."""
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ("strategy ''", "use one of single, dp, ddp", "name=value")),
+        ("zer3", ("'zer3' is unknown", "use one of", "did you mean 'zero3'?")),
+        ("ddp,zero2", ("'zero2'", "use name=value", "did you mean 'zero'?")),
+        ("precison=bf16", ("'precison=bf16'", "use name=value", "did you mean 'precision'?")),
+        ("fsdp=", ("'fsdp='", "no value", "write fsdp=...")),
+        ("fsdp=4,fsdp=8", ("'fsdp=8'", "'fsdp=4,fsdp=8'", "once")),
+        ("fsdp=x", ("fsdp='x'", "whole number from 1, or -1")),
+        ("fsdp=0", ("fsdp=0", "whole number from 1, or -1")),
+        ("data=-1,fsdp=-1", ("data=-1 and fsdp=-1", "only one", "give one of them a size")),
+        ("zero=4", ("zero=4", "use 1, 2 or 3")),
+        ("microbatches=0", ("microbatches=0", "whole number from 1")),
+        ("precision=bf61", ("precision='bf61'", "use one of f32, bf16, f16", "did you mean 'bf16'?")),
+        ("reduce=bf16", ("reduce='bf16'", "use one of f32, compute")),
+        ("remat=layers", ("remat='layers'", "none, layer, dots or a jax.checkpoint policy", "did you mean 'layer'?")),
+        ("server=1", ("server=1", "use True or False")),
+        ("server=true,fsdp=2", ("server=True with fsdp=2", "use data=2 alone")),
+        ("single=true,data=2", ("single=True with data=2", "leave one of the two out")),
+    ],
+)
+def test_strategy_text(text: str, parts: tuple[str, ...]) -> None:
+    raises(lambda: jp.Strategy.parse(text), *parts)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        (None, ("strategy=None", "jaxpar.Strategy nor text", "try 'fsdp'")),
+        (8, ("strategy=8", "jaxpar.Strategy nor text", "try 'fsdp'")),
+        ("fsdp=3", ("fsdp=3 needs 3 devices and there are 8", "make data x fsdp = 8", "-1", "a mesh of 3 devices")),
+        ("data=2,fsdp=2", ("data=2, fsdp=2 needs 4 devices and there are 8", "make data x fsdp = 8")),
+        ("data=3,fsdp=-1", ("data=3 does not divide 8 devices", "use 1 or 2 or 4 or 8")),
+    ],
+)
+def test_strategy_for_devices(strategy: Any, parts: tuple[str, ...]) -> None:
+    raises(lambda: build(strategy), *parts)
+
+
+def mesh_of(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(sizes), axes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "parts"),
+    [
+        ("ddp", lambda: mesh_of((8,), ("x",)), ("mesh axes ('x',)", "['x']", "name them among ('pipe', 'data'")),
+        ("hsdp", lambda: mesh_of((4, 2), ("fsdp", "data")), ("('fsdp', 'data')", "out of order", "('pipe', 'data'")),
+        ("ddp", lambda: mesh_of((4, 2), ("data", "fsdp")), ("mesh has data=4", "the strategy data=8", "agree")),
+        ("ddp", lambda: mesh_of((4, 2), ("data", "tensor")), ("mesh has tensor=2", "data", "fsdp")),
+        ("single", lambda: mesh_of((8,), ("data",)), ("'single' takes one device", "has 8", "pass a mesh of one")),
+        ("ddp", lambda: [], ("mesh=[]", "devices")),
+        ("ddp", lambda: 4, ("mesh=4", "devices", "jax.devices()")),
+        ("ddp", lambda: jax.devices()[:1] * 2, ("twice", "jax.devices()")),
+    ],
+)
+def test_mesh(strategy: str, mesh: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    raises(lambda: build(strategy, mesh=mesh()), *parts)
+
+
+def test_simulate() -> None:
+    late = ("simulate(4) came too late", "8 cpu device(s)", "before the first array")
+    raises(lambda: jp.simulate(4), *late, error=RuntimeError)
+    raises(lambda: jp.simulate(0), "simulate(0)", "whole number from 1", "such as 8")
+    jp.simulate(8)  # what is there already
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(2, 2, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: jp.from_nnx(linear(nnx.Rngs(0)), len), ("got a Linear", "a function", "lambda rngs: Linear(..., rngs=rngs)")),
+        (lambda: jp.from_nnx(lambda rngs: {"a": linear(rngs)}, len), ("returned dict", "needs an nnx.Module")),
+        (lambda: jp.from_nnx(linear, None), ("loss=None", "function")),
+        (lambda: jp.from_linen(nn.Dense, len, example=X), ("Dense", "instance")),
+        (lambda: jp.from_linen(nn.Dense(2), 3, example=X), ("loss=3", "loss(apply, batch)")),
+        (lambda: jp.from_linen(linear(nnx.Rngs(0)), len, example=X), ("Linear", "flax.linen.Module instance")),
+        (lambda: jp.Model(init=3, loss=square), ("init=3", "must be a function")),
+        (lambda: build(model=linear), ("model is a function", "jp.from_nnx, jp.from_linen or jp.Model")),
+        (lambda: build(optimizer=optax.sgd), ("optimizer is a function", "optax.adamw(3e-4)")),
+        (lambda: build(trainable="w"), ("trainable='w'", "function", "path")),
+        (lambda: build(trainable=lambda path: "bias" in path), ("no trainable parameters", "(w)", "must be true for some path")),
+        (lambda: build(init=lambda key: {"i": jnp.arange(2)}), ("no trainable parameters", "(i)", "floating-point")),
+        (lambda: build(init=lambda key: {"c": jnp.ones(2, jnp.complex64)}), ("c is complex64", "real")),
+        (lambda: build().model(None), ("pair of functions", "use step.params(state)")),
+        (
+            lambda: build(model=jp.from_linen(nn.Dense(2), lambda apply, batch: batch.mean(), example=X)),
+            ("Dense created no parameters", "does the loss call apply(...)?"),
+        ),
+        (
+            lambda: build(model=jp.Model(init=weights, loss=square, stateful=True)),
+            ("init returned dict", "(params, variables)", "stateful"),
+        ),
+    ],
+)
+def test_model(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    raises(make, *parts)
+
+
+@pytest.mark.parametrize(
+    ("returns", "parts"),
+    [
+        (lambda y: y, ("the loss is float32[1, 2]", "scalar mean over rows", "try .mean()", "jp.Mean(total, count)")),
+        (lambda y: None, ("the loss is None", "scalar mean over rows")),
+        (lambda y: "low", ("the loss is", "str", "scalar mean over rows")),
+        (lambda y: {"loss": y.mean()}, ("the loss is", "dict", "scalar mean over rows")),
+        (lambda y: [y.mean(), {}], ("the loss is", "list", "scalar mean over rows")),
+        (lambda y: (y.mean(), {}, {}), ("the loss is", "tuple", "scalar mean over rows")),
+        (lambda y: 3, ("the loss is int32", "floating-point")),
+        (lambda y: (y.mean(), [y.mean()]), ("metrics of type list", "return (value, {name: value})")),
+        (lambda y: (y.mean(), {"grad_norm": y.mean()}), ("named 'grad_norm'", "rename it")),
+        (lambda y: (y.mean(), {7: y.mean()}), ("7", "str")),
+        (lambda y: (y.mean(), {"a": y}), ("metric 'a' is float32[1, 2]", "scalar mean over rows", "try .mean()")),
+        (lambda y: (y.mean(), {"a": {"b": y.mean()}}), ("metric 'a' is", "dict", "scalar mean over rows")),
+        (lambda y: jp.Mean(y.sum(axis=1), 1), ("the loss is jp.Mean", "shape (1,)", "sum both parts")),
+        (lambda y: jp.Mean(y.sum(), jnp.ones(3)), ("the loss is jp.Mean", "shape (3,)", "sum both parts")),
+        (lambda y: jp.Mean(y.sum(), None), ("the loss is jp.Mean", "None", "sum")),
+        (lambda y: jp.Mean(jnp.int32(3), 1), ("the loss is int32", "floating-point")),
+        (lambda y: jp.Mean(y.sum(), (y > 0).sum()), ("count", "depends on the parameters", "count rows or tokens of the batch")),
+    ],
+)
+def test_what_a_loss_returns(returns: Callable[[jax.Array], Any], parts: tuple[str, ...]) -> None:
+    raises(lambda: train(loss=lambda params, batch, key: returns(batch["x"] @ params["w"])), *parts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts"),
+    [
+        ({"x": np.ones((12, 2))}, ("12 rows", "8 replicas x 1 microbatches", "multiple of 8", "drop 4 rows", "jp.pad_rows(batch, 8)")),
+        ({"x": X[:3]}, ("3 rows", "multiple of 8", "jp.pad_rows(batch, 8)")),
+        ({"x": X[:0]}, ("0 rows", "multiple of 8")),
+        ({"x": X, "y": X[:4]}, ("x has 8, y has 4", "mark leaves without rows with jp.Replicated")),
+        ({"x": X, "scale": np.float32(2)}, ("batch leaf scale is a scalar", "jp.Replicated(...)")),
+        ({"x": X, "scale": 2.0}, ("batch leaf scale is a float", "use arrays", "jp.Replicated(np.asarray(x))")),
+        ({"x": [[1.0, 2.0]] * 8}, ("batch leaf x/0/0 is a float", "use arrays")),
+        ({"x": X, "name": np.array(["a"] * 8)}, ("batch leaf name", "<U1", "numbers")),
+        ({}, ("no leaf with rows", "at least one array [rows, ...]")),
+        ({"x": jp.Replicated(X)}, ("no leaf with rows", "at least one array [rows, ...]")),
+    ],
+)
+def test_batch(batch: Any, parts: tuple[str, ...]) -> None:
+    raises(lambda: train(batch), *parts)
+    raises(lambda: build().compile(batch), *parts)
+
+
+def test_batch_with_microbatches() -> None:
+    raises(lambda: train(strategy="ddp,microbatches=2"), "8 rows", "8 replicas x 2 microbatches", "multiple of 16")
+    raises(lambda: jp.verify(jp.Model(init=weights, loss=square), "ddp", {"x": X[:3]}), "3 rows", "multiple of 8")
+
+
+@pytest.mark.parametrize("key", [0, None, jax.random.PRNGKey(0), jax.random.split(KEY), nnx.Rngs(0)], ids=lambda k: type(k).__name__)
+def test_key(key: Any) -> None:
+    given = {int: "int", type(None): "NoneType", nnx.Rngs: "Rngs"}.get(type(key)) or f"{key.dtype}[2]"
+    raises(lambda: build().init(key), "one key from jax.random.key(seed)", f"got {given}")
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        ({"v": X}, ("structure PyTreeDef({'v': *})", "the model has PyTreeDef({'w': *})", "step.params(state)")),
+        ([X], ("structure PyTreeDef([*])", "the model has PyTreeDef({'w': *})", "step.params(state)")),
+        ({"w": X}, ("w of shape (8, 2)", "the model needs (2, 2)")),
+    ],
+)
+def test_params(params: Any, parts: tuple[str, ...]) -> None:
+    raises(lambda: build().init(KEY, params=params), *parts)
+
+
+def test_params_of_nnx() -> None:
+    """Neither of two NNX states has a structure that is short enough to read, so the paths that differ are named."""
+    step = build(model=jp.from_nnx(linear, len))
+    other = nnx.state(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param)
+    raises(lambda: step.init(KEY, params=other), "params=", "bias", "step.params(state)")
+
+
+def test_state() -> None:
+    step = build("single")
+    state = step.init(KEY)
+    raises(lambda: step({"x": X}, state), "state is a dict", "step.init")
+    raises(lambda: step.evaluate(step.params(state), {"x": X}), "state is a dict", "step.init")
+    step(state, {"x": X})
+    # jax itself aborts the process here, where there are several devices.
+    raises(lambda: step(state, {"x": X}), "donated", "state, metrics = step(state, batch)")
+    raises(lambda: step.evaluate(state, {"x": X}), "donated", "state, metrics = step(state, batch)")
+
+
+def test_remat_without_stack() -> None:
+    raises(lambda: train(strategy="ddp,remat=layer"), "remat='layer'", "scan the layers", "or use remat='none'")
+
+
+class Normed(nnx.Module):
+    """A BatchNorm made at home: jaxpar cannot know it, and each replica would keep its own statistics."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(2))
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        y_BD = self.linear(x_BD)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * y_BD.mean(axis=0)
+        return y_BD - y_BD.mean(axis=0)
+
+
+class Adding(nnx.Module):
+    """Makes a variable when it is called."""
+
+    def __init__(self, kind: type[nnx.Variable], *, rngs: nnx.Rngs) -> None:
+        self.linear, self.kind = nnx.Linear(2, 2, rngs=rngs), kind
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        self.late = self.kind(jnp.zeros(2))
+        return self.linear(x_BD) + self.late[...]
+
+
+class Reshaping(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear, self.last = nnx.Linear(2, 2, rngs=rngs), nnx.Cache(jnp.zeros(2))
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        self.last.set_value(jnp.zeros(3))
+        return self.linear(x_BD)
+
+
+def sown(name: str) -> nn.Module:
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            y_BD = nn.Dense(2)(x_BD)
+            self.sow(name, "size", y_BD.mean())
+            return y_BD
+
+    return Sowing()
+
+
+def output(module: Any, batch: Any) -> jax.Array:
+    return jnp.square(module(batch["x"])).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (lambda: jp.from_nnx(lambda rngs: Normed(rngs=rngs), output), ("variable mean", "this replica's rows alone", "jp.all_rows(...)", "BatchNorm")),
+        (lambda: jp.from_nnx(lambda rngs: Adding(nnx.BatchStat, rngs=rngs), output), ("adds late (BatchStat)", "create it in the constructor")),
+        (lambda: jp.from_nnx(lambda rngs: Adding(nnx.Param, rngs=rngs), output), ("adds late (Param)", "create it in the constructor")),
+        (lambda: jp.from_nnx(lambda rngs: Reshaping(rngs=rngs), output), ("variable last", "(2,) to (3,)", "keep it fixed")),
+        (lambda: jp.from_linen(sown("aux"), output, example={"x": X}), ("collection 'aux'", "sown", "mutable=['aux']")),
+        (
+            lambda: jp.Model(lambda key: (weights(key), {"n": jnp.zeros(())}), lambda p, v, b, k: (square(p, b, k), {}), stateful=True),
+            ("structure of the variables", "{'n': *}", "{}"),
+        ),
+        (
+            lambda: jp.Model(lambda key: (weights(key), {"n": jnp.zeros(())}), lambda p, v, b, k: square(p, b, k), stateful=True),
+            ("stateful", "(value, variables)"),
+        ),
+    ],
+)
+def test_variables(model: Callable[[], jp.Model], parts: tuple[str, ...]) -> None:
+    raises(lambda: train(model=model()), *parts)
+
+
+def test_what_an_error_suggests_works() -> None:
+    """A sown collection that the loss asks for was rejected with the advice to ask for it."""
+
+    def loss(apply: Any, batch: Any) -> jax.Array:
+        y_BD, collections = apply(batch["x"], mutable=["aux"])
+        return jnp.square(y_BD).mean() + collections["aux"]["size"][0]
+
+    train(model=jp.from_linen(sown("aux"), loss, example={"x": X}))
+    train(loss=lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean() * batch["scale"], batch={"x": X, "scale": jp.Replicated(2.0)})
