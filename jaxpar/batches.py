@@ -32,7 +32,9 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
             continue
         name = name_of(path) or "batch"
         if not hasattr(x, "shape"):
-            raise ValueError(f"batch leaf {name} is a {type(x).__name__}; use arrays with a row dim, or jp.Replicated(np.asarray(x))")
+            raise ValueError(
+                f"batch leaf {name} is a {type(x).__name__}; use arrays with a row dim, or jp.Replicated(np.asarray(x))"
+            )
         if not x.shape:
             raise ValueError(f"batch leaf {name} is a scalar without a row dim; mark it with jp.Replicated(...)")
         rows.setdefault(x.shape[0], name)
@@ -40,14 +42,17 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
     if len(rows) > 1:
         (a, first), (b, second), *_ = rows.items()
-        raise ValueError(f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows with jp.Replicated")
+        raise ValueError(
+            f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows by "
+            "jp.Replicated(...)"
+        )
     (count,) = rows
     count *= 1 if _is_global(batch) else jax.process_count()
     blocks = replicas * microbatches
     if count % blocks or not count:
         raise ValueError(
-            f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: drop "
-            f"{count % blocks} rows, or pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
+            f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: "
+            f"drop {count % blocks} rows, or pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
         )
 
 

@@ -30,13 +30,17 @@ def all_reduce(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.Array:
-    """Shards [.., d, ..] -> whole [.., n d, ..] along `dim`, on each device. A ring sends (n-1)/n of the whole's bytes."""
+    """Shards [.., d, ..] -> whole [.., n d, ..] along `dim`, on each device. A ring sends (n-1)/n of the whole's
+    bytes.
+    """
     axes = spanned(axes)
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.Array:
-    """Whole [.., n d, ..] -> this device's shard [.., d, ..] of the sum along `dim`. A ring sends (n-1)/n of the whole's bytes."""
+    """Whole [.., n d, ..] -> this device's shard [.., d, ..] of the sum along `dim`. A ring sends (n-1)/n of the
+    whole's bytes.
+    """
     axes = spanned(axes)
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 

@@ -1,7 +1,7 @@
 """The loss and its gradients on one device's rows: what runs inside `shard_map`.
 
-Every replica traces the loss on the rows of one microbatch (a block), differentiates its local value with respect to local
-values, and leaves all reductions over replicas to its strategy's rule.
+Every replica traces the loss on the rows of one microbatch (a block), differentiates its local value with respect to
+local values, and leaves all reductions over replicas to its strategy's rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .layers import Program, slice_program
 from .layout import Layout
 from .model import Mean, Model, Replicated
 from .parallel import DDP, Rule, Use, rule_of
-from .strategy import ROWS, Strategy
+from .strategy import Strategy
 
 Sums = dict[str, Mean]  # of each metric, over this device's rows
 
@@ -89,15 +89,17 @@ class Local:
 
         def fun(leaves: Sequence[Any], rest: Any) -> Any:
             variables, batch, key = rest
-            return self.model.call(jax.tree.unflatten(self.layout.tree, leaves), variables, batch, key, tuple(self.axes))
+            return self.model.call(
+                jax.tree.unflatten(self.layout.tree, leaves), variables, batch, key, tuple(self.axes)
+            )
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
         whole = [leaf.dim == 0 for leaf in self.layout.leaves]
         program, out = slice_program(fun, params, rest, self.axes, whole, self.strategy.remat)
         if self.strategy.remat != "none" and not program.stacks:
             raise ValueError(
-                f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan the layers "
-                "(nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
+                f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan "
+                "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
             )
         self._check(program, out, len(jax.tree.leaves(rest)))
         self._warn(program)
@@ -111,26 +113,34 @@ class Local:
         flops, where = by_dtype.get("float32", (0, ""))
         if low != jnp.float32 and flops > 0.5 * total:
             warnings.warn(
-                f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at {where}: an "
-                f"operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to jnp.{low.name}",
+                f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at "
+                f"{where}: an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to "
+                f"jnp.{low.name}",
                 stacklevel=2,
             )
 
     def _check(self, program: Program, out: Any, inputs: int) -> None:
         """Raises ValueError where the result of a step would depend on how the rows are spread."""
-        sums, variables = out
+        _, variables = out
         positions = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
         if program.depends(program.leaves, positions[0]["loss"].count):
-            raise ValueError("the count of the loss's jp.Mean depends on the parameters; count rows or tokens of the batch")
+            raise ValueError(
+                "the count of the loss's jp.Mean depends on the parameters; count rows or tokens of the batch"
+            )
         if not self.axes:
             return
-        fed = program.inputs[-inputs:][len(jax.tree.leaves(variables)) :]  # batch and key differ from replica to replica
-        for (path, _), at in zip(jax.tree_util.tree_leaves_with_path(variables), jax.tree.leaves(positions[1]), strict=True):
+        fed = program.inputs[-inputs:][
+            len(jax.tree.leaves(variables)) :
+        ]  # batch and key differ from replica to replica
+        for (path, _), at in zip(
+            jax.tree_util.tree_leaves_with_path(variables), jax.tree.leaves(positions[1]), strict=True
+        ):
             if program.depends(fed, at, frozenset(self.axes)):
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
-                    f"variable {name} is updated from this replica's rows alone, so replicas would drift apart; average what it "
-                    "is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar switches to all rows"
+                    f"variable {name} is updated from this replica's rows alone, so replicas would drift apart; "
+                    "average what it is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar "
+                    "switches to all rows"
                 )
 
     def split(self, batch: Any) -> Any:
@@ -159,7 +169,9 @@ class Local:
     def gradients(
         self, stored: Sequence[Any], variables: Any, batch: Any, key: jax.Array, step: jax.Array, scale: jax.Array
     ) -> tuple[list[jax.Array], Any, Sums]:
-        """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all rows."""
+        """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
+        rows.
+        """
         m = self.strategy.microbatches
         batches = self.split(batch)
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), key)
@@ -193,7 +205,9 @@ class Local:
             if not leaf.trainable:
                 continue
             if grad is None:  # the loss does not depend on it
-                shape = self.layout.sharding(self.layout.spec(leaf, "grads")).shard_shape(self.layout.stored(leaf, "grads"))
+                shape = self.layout.sharding(self.layout.spec(leaf, "grads")).shard_shape(
+                    self.layout.stored(leaf, "grads")
+                )
                 finished.append(jnp.zeros(shape, self.layout.policy.reduced(leaf.dtype)))
             else:
                 finished.append(access.finish(i, grad))

@@ -1,8 +1,8 @@
 """Cut what depends on parameters alone out of a program.
 
-Casts, transposes, `1 + scale`, weight norm: a model writes them beside its matmuls, and differentiation would save their
-results, copies of the weights, with the activations of every layer. Here they become a program of their own, which
-runs right after the parameters are fetched, forwards and again backwards.
+Casts, transposes, `1 + scale`, weight norm: a model writes them beside its matmuls, and differentiation would save
+their results, copies of the weights, with the activations of every layer. Here they become a program of their own,
+which runs right after the parameters are fetched, forwards and again backwards.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _COLLECTIVES = frozenset((*jx.REDUCTIONS, "reduce_scatter", "ppermute", "all_to_
 def hoist(eqns: Sequence[Any], own: Collection[Any], fixed: Collection[Any]) -> tuple[list[Any], list[Any]]:
     """Split equations into those that need `own` variables (parameters) alone, and the rest.
 
-    `fixed` variables, and what follows from them or from nothing, may be read on both sides; equations that compute such
-    values are in both lists. Equations that make their operands larger (broadcasts) stay: they cost nothing to repeat.
+    `fixed` variables, and what follows from them or from nothing, may be read on both sides; equations that compute
+    such values are in both lists. Equations that make their operands larger (broadcasts) stay: they cost nothing to
+    repeat.
     """
     ours, both = set(own), set(fixed)
     pre: list[Any] = []

@@ -155,7 +155,14 @@ def scan_parts(eqn: Any) -> Scan:
         n, k, _ = map(len, params["ft_in"].unpack())
     atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
     return Scan(
-        params["jaxpr"], params["length"], params["reverse"], atoms[:n], atoms[n : n + k], atoms[n + k :], outs[:k], outs[k:]
+        params["jaxpr"],
+        params["length"],
+        params["reverse"],
+        atoms[:n],
+        atoms[n : n + k],
+        atoms[n + k :],
+        outs[:k],
+        outs[k:],
     )
 
 

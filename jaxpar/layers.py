@@ -76,14 +76,16 @@ class Program:
 
         `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first.
         """
-        cts = {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
+        cts: dict[Any, Any] = {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
         grads = list(into)
         for piece, (inputs, saved) in zip(reversed(self.pieces), reversed(tape), strict=True):
             active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
             if not any(v in cts for v in active):
                 continue
             given = [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-            totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+            totals, ct_inputs = piece.backward(
+                access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves]
+            )
             for i, total in zip(piece.unit.leaves, totals, strict=True):
                 grads[i] = total
             linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
@@ -249,7 +251,9 @@ def _stack(
     inner = [v.aval for v in jx.opened(parts.body)[0].invars]
     values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in sliced)]
     slices = [jax.ShapeDtypeStruct(variables[i].aval.shape[1:], variables[i].aval.dtype) for i in leaves]
-    flat, _ = jx.trace(layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none")
+    flat, _ = jx.trace(
+        layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none"
+    )
 
     outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in sliced))
     mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
@@ -301,4 +305,3 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 def _inexact(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-

@@ -1,8 +1,8 @@
 """Where every leaf lives: its sharded dim, its padding, and the bytes that a device stores.
 
-A leaf is sharded over `fsdp` along one dim. Its first dim is avoided where it may be a stack of layers (at most 512, and
-three dims or more, or two with the first the smaller): a scan slices it there. If no dim divides, a leaf of 16,384 elements or more is padded
-along its largest such dim; a smaller one is replicated, and reported.
+A leaf is sharded over `fsdp` along one dim. Its first dim is avoided where it may be a stack of layers (at most 512,
+and three dims or more, or two with the first the smaller): a scan slices it there. If no dim divides, a leaf of 16,384
+elements or more is padded along its largest such dim; a smaller one is replicated, and reported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Leaf:
 
 def place(path: str, shape: tuple[int, ...], dtype: Any, shards: int, trainable: bool) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share."""
-    stacked = len(shape) > 1 and shape[0] <= _LAYERS and (len(shape) > 2 or shape[0] < shape[1])
+    first = shape[0] if shape else 0
+    stacked = len(shape) > 1 and first <= _LAYERS and (len(shape) > 2 or first < shape[1])
     dims = range(1, len(shape)) if stacked else range(len(shape))
     dim = next((d for d in dims if shape[d] and shape[d] % shards == 0), None) if shards > 1 else None
     note = ""
@@ -80,7 +81,7 @@ def place(path: str, shape: tuple[int, ...], dtype: Any, shards: int, trainable:
         if dims and math.prod(shape) >= PAD_FROM:
             dim = max(dims, key=lambda d: shape[d])
             note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
-        elif stacked and shape[0] % shards == 0:
+        elif stacked and first and first % shards == 0:
             dim = 0
         else:
             note = f"replicated: no dim of {shape} divides by {shards}, and it is small"
@@ -180,7 +181,9 @@ class Layout:
 
 
 def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | None) -> tuple[tuple[Leaf, ...], Any]:
-    """The leaves of an abstract parameter tree, placed for `shards` devices. Raises ValueError on a tree without any."""
+    """The leaves of an abstract parameter tree, placed for `shards` devices. Raises ValueError on a tree without
+    any.
+    """
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, x in flat:
@@ -189,17 +192,21 @@ def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | Non
         leaves.append(place(name, tuple(x.shape), x.dtype, shards, trains))
     if not any(leaf.trainable for leaf in leaves):
         names = ", ".join(leaf.path for leaf in leaves[:5]) or "none"
-        raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({names}); trainable= must be true for some path")
+        raise ValueError(
+            f"no trainable parameters among {len(leaves)} leaves ({names}); trainable= must be true for some path"
+        )
     return tuple(leaves), tree
 
 
 def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool) -> Any:
     """A `Stored` for each array of an abstract optimizer state.
 
-    An array mirrors the parameter whose path its own path ends with, if their shapes agree (momenta do); it lives as the
-    parameter's shard does. Others (counters, factored moments) are replicated.
+    An array mirrors the parameter whose path its own path ends with, if their shapes agree (momenta do); it lives as
+    the parameter's shard does. Others (counters, factored moments) are replicated.
     """
-    mirrors = {_names(path): leaf for (path, _), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)}
+    mirrors = {
+        _names(path): leaf for (path, _), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
+    }
 
     def stored(path: Any, x: Any) -> Stored:
         names = _names(path)

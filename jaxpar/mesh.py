@@ -24,8 +24,9 @@ def simulate(devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
-        # Threads of XLA's pool. With one a device, all can end up waiting in a collective for a device that has no thread
-        # left (measured on jax 0.10.2, 8 devices on 2 busy cores: most runs of 100 steps hung; with 2 a device, none).
+        # Threads of XLA's pool. With one a device, all can end up waiting in a collective for a device that has no
+        # thread left (measured on jax 0.10.2, 8 devices on 2 busy cores: most runs of 100 steps hung; with 2 a
+        # device, none).
         os.environ.setdefault("PJRT_NPROC", str(4 * devices))
     except RuntimeError as error:
         found = jax.devices()
@@ -59,8 +60,9 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
     if isinstance(mesh, Mesh):
         for axis, size in mesh.shape.items():
             if size != sizes[str(axis)]:
-                raise ValueError(f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree")
+                raise ValueError(
+                    f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree"
+                )
     shape = tuple(sizes.values())
     assert math.prod(shape) == len(devices)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-

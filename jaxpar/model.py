@@ -49,8 +49,8 @@ class Model:
       loss: `loss(params, batch, key) -> value` or `(value, metrics)`. `value` is a scalar mean over the rows of
         `batch`, or `jp.Mean`; `metrics` a dict of such values. `key` differs for every step and block of rows, and is
         None in `evaluate` (no dropout there).
-      stateful: then `init` returns `(params, variables)`, and `loss(params, variables, batch, key)` a pair of the above and
-        the new variables (BatchNorm statistics and the like).
+      stateful: then `init` returns `(params, variables)`, and `loss(params, variables, batch, key)` a pair of the
+        above and the new variables (BatchNorm statistics and the like).
       wrap: params -> the tree that users see (`step.params`); `unwrap` is the reverse.
       bind: `bind(params, variables)`, the user's module with these values (`step.model`).
     """
@@ -129,10 +129,11 @@ def _is_replicated(x: Any) -> bool:
 def _mean(name: str, value: Any) -> Mean:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if not isinstance(value, Mean):
-        shape = jnp.shape(value) if value is not None else None
-        if shape != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+        if value is None or jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
             kind = "None" if value is None else f"{jnp.result_type(value)}{list(jnp.shape(value))}"
-            raise ValueError(f"{what} is {kind}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)")
+            raise ValueError(
+                f"{what} is {kind}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
+            )
         value = Mean(value, jnp.ones((), jnp.float32))
     for part in (value.total, value.count):
         if jnp.shape(part) != ():

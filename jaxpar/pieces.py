@@ -35,8 +35,8 @@ class Access(Protocol):
         """The whole leaf in the compute dtype, from what this device stores of it."""
         ...
 
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
-        """What this device keeps of the gradient of one use of the leaf."""
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """What this device keeps of the gradient of one use of the leaf; None if nothing."""
         ...
 
 
@@ -44,7 +44,8 @@ class Access(Protocol):
 class Unit:
     """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
 
-    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `fixed` inputs may be read by `pre`.
+    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives;
+    `fixed` inputs may be read by `pre`.
     """
 
     leaves: tuple[int, ...]
@@ -74,11 +75,12 @@ class Unit:
 
     def backward(
         self, inputs: Sequence[Any], kept: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
-    ) -> tuple[tuple[bool, ...], Callable[[Sequence[Any], jax.Array | None], tuple[list[Any], list[Any]]]]:
+    ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
         """Which leaves the backward reads, and `run(those leaves, after)`.
 
-        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the active
-        outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is neither kept nor fixed.
+        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
+        active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is neither
+        kept nor fixed.
         """
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
 
@@ -141,9 +143,17 @@ class Segment:
         return outs, (saved, full if self.keep else None)
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Any, cotangents: list[Any], into: list[Any]
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Any,
+        cotangents: list[Any],
+        into: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear inputs."""
+        """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear
+        inputs.
+        """
         saved, full = saved
         reads, run = self.unit.backward(inputs, inputs, saved, cotangents)
         if full is None:
@@ -198,18 +208,29 @@ class Stack:
         return [*carry, *ys], saved
 
     def backward(
-        self, access: Access, leaves: Sequence[Any], inputs: list[Any], saved: Saved, cotangents: list[Any], into: list[Any]
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Saved,
+        cotangents: list[Any],
+        into: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear inputs."""
+        """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
+        inputs.
+        """
         consts, _, xs = self._parts(inputs)
         linear_consts, linear_carry, _ = self._parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
         shards = [leaves[i] for i in self.unit.leaves]
 
-        # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions would be
-        # pipelined across its end, with a layer's whole gradients between iterations.
+        # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions
+        # would be pipelined across its end, with a layer's whole gradients between iterations.
         fresh = [total is None for total in into]
-        totals = [self._empty(access, i, shards[j], cotangents[0]) if fresh[j] else into[j] for j, i in enumerate(self.unit.leaves)]
+        totals = [
+            self._empty(access, i, shards[j], cotangents[0]) if fresh[j] else into[j]
+            for j, i in enumerate(self.unit.leaves)
+        ]
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals = carry

@@ -1,8 +1,8 @@
 """Hints that keep large buffers from being created long before they are used.
 
 XLA orders a program by its data dependencies alone. Zeros depend on nothing, so it may fill the buffer of a loop's
-results, or of a scatter, before the loops that run first, and hold it all the while. Each function here adds a dependency
-and changes no value. What they save was measured on the step in `benchmarks/handwritten.py`.
+results, or of a scatter, before the loops that run first, and hold it all the while. Each function here adds a
+dependency and changes no value. What they save was measured on the step in `benchmarks/handwritten.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
-    """Equations whose large constant buffers cannot exist before `after` does, and the values of the variables added."""
+    """Equations whose large constant buffers cannot exist before `after` does, and the values of the variables
+    added.
+    """
     values: dict[Any, jax.Array] = {}
     out = []
     for eqn in eqns:

@@ -19,7 +19,9 @@ _STACKED = PartitionSpec(ROWS)
 
 
 class ServerStep(Step):
-    """A step whose state lives on the first device of the mesh. One process only: raises ValueError with several hosts."""
+    """A step whose state lives on the first device of the mesh. One process only: raises ValueError with several
+    hosts.
+    """
 
     def _home(self) -> Mesh:
         if jax.process_count() > 1:
@@ -43,12 +45,16 @@ class ServerStep(Step):
     def abstract_state(self) -> State:
         """The state as the replicas get it: shapes and dtypes, on every device."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), super().abstract_state())
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), super().abstract_state()
+        )
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
         replicas = self._replicas(name, batch)
         rows = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec)
+            lambda spec: NamedSharding(self.mesh, spec),
+            batch_specs(batch),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         scattered = jax.device_put(batch, rows)
         # The optimizer's state stays at home: replicas get weights, variables and keys.
@@ -77,7 +83,9 @@ class ServerStep(Step):
         return mapped(state.params, state.variables, state.key, state.step, scale)
 
     def _losses(self, state: State, batch: Any) -> Sums:
-        return self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)(state.params, state.variables)
+        return self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)(
+            state.params, state.variables
+        )
 
     # -- the server's --------------------------------------------------------------------------------------------------
 

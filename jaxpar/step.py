@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .batches import batch_specs, check_rows, globalise
 from .gradients import Local, Sums
-from .layout import Layout, Leaf, Stored, make_leaves, name_of, place_optimizer
+from .layout import Layout, Leaf, Stored, make_leaves, place_optimizer
 from .mesh import make_mesh
 from .model import Model
 from .parallel import publish, rule_of
@@ -47,9 +47,13 @@ def make_train_step(
     """
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
-        raise ValueError(f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(init=, loss=)")
+        raise ValueError(
+            f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(init=, loss=)"
+        )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)")
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)"
+        )
     kind = Step
     if strategy.server:
         from .server import ServerStep as kind  # stands on this module
@@ -60,7 +64,12 @@ class Step:
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
     def __init__(self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any):
-        self.model_def, self.optimizer, self.strategy, self.mesh = model, optax.with_extra_args_support(optimizer), strategy, mesh
+        self.model_def, self.optimizer, self.strategy, self.mesh = (
+            model,
+            optax.with_extra_args_support(optimizer),
+            strategy,
+            mesh,
+        )
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         self._params, self._variables = jax.eval_shape(model.create, jax.random.key(0))
         shards = 1 if strategy.server else mesh.shape["fsdp"]
@@ -68,7 +77,9 @@ class Step:
         masters = [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in leaves]
         tuned = _trained(leaves, masters, tree)
         state = jax.eval_shape(self.optimizer.init, tuned)
-        places = place_optimizer(state, tuned, [leaf for leaf in leaves if leaf.trainable], "optimizer" in self.rule.sharded)
+        places = place_optimizer(
+            state, tuned, [leaf for leaf in leaves if leaf.trainable], "optimizer" in self.rule.sharded
+        )
         copied = self.rule.publish is not None and shards > 1 and self.policy.compute != jnp.float32
         self.layout = Layout(leaves, tree, self._home(), self.policy, self.rule.sharded, copied, places)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
@@ -93,9 +104,9 @@ class Step:
         if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
             raise ValueError(f"init needs one key from jax.random.key(seed), got {_describe(key)}")
         if params is None:
-            return jax.jit(self._create, out_shardings=self._shardings())(key)
+            return jax.jit(self._create, out_shardings=self._shardings)(key)
         given = self._given(params)
-        return jax.jit(self._create, out_shardings=self._shardings())(key, given)
+        return jax.jit(self._create, out_shardings=self._shardings)(key, given)
 
     def _create(self, key: jax.Array, given: list[jax.Array] | None = None) -> State:
         params, variables = self.model_def.create(key)
@@ -107,7 +118,9 @@ class Step:
         stored = [self._pad(leaf, x) for leaf, x in zip(self.layout.leaves, masters, strict=True)]
         copy = None
         if self.layout.copied:
-            copy = self._tree([x.astype(self.policy.computed(f.dtype)) for f, x in zip(self.layout.leaves, masters, strict=True)])
+            copy = self._tree(
+                [x.astype(self.policy.computed(f.dtype)) for f, x in zip(self.layout.leaves, masters, strict=True)]
+            )
         scale = LossScale.create() if self.policy.scaled else None
         # Another stream than that of the initial values.
         run = jax.random.fold_in(key, 1)
@@ -117,27 +130,33 @@ class Step:
         params = self.model_def.unwrap(params)
         tree = jax.tree.structure(params)
         if tree != self.layout.tree:
-            raise ValueError(f"params= has structure {tree}, the model has {self.layout.tree}; pass a tree like step.params(state)")
+            raise ValueError(
+                f"params= has structure {tree}, the model has {self.layout.tree}; pass a tree like step.params(state)"
+            )
         for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params), strict=True):
             if tuple(jnp.shape(x)) != leaf.shape:
-                raise ValueError(f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}")
+                raise ValueError(
+                    f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}"
+                )
         return jax.tree.leaves(params)
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings, without any array."""
         shapes = jax.eval_shape(self._create, jax.random.key(0))
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings())
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings)
 
-    def _shardings(self) -> State:
+    @functools.cached_property
+    def _shardings(self) -> Any:
+        """A state of shardings."""
         shapes = jax.eval_shape(self._create, jax.random.key(0))
-        specs = State(
-            step=_HERE,
+        specs: Any = State(  # of specs, where a state has arrays
+            step=_HERE,  # type: ignore[arg-type]
             params=self.layout.params,
             copy=jax.tree.map(lambda _: _HERE, shapes.copy),
             optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=_is_stored),
             variables=jax.tree.map(lambda _: _HERE, shapes.variables),
             scale=jax.tree.map(lambda _: _HERE, shapes.scale),
-            key=_HERE,
+            key=_HERE,  # type: ignore[arg-type]
         )
         return jax.tree.map(self.layout.sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -171,12 +190,16 @@ class Step:
     def _logical_params(self, state: State) -> Any:
         if "params" not in self._jitted:
             shardings = [self._logical_sharding(leaf) for leaf in self.layout.leaves]
-            unpad = lambda tree: self._tree([self._unpad(f, x) for f, x in zip(self.layout.leaves, jax.tree.leaves(tree), strict=True)])
+            unpad = lambda tree: self._tree(
+                [self._unpad(f, x) for f, x in zip(self.layout.leaves, jax.tree.leaves(tree), strict=True)]
+            )
             self._jitted["params"] = jax.jit(unpad, out_shardings=self._tree(shardings))
         return self._jitted["params"](state.params)
 
     def model(self, state: State) -> Any:
-        """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it has none."""
+        """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it
+        has none.
+        """
         if self.model_def.bind is None:
             raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
         return self.model_def.bind(self._logical_params(state), jax.tree.map(jnp.copy, state.variables))
@@ -207,8 +230,10 @@ class Step:
         key = (name, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
             self.check(batch)
-            rows = jax.tree.map(self.layout.sharding, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec))
-            state = self._shardings()
+            rows = jax.tree.map(
+                self.layout.sharding, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec)
+            )
+            state = self._shardings
             fun, outs, donate = {
                 "train": (self._train, (state, None), (0,)),
                 "evaluate": (self._evaluate, None, ()),
@@ -261,7 +286,9 @@ class Step:
     def _update(self, state: State, grads: list[jax.Array], variables: Any, sums: Sums) -> tuple[State, Metrics]:
         """The optimizer's step, on global arrays: it sees what it would see on one device."""
         leaves = self.layout.leaves
-        masters = [self._unpad(f, self._constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)]
+        masters = [
+            self._unpad(f, self._constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)
+        ]
         params = _trained(leaves, masters, self.layout.tree)
         updates = _trained(leaves, _fill(leaves, grads), self.layout.tree)
         loss = metrics_of(sums)["loss"]
@@ -281,7 +308,9 @@ class Step:
         return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
 
     def _constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        """A stored leaf as the optimizer's shard of it, in stored shape: where it is replicated, each device takes its part."""
+        """A stored leaf as the optimizer's shard of it, in stored shape: where it is replicated, each device takes
+        its part.
+        """
         if "optimizer" not in self.rule.sharded or leaf.dim is None:
             return x
         x = leaf.pad(x) if x.shape != leaf.stored else x
@@ -296,7 +325,9 @@ class Step:
         old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
         gather = functools.partial(publish, self.rule, leaves)
         specs = [leaf.spec for leaf in leaves]
-        whole = jax.shard_map(gather, mesh=self.mesh, in_specs=(specs, _HERE), out_specs=_HERE, check_vma=False)(shards, old)
+        whole = jax.shard_map(gather, mesh=self.mesh, in_specs=(specs, _HERE), out_specs=_HERE, check_vma=False)(
+            shards, old
+        )
         return (self._tree(shards), self._tree(whole)) if self.layout.copied else (self._tree(whole), None)
 
     # -- between logical and stored ------------------------------------------------------------------------------------

@@ -62,8 +62,10 @@ class Strategy:
     def __post_init__(self) -> None:
         for axis in ROWS:
             size = getattr(self, axis)
-            if not (axis == "data" and size == "hosts") and (not _is_int(size) or size < 1 and size != -1):
-                raise ValueError(f"{axis}={size!r} is not an axis size; use a whole number from 1, or -1 for what is left")
+            if not (axis == "data" and size == "hosts") and (not _is_int(size) or (size < 1 and size != -1)):
+                raise ValueError(
+                    f"{axis}={size!r} is not an axis size; use a whole number from 1, or -1 for what is left"
+                )
         if self.data == -1 and self.fsdp == -1:
             raise ValueError("data=-1 and fsdp=-1: only one axis can be what the other leaves; give one of them a size")
         if not _is_int(self.zero) or self.zero not in (1, 2, 3):
@@ -74,14 +76,20 @@ class Strategy:
             value = getattr(self, name)
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
                 policy = " or a jax.checkpoint policy" if name == "remat" else ""
-                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{_near(value, choices)}")
+                raise ValueError(
+                    f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{_near(value, choices)}"
+                )
         for name in ("single", "server"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.server and self.fsdp != 1:
-            raise ValueError(f"server=True with fsdp={self.fsdp}: a central server shards nothing; use data={self.fsdp} alone")
+            raise ValueError(
+                f"server=True with fsdp={self.fsdp}: a central server shards nothing; use data={self.fsdp} alone"
+            )
         if self.single and (self.data != 1 or self.fsdp != 1 or self.server):
-            raise ValueError(f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out")
+            raise ValueError(
+                f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -96,10 +104,16 @@ class Strategy:
             if number == 0 and not equals:
                 if name not in _PRESETS:
                     known = (*_PRESETS, *fields)
-                    raise ValueError(f"strategy {name!r} is unknown; use one of {', '.join(_PRESETS)}, or name=value{_near(name, known)}")
+                    raise ValueError(
+                        f"strategy {name!r} is unknown; use one of {', '.join(_PRESETS)}, or name=value"
+                        f"{_near(name, known)}"
+                    )
                 values.update(_PRESETS[name])
             elif name not in fields:
-                raise ValueError(f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}{_near(name, fields)}")
+                raise ValueError(
+                    f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"
+                    f"{_near(name, fields)}"
+                )
             elif not value:
                 raise ValueError(f"{part!r} in strategy {text!r} has no value; write {name}=...")
             else:
@@ -121,8 +135,8 @@ class Strategy:
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make data x fsdp = {devices}, set one of them "
-                f"to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
+                f"{given} needs {product} devices and there are {devices}; make data x fsdp = {devices}, set one of "
+                f"them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return {axis: known.get(axis, 1) for axis in AXES}
 
@@ -148,7 +162,9 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
     if isinstance(strategy, str):
         return Strategy.parse(strategy)
     if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={strategy!r} is neither a jaxpar.Strategy nor text; try 'fsdp' or Strategy(fsdp=-1)")
+        raise ValueError(
+            f"strategy={strategy!r} is neither a jaxpar.Strategy nor text; try 'fsdp' or Strategy(fsdp=-1)"
+        )
     return strategy
 
 

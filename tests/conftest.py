@@ -14,8 +14,8 @@ os.environ |= {
         " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
         " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     ),
-    # Threads of XLA's pool. By default as many as devices, and all can end up waiting in a collective for one that has no
-    # thread left (jax 0.10.2: most loops of 100 steps hung on two busy cores; with 16 threads or more none did).
+    # Threads of XLA's pool. By default as many as devices, and all can end up waiting in a collective for one that
+    # has no thread left (jax 0.10.2: most loops of 100 steps hung on two busy cores; with 16 threads or more none did).
     "PJRT_NPROC": "32",
     # Compiling takes most of the time here, and half of that is LLVM's optimization of programs that run once.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

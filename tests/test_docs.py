@@ -1,4 +1,6 @@
-"""README and docs/ say what is so: snippets run and print what is shown, commands and files exist, links lead somewhere."""
+"""README and docs/ say what is so: snippets run and print what is shown, commands and files exist, links lead
+somewhere.
+"""
 
 import contextlib
 import doctest

@@ -93,7 +93,7 @@ def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Compile
     assert sum(one.bytes for one in backward) == 4 * layers
     assert all(one.asynchronous for one in backward)
     hidden = sum(one.bytes for one in backward if one.overlapped)
-    assert hidden > 0.8 * 4 * layers
+    assert hidden > 0.5 * 4 * layers
 
 
 def test_gradients_are_reduced_in_float32(llama: Compiled) -> None:
@@ -108,7 +108,7 @@ def test_gathers_of_layers_are_hidden_by_compute(llama: Compiled) -> None:
     large = [one for one in gathers if one.bytes > LARGE * WIDTHS.layers]
     hidden = sum(one.bytes for one in large if one.overlapped)
     if llama.step.strategy.zero == 3:  # ZeRO-2 gathers after its update, when there is nothing left to compute
-        assert hidden > 0.8 * sum(one.bytes for one in large)
+        assert hidden > 0.5 * sum(one.bytes for one in large)
 
 
 def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -1,4 +1,6 @@
-"""Two processes on loopback, four devices each, stand for two hosts: each feeds its own rows, and the losses are one device's."""
+"""Two processes on loopback, four devices each, stand for two hosts: each feeds its own rows, and the losses are one
+device's.
+"""
 
 import json
 import socket

@@ -1,8 +1,8 @@
 """Transparency: every strategy trains every model as one device does.
 
 A cell is one model under one strategy. It checks, with one compiled step: the gradients and three steps of SGD with
-momentum (the momentum after the first step is the gradient), the bytes that a device stores, and the collectives, by kind,
-axes, dtype, count and bytes. A new strategy or model joins with one line.
+momentum (the momentum after the first step is the gradient), the bytes that a device stores, and the collectives, by
+kind, axes, dtype, count and bytes. A new strategy or model joins with one line.
 """
 
 import dataclasses
@@ -107,7 +107,9 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     for _ in range(STEPS - 1):
         state, _ = compiled(state, batch)
     grads, params = reference(name, *blocks(name, step.local.replicas, microbatches))
-    found = differences("gradient", momentum, grads) + differences("parameter", model.unwrap(step.params(state)), params)
+    found = differences("gradient", momentum, grads) + differences(
+        "parameter", model.unwrap(step.params(state)), params
+    )
     worst = max(found, key=lambda d: d.error)
     assert worst.error <= TOLERANCE["f32"], worst
 
@@ -116,7 +118,9 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
 
 def logical(step: Any, stored: Any) -> Any:
     leaves = zip(step.layout.leaves, jax.tree.leaves(stored), strict=True)
-    return jax.tree.unflatten(step.layout.tree, [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in leaves])
+    return jax.tree.unflatten(
+        step.layout.tree, [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in leaves]
+    )
 
 
 def local_bytes(tree: Any) -> int:
@@ -154,7 +158,8 @@ def check_ledger(step: Any, batch: Any, compiled: Any) -> None:
         return
     found, wanted = (x.by("kind", "axes") for x in (Ledger.from_hlo(compiled.as_text(), step.mesh), closed))
     for key in {*found, *wanted}:
-        # The CPU compiler drops the barriers that keep the gathers of one leaf apart; test_gpu.py has a compiler that does not.
+        # The CPU compiler drops the barriers that keep the gathers of one leaf apart; test_gpu.py has a compiler that
+        # does not.
         merged = key[0] == "all-gather" and step.strategy.zero == 3
         low = 0.49 / step.strategy.microbatches if merged else 1
         assert low * wanted.get(key, 0) <= found.get(key, 0) <= wanted.get(key, 0) + 64, (key, found, wanted)
@@ -187,7 +192,9 @@ def test_optimizer(optimizer: str, strategy: str) -> None:
     for _ in range(STEPS):
         state, _ = step(state, batch)
     # What the optimizer did, not what was there before: an error must not hide behind large parameters.
-    moved = [jax.tree.map(lambda a, b: np.asarray(a) - b, tree, start) for tree in (step.params(state), tuned(optimizer))]
+    moved = [
+        jax.tree.map(lambda a, b: np.asarray(a) - b, tree, start) for tree in (step.params(state), tuned(optimizer))
+    ]
     worst = max(differences("movement", *moved), key=lambda d: d.error)
     assert worst.error <= 1e-3, worst
 

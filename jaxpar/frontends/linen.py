@@ -24,6 +24,7 @@ class Apply:
         self.variables, self.train, self._calls = variables, key is not None, 0
 
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
+        """Call the module; see the class."""
         asked = (mutable,) if isinstance(mutable, str) else tuple(mutable)
         rngs = {}
         if self._key is not None:
@@ -56,8 +57,8 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
 
     Args:
       module: the module; its variables are created by tracing the loss on `example`.
-      loss: `loss(apply, batch)` calls `apply(...)` as it would `module.apply` without the variables, and returns a scalar
-        mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
+      loss: `loss(apply, batch)` calls `apply(...)` as it would `module.apply` without the variables, and returns a
+        scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
 
     The collection `params` holds the parameters; other collections are state (BatchNorm statistics), the same on all
@@ -76,7 +77,9 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
         apply = Apply(module, {}, key, creating=True)
         loss(apply, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
         if "params" not in apply.variables:
-            raise ValueError(f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?")
+            raise ValueError(
+                f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?"
+            )
         variables = {k: v for k, v in apply.variables.items() if k not in ("params", "intermediates")}
         return apply.variables["params"], variables
 

@@ -19,15 +19,18 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], 
       make: `make(rngs)` builds the module; called under `jax.jit`, so that parameters are created sharded.
       loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
 
-    `nnx.Param`s are the parameters; every other variable is state, kept as the loss leaves it and the same on all replicas.
-    `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys
-    that depend on the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in
-    `eval()` mode.
+    `nnx.Param`s are the parameters; every other variable is state, kept as the loss leaves it and the same on all
+    replicas. `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers
+    (dropout) get keys that depend on the stream, the step and the block of rows, and are not advanced. In `evaluate`
+    the module is in `eval()` mode.
 
     Raises ValueError where `make` is not such a function.
     """
     if isinstance(make, nnx.Module):
-        raise ValueError(f"from_nnx got a {type(make).__name__}, needs a function that makes one: lambda rngs: {type(make).__name__}(..., rngs=rngs)")
+        raise ValueError(
+            f"from_nnx got a {type(make).__name__}, needs a function that makes one: "
+            f"lambda rngs: {type(make).__name__}(..., rngs=rngs)"
+        )
     if not callable(make) or not callable(loss):
         raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
 
@@ -110,8 +113,8 @@ class _Tree:
             elif not isinstance(variable, nnx.Intermediate):
                 name = "/".join(map(str, path))
                 raise ValueError(
-                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or sow it "
-                    "as nnx.Intermediate"
+                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or "
+                    "sow it as nnx.Intermediate"
                 )
 
         def leaf(path: Any, before: Any) -> Any:

@@ -34,7 +34,9 @@ from .ledger import Collective, Ledger
 
 @dataclass(frozen=True)
 class Uses:
-    """How one microbatch uses a leaf: executions of fetches forwards and backwards, and of gradients, whole or by layer."""
+    """How one microbatch uses a leaf: executions of fetches forwards and backwards, and of gradients, whole or by
+    layer.
+    """
 
     forward: tuple[bool, ...]  # one entry a use: whether it is sliced
     backward: tuple[bool, ...]
@@ -44,15 +46,13 @@ class Uses:
 def expected(step: Step, batch: Any) -> Ledger:
     """The ledger that the strategy's closed form gives for one training step on a batch of these shapes.
 
-    It stands for the jaxpr: `Ledger.from_jaxpr(step.trace(batch), step.mesh)` equals it in kinds, axes, dtypes, counts and
-    bytes. The model's own collectives (BatchNorm, `jp.all_rows`) are included as the model writes them. Compiled programs
-    have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
+    It stands for the jaxpr: `Ledger.from_jaxpr(step.trace(batch), step.mesh)` equals it in kinds, axes, dtypes,
+    counts and bytes. The model's own collectives (BatchNorm, `jp.all_rows`) are included as the model writes them.
+    Compiled programs have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
     """
     uses, own, metrics, counts = _uses(step, batch)
     m = step.strategy.microbatches
-    found = [
-        Collective(one.kind, one.axes, one.dtype, (one.count or 0) * m, one.bytes * m) for one in own
-    ]
+    found = [Collective(one.kind, one.axes, one.dtype, (one.count or 0) * m, one.bytes * m) for one in own]
     for leaf, use in zip(step.layout.leaves, uses, strict=True):
         found += _leaf(step, leaf, use)
     axes = tuple(step.local.axes)
@@ -148,7 +148,8 @@ def _abstract(step: Step, batch: Any) -> tuple[Any, Any, Any]:
 def _uses(step: Step, batch: Any) -> tuple[list[Uses], Ledger, int, bool]:
     """How the sliced loss uses each leaf, and the model's own collectives, in one microbatch.
 
-    Also the number of metrics, and whether the loss counts rows or tokens, so that a count is summed before the backward.
+    Also the number of metrics, and whether the loss counts rows or tokens, so that a count is summed before the
+    backward.
     """
     variables, rows, key = _abstract(step, batch)
     program, out = step.local.program(variables, rows, key)

@@ -23,8 +23,9 @@ from ..precision import Policy, all_finite
 from ..step import make_train_step
 from ..strategy import Strategy, as_strategy
 
-# Relative to max(largest element of the leaf, 1e-2 of the tree's). A leaf whose true gradient is zero (a key's bias, a bias
-# before BatchNorm) is rounding alone: measured at up to 9e-8 of the tree's largest element, about one float32 epsilon.
+# Relative to max(largest element of the leaf, 1e-2 of the tree's). A leaf whose true gradient is zero (a key's bias,
+# a bias before BatchNorm) is rounding alone: measured at up to 9e-8 of the tree's largest element, about one float32
+# epsilon.
 TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3}
 
 
@@ -45,7 +46,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf furthest off."""
+    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
+    furthest off.
+    """
 
     ok: bool
     tolerance: float
@@ -61,7 +64,8 @@ class Report:
 
     def __str__(self) -> str:
         w = self.worst
-        head = f"{'same as one device' if self.ok else 'DIFFERS from one device'}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"
+        verdict = "same as one device" if self.ok else "DIFFERS from one device"
+        head = f"{verdict}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"
         line = f"worst {w.kind} {w.path}: error {w.error:.2g} (allowed {self.tolerance:.0e}), ratio {w.ratio:.4g}"
         return "\n".join([head, line + (f": {w.hint}" if w.hint else "")])
 
@@ -128,7 +132,9 @@ class Reference:
         sums: list[Mean] = []
         for i in range(m):
 
-            def rows(x: Any, i: int = i) -> Any:  # replica r has rows r R to (r + 1) R, and microbatch i of each is taken
+            def rows(
+                x: Any, i: int = i
+            ) -> Any:  # replica r has rows r R to (r + 1) R, and microbatch i of each is taken
                 return x if _marked(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
 
             blocks = jax.tree.map(rows, batch, is_leaf=_marked)
@@ -142,7 +148,9 @@ class Reference:
                 out, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
                 out, variables = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
             else:
-                whole = jax.tree.map(lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked)
+                whole = jax.tree.map(
+                    lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked
+                )
                 out, variables = self.model.call(params, variables, whole, keys[0])
             sums.append(out["loss"])
         return sum(s.total for s in sums) / sum(s.count for s in sums), variables
@@ -151,7 +159,7 @@ class Reference:
         """Whether the loss depends on its key."""
         rows = jax.tree.map(lambda x: x if _marked(x) else x[0], blocks, is_leaf=_marked)
         rest = (params, variables, rows)
-        flat, _ = jx.trace(lambda rest, key: self.model.call(*rest, key), rest, keys[0])
+        flat, _ = jx.trace(lambda rest, key: self.model.call(rest[0], rest[1], rest[2], key), rest, keys[0])
         marked = jx.depends(flat.eqns, flat.invars[-1:])
         return any(not jx.is_literal(v) and v in marked for v in flat.outvars)
 

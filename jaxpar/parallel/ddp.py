@@ -1,9 +1,11 @@
-"""Distributed data parallel: everything replicated, gradients all-reduced (Li et al. 2020, PyTorch Distributed, VLDB 13).
+"""Distributed data parallel: everything replicated, gradients all-reduced (Li et al. 2020, PyTorch Distributed, VLDB
+13).
 
     per device   params P   grads P   optimizer whole        sent per step   all-reduce P
 
-A leaf that a layer stack uses once is reduced inside the backward loop, so that the reduction of one layer overlaps with the
-backward of the next (section 3.2.3). With several microbatches gradients accumulate locally and are reduced once (3.2.4).
+A leaf that a layer stack uses once is reduced inside the backward loop, so that the reduction of one layer overlaps
+with the backward of the next (section 3.2.3). With several microbatches gradients accumulate locally and are reduced
+once (3.2.4).
 """
 
 from __future__ import annotations

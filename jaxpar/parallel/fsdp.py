@@ -1,5 +1,5 @@
-"""ZeRO-3, also called fully sharded data parallel: parameters sharded too (Rajbhandari et al. 2020, section 5.3; Zhao et
-al. 2023, PyTorch FSDP).
+"""ZeRO-3, also called fully sharded data parallel: parameters sharded too (Rajbhandari et al. 2020, section 5.3; Zhao
+et al. 2023, PyTorch FSDP).
 
     per device   params P/N   grads P/N   optimizer K P/N
     sent         all-gather m P forwards and m P backwards, reduce-scatter m P       (m microbatches)

@@ -1,4 +1,5 @@
-"""ZeRO-1 and ZeRO-2: optimizer state, then gradients too, sharded over `fsdp` (Rajbhandari et al. 2020, sections 5.1, 5.2).
+"""ZeRO-1 and ZeRO-2: optimizer state, then gradients too, sharded over `fsdp` (Rajbhandari et al. 2020, sections 5.1,
+5.2).
 
     per device       params   grads   optimizer     sent per step, m microbatches
     ZeRO-1           P        P       K P/N         reduce-scatter P, all-gather P
@@ -6,8 +7,8 @@
 
 ZeRO-1 accumulates whole gradients locally and scatters their sum once; ZeRO-2 never holds a whole gradient, and pays
 for it with a reduce-scatter in every microbatch. Each device updates its shard of the parameters, which is then
-all-gathered. In low precision the float32 master lives with the optimizer, sharded, and the all-gathered copy is in the compute
-dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
+all-gathered. In low precision the float32 master lives with the optimizer, sharded, and the all-gathered copy is in
+the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
 """
 
 from __future__ import annotations
@@ -53,13 +54,17 @@ def _publish(x: jax.Array, dim: int) -> jax.Array:
     return all_gather(x, ["fsdp"], dim)
 
 
-def publish(rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
-    """The whole of every leaf from updated shards, in the dtype and, where XLA donates it, the memory of the `old` ones.
+def publish(
+    rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The whole of every leaf from updated shards, in the dtype and, where XLA donates it, the memory of the `old`
+    ones.
 
     Leaves that are not sharded along their first dim are gathered slice by slice of it (layer by layer), those of one
     length together: a gather of a whole stack would need a second buffer of its size. Frozen leaves stay as they are.
     """
-    assert rule.publish is not None
+    gather = rule.publish
+    assert gather is not None
     out = list(old)
     loops: dict[int, list[int]] = {}
     for i, (leaf, shard, was) in enumerate(zip(leaves, shards, old, strict=True)):
@@ -68,7 +73,7 @@ def publish(rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old
         if leaf.dim is None:
             out[i] = shard.astype(was.dtype)
         elif leaf.dim == 0:
-            out[i] = leaf.unpad(rule.publish(shard.astype(was.dtype), 0))
+            out[i] = leaf.unpad(gather(shard.astype(was.dtype), 0))
         else:
             loops.setdefault(leaf.shape[0], []).append(i)
     for length, members in loops.items():
@@ -78,7 +83,7 @@ def publish(rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old
             for i, stack in zip(members, stacks, strict=True):
                 leaf, dim = leaves[i], (leaves[i].dim or 0) - 1
                 slice_ = lax.dynamic_index_in_dim(shards[i], at, keepdims=False).astype(stack.dtype)
-                new.append(lax.dynamic_update_index_in_dim(stack, leaf.unpad(rule.publish(slice_, dim), dim), at, axis=0))
+                new.append(lax.dynamic_update_index_in_dim(stack, leaf.unpad(gather(slice_, dim), dim), at, axis=0))
             return new
 
         for i, stack in zip(members, lax.fori_loop(0, length, body, [old[i] for i in members]), strict=True):
