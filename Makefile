@@ -19,12 +19,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Models that others wrote, which the tests train unmodified. --no-deps: with them come 80 packages that their models do
 # not import. Those that they do import:
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
-IMPORTED := einops h5py jaxtyping regex requests tqdm
+IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
 .PHONY: train test battery lint format types docs bench gpu-compiler setup clean
 
 train: setup
-	$(BIN)/python experiments/train.py --strategy fsdp
+	JAX_PLATFORMS=cpu $(BIN)/python experiments/train.py --strategy fsdp
 
 test: lint types docs $(VENV)/.packages
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -46,7 +46,7 @@ types: setup
 docs: setup
 	$(BIN)/zensical build --clean --strict
 
-bench: setup
+bench: gpu-compiler
 	for file in benchmarks/*.py; do JAX_PLATFORMS=cpu $(BIN)/python $$file || exit 1; done
 
 setup: $(VENV)/.installed
@@ -76,4 +76,4 @@ $(VENV)/.gpu-compiler: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache site
+	rm -rf $(VENV) .pytest_cache .ruff_cache site

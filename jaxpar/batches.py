@@ -37,6 +37,10 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
             )
         if not x.shape:
             raise ValueError(f"batch leaf {name} is a scalar without a row dim; mark it with jp.Replicated(...)")
+        if getattr(x.dtype, "kind", "") in ("O", "S", "U"):
+            raise ValueError(
+                f"batch leaf {name} is {x.dtype}{list(x.shape)}; use numbers, and keep text out of the batch"
+            )
         rows.setdefault(x.shape[0], name)
     if not rows:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
@@ -50,24 +54,39 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
     count *= 1 if _is_global(batch) else jax.process_count()
     blocks = replicas * microbatches
     if count % blocks or not count:
+        drop = f"drop {count % blocks} rows, or " if count > blocks else ""
         raise ValueError(
             f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: "
-            f"drop {count % blocks} rows, or pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
+            f"{drop}pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
         )
 
 
 def globalise(batch: Any, mesh: Mesh) -> Any:
-    """This host's rows as global arrays; on one host, and for global arrays, the batch itself."""
-    if jax.process_count() == 1 or _is_global(batch):
+    """This host's rows as global arrays; on one host, and for global arrays, the batch itself, moved if need be."""
+    here = jax.process_count() == 1 or _is_global(batch)
+    if here and not any(_is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
         return batch
     specs = batch_specs(batch)
+    if here:
+        return jax.tree.map(lambda x, spec: _moved(x, NamedSharding(mesh, spec)), batch, specs)
     return jax.tree.map(
         lambda x, spec: jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x)), batch, specs
     )
 
 
 def _is_global(batch: Any) -> bool:
-    return all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
+    return all(_is_array(x) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
+
+
+def _moved(x: Any, wanted: NamedSharding) -> Any:
+    """An array as the step wants it, from wherever the user has put it: jit would refuse it."""
+    if not _is_array(x) or not x.committed or x.sharding == wanted:
+        return x
+    return jax.device_put(x, wanted)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def _is_replicated(x: Any) -> bool:

@@ -179,26 +179,27 @@ class Local:
         tree = jax.tree.structure(out)
         loss = jax.tree.unflatten(tree, list(range(tree.num_leaves)))[0]["loss"]
         first = collectives.index(tuple(self.axes)) * m
+        keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
         # A server divides by the count itself, when it has everybody's.
-        seed = scale if self.strategy.server else scale / self._count(program, loss.count, variables, batches, key)
+        seed = scale if self.strategy.server else scale / self._count(program, loss.count, variables, batches, keys)
 
         def micro(carry: Any, at: Any) -> tuple[Any, Sums]:
             variables, into = carry
-            number, batch = at
-            values = jax.tree.leaves((variables, batch, block_key(key, step, first + number)))
+            key, batch = at
+            values = jax.tree.leaves((variables, batch, key))
             outs, tape = program.forward(access, stored, values, grad=True)
             into = program.backward(access, stored, tape, {loss.total: seed}, into)
             sums, variables = jax.tree.unflatten(tree, outs)
             return (variables, into), sums
 
-        numbered = (jnp.arange(m), batches)
-        one = jax.tree.map(lambda x: x[0], numbered)
+        blocks = (keys, batches)
+        one = jax.tree.map(lambda x: x[0], blocks)
         carry = (variables, [None] * len(stored))
         if m == 1:
             (variables, grads), sums = micro(carry, one)
         else:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
-            (variables, grads), sums = lax.scan(micro, (variables, zeros), numbered)
+            (variables, grads), sums = lax.scan(micro, (variables, zeros), blocks)
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         finished = []
         for i, (leaf, grad) in enumerate(zip(self.layout.leaves, grads, strict=True)):
@@ -213,14 +214,14 @@ class Local:
                 finished.append(access.finish(i, grad))
         return finished, variables, self.total(sums)
 
-    def _count(self, program: Program, position: int, variables: Any, batches: Any, key: jax.Array) -> jax.Array:
+    def _count(self, program: Program, position: int, variables: Any, batches: Any, keys: jax.Array) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""
         count = program.only(position)
         if not program.depends(program.inputs, position):  # a plain mean: one a block
-            return count(jax.tree.leaves((variables, jax.tree.map(lambda x: x[0], batches), key))) * (
+            return count(jax.tree.leaves((variables, jax.tree.map(lambda x: x[0], batches), keys[0]))) * (
                 self.replicas * self.strategy.microbatches
             )
-        counts = lax.map(lambda batch: count(jax.tree.leaves((variables, batch, key))), batches)
+        counts = lax.map(lambda block: count(jax.tree.leaves((variables, *block))), (batches, keys))
         return collectives.all_reduce(counts.sum(), tuple(self.axes))
 
     def total(self, sums: Sums) -> Sums:

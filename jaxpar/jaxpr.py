@@ -121,6 +121,17 @@ def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(jaxpr.eqns)
 
 
+def needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
+    """The equations that `outvars` need, and unlike `live` none that is kept for its effects (prints, callbacks)."""
+    need = {v for v in outvars if not is_literal(v)}
+    kept = []
+    for eqn in reversed(eqns):
+        if any(v in need for v in eqn.outvars):
+            kept.insert(0, eqn)
+            need.update(v for v in eqn.invars if not is_literal(v))
+    return kept
+
+
 def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
     """Variables that some equations (and outputs) read and do not define, in order of first use."""
     seen: dict[Any, None] = {}

@@ -101,7 +101,8 @@ class Program:
 
     def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
         """One output, which does not depend on the parameters, as a function of the inputs (constants aside)."""
-        fun = jx.run(jx.live(self.eqns, [self.outputs[position]]), self.inputs, [self.outputs[position]])
+        out = [self.outputs[position]]
+        fun = jx.run(jx.live(jx.needed(self.eqns, out), out), self.inputs, out)
         return lambda values: fun(*self.consts, *values)[0]
 
 

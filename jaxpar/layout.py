@@ -188,13 +188,16 @@ def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | Non
     leaves = []
     for path, x in flat:
         name = name_of(path)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {name} is {x.dtype}; make it two real ones, and lax.complex(real, imag) in the loss"
+            )
         trains = bool(jnp.issubdtype(x.dtype, jnp.floating)) and (trainable is None or bool(trainable(name)))
         leaves.append(place(name, tuple(x.shape), x.dtype, shards, trains))
     if not any(leaf.trainable for leaf in leaves):
         names = ", ".join(leaf.path for leaf in leaves[:5]) or "none"
-        raise ValueError(
-            f"no trainable parameters among {len(leaves)} leaves ({names}); trainable= must be true for some path"
-        )
+        needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+        raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({names}); {needed}")
     return tuple(leaves), tree
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from .strategy import AXES, Strategy
+from .strategy import AXES, ROWS, Strategy
 
 
 def simulate(devices: int) -> None:
@@ -48,9 +48,23 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
         if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
             raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
+        unused = next((a for a in mesh.axis_names if a not in ROWS and mesh.shape[a] > 1), None)
+        if unused:
+            raise ValueError(
+                f"mesh has {unused}={mesh.shape[unused]}, which no strategy uses yet; use the axes data and fsdp"
+            )
         devices = list(mesh.devices.flat)
     else:
-        devices = list(jax.devices() if mesh is None else mesh)
+        given = jax.devices() if mesh is None else mesh
+        if (
+            not isinstance(given, Sequence | np.ndarray)
+            or not len(given)
+            or not all(isinstance(d, jax.Device) for d in given)
+        ):
+            raise ValueError(f"mesh={given!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]")
+        devices = list(given)
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"mesh={given!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
         if strategy.single:
             devices = devices[:1]
     if strategy.single and len(devices) > 1:

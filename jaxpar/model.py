@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import collectives
 
@@ -68,8 +69,12 @@ class Model:
                 raise ValueError(f"Model({name}={getattr(self, name)!r}): {name} must be a function")
 
     def create(self, key: jax.Array) -> tuple[Any, Any]:
-        """Parameters and variables from a key."""
-        return self.init(key) if self.stateful else (self.init(key), {})
+        """Parameters and variables from a key. Raises ValueError where a stateful `init` returns no such pair."""
+        made = self.init(key)
+        if self.stateful and not (isinstance(made, tuple) and len(made) == 2):
+            raise ValueError(f"init returned {type(made).__name__}; with stateful=True return (params, variables)")
+        params, variables = made if self.stateful else (made, {})
+        return jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, variables)
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()) -> Any:
         """`({name: Mean}, variables)` of the loss; `rows` are the mesh axes over which the rows are spread.
@@ -79,13 +84,18 @@ class Model:
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
         with rows_over(rows):
             if self.stateful:
-                out, new = self.loss(params, variables, batch, key)
-                new = _same(variables, new)
+                out = self.loss(params, variables, batch, key)
+                if not (isinstance(out, tuple) and len(out) == 2):
+                    raise ValueError(f"loss returned {_kind(out)}; with stateful=True return (value, variables)")
+                out, new = out[0], _same(variables, out[1])
             else:
                 out, new = self.loss(params, batch, key), variables
         value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(metrics, dict):
             raise ValueError(f"loss returned metrics of type {type(metrics).__name__}; return (value, {{name: value}})")
+        for name in metrics:
+            if not isinstance(name, str):
+                raise ValueError(f"loss returned a metric named {name!r}, a {type(name).__name__}; name it by a str")
         taken = [name for name in metrics if name in _RESERVED]
         if taken:
             raise ValueError(f"loss returned a metric named {taken[0]!r}, which jaxpar reports itself; rename it")
@@ -129,18 +139,28 @@ def _is_replicated(x: Any) -> bool:
 def _mean(name: str, value: Any) -> Mean:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if not isinstance(value, Mean):
-        if value is None or jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.number):
-            kind = "None" if value is None else f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+        if not _is_number(value) or jnp.shape(value) != ():
             raise ValueError(
-                f"{what} is {kind}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
+                f"{what} is {_kind(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
             )
         value = Mean(value, jnp.ones((), jnp.float32))
     for part in (value.total, value.count):
+        if not _is_number(part):
+            raise ValueError(f"{what} is jp.Mean with a part that is {_kind(part)}; sum both parts to scalars")
         if jnp.shape(part) != ():
             raise ValueError(f"{what} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
         raise ValueError(f"the loss is {jnp.result_type(value.total)}; gradients need a floating-point value")
     return Mean(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
+
+
+def _is_number(x: Any) -> bool:
+    array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+    return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "None" if x is None else f"a {type(x).__name__}"
 
 
 def _same(old: Any, new: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .batches import batch_specs
 from .gradients import Sums
 from .state import State
-from .step import Metrics, Step, metrics_of
+from .step import Metrics, Step, check_state, metrics_of
 from .strategy import AXES, ROWS
 
 _STACKED = PartitionSpec(ROWS)
@@ -50,6 +50,7 @@ class ServerStep(Step):
         )
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
+        check_state(state)
         replicas = self._replicas(name, batch)
         rows = jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec),

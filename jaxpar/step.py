@@ -54,6 +54,10 @@ def make_train_step(
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)"
         )
+    if trainable is not None and not callable(trainable):
+        raise ValueError(
+            f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
+        )
     kind = Step
     if strategy.server:
         from .server import ServerStep as kind  # stands on this module
@@ -105,7 +109,7 @@ class Step:
             raise ValueError(f"init needs one key from jax.random.key(seed), got {_describe(key)}")
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)
-        given = self._given(params)
+        given = jax.device_put(self._given(params), [self._logical_sharding(leaf) for leaf in self.layout.leaves])
         return jax.jit(self._create, out_shardings=self._shardings)(key, given)
 
     def _create(self, key: jax.Array, given: list[jax.Array] | None = None) -> State:
@@ -209,7 +213,8 @@ class Step:
 
         With compile-only devices in the mesh, it is compiled for them.
         """
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        self.check(batch)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
         traced = self._function("train", batch).trace(self.abstract_state(), batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         return traced.lower(lowering_platforms=(platform,)).compile()
@@ -219,6 +224,7 @@ class Step:
         return self._function("train", batch).trace(self.abstract_state(), batch).jaxpr
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
+        check_state(state)
         return self._function(name, batch)(state, globalise(batch, self.mesh))
 
     def check(self, batch: Any) -> None:
@@ -372,6 +378,18 @@ def _fill(leaves: Sequence[Leaf], trained: Sequence[Any]) -> list[Any]:
     return [next(it) if leaf.trainable else None for leaf in leaves]
 
 
+def check_state(state: Any) -> None:
+    """Raise ValueError unless this is a state whose arrays are still there."""
+    if not isinstance(state, State):
+        raise ValueError(
+            f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
+        )
+    if isinstance(state.step, jax.Array) and not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+        raise ValueError(
+            "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
+        )
+
+
 def metrics_of(sums: Sums) -> Metrics:
     """The means that sums over all rows stand for."""
     return {name: mean.total / mean.count for name, mean in sums.items()}
@@ -382,4 +400,4 @@ def _is_stored(x: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else type(x).__name__

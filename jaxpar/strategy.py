@@ -97,8 +97,11 @@ class Strategy:
 
         Raises ValueError naming the part that is wrong and the nearest name.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"Strategy.parse({text!r}): needs text, such as 'fsdp' or 'data=2,fsdp=4'")
         fields = {f.name: f for f in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
+        given: set[str] = set()
         for number, part in enumerate(p.strip() for p in text.split(",")):
             name, equals, value = (s.strip() for s in part.partition("="))
             if number == 0 and not equals:
@@ -116,7 +119,10 @@ class Strategy:
                 )
             elif not value:
                 raise ValueError(f"{part!r} in strategy {text!r} has no value; write {name}=...")
+            elif name in given:
+                raise ValueError(f"{part!r} in strategy {text!r} gives {name} again; give it once")
             else:
+                given.add(name)
                 values[name] = _value(value)
         return cls(**values)
 

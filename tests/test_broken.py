@@ -26,7 +26,7 @@ from jaxpar.server import ServerStep
 STRATEGIES = ("dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
 LAYERS, DIM, VOCAB = 4, 32, 64
 # The same two rows for each of 8 replicas: what one replica has alone is then exactly an eighth.
-BATCH = {"tokens": np.tile(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), (8, 1))}
+BATCH = {"tokens": np.tile(np.random.default_rng(0).integers(0, VOCAB, (2, 6), dtype=np.int32), (8, 1))}
 SGD = optax.sgd(0.1, momentum=0.9)
 
 

@@ -192,7 +192,7 @@ def test_what_a_loss_returns(returns: Callable[[jax.Array], Any], parts: tuple[s
         ),
         ({"x": X[:3]}, ("3 rows", "multiple of 8", "jp.pad_rows(batch, 8)")),
         ({"x": X[:0]}, ("0 rows", "multiple of 8")),
-        ({"x": X, "y": X[:4]}, ("x has 8, y has 4", "mark leaves without rows with jp.Replicated")),
+        ({"x": X, "y": X[:4]}, ("x has 8, y has 4", "jp.Replicated")),
         ({"x": X, "scale": np.float32(2)}, ("batch leaf scale is a scalar", "jp.Replicated(...)")),
         ({"x": X, "scale": 2.0}, ("batch leaf scale is a float", "use arrays", "jp.Replicated(np.asarray(x))")),
         ({"x": [[1.0, 2.0]] * 8}, ("batch leaf x/0/0 is a float", "use arrays")),

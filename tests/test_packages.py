@@ -1,5 +1,6 @@
-"""Model packages that others wrote, unmodified from PyPI: random weights, zero2 and zero3 against Flax alone.
+"""Model packages that others wrote, from PyPI: random weights, zero2 and zero3 against Flax alone.
 
+Their files are as published. Two of flaxmodels' need a name replaced before they train; what happens without is tested.
 `make test` installs them without what they ask for: some 80 distributions that their models do not import.
 """
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -175,28 +176,55 @@ OPTIMIZERS = {
 
 
 @functools.cache
+def padded() -> tuple[jp.Model, Any]:
+    """A tied embedding [131, 126] and a stack [3, 126, 130], of which no dim divides by 8 and which are padded."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        a, b, c = jax.random.split(key, 3)
+        up, down = jax.random.normal(b, (3, 126, 130)), jax.random.normal(c, (3, 130, 126))
+        return {
+            "embed": jax.random.normal(a, (131, 126)),
+            "up": up * 0.1,
+            "down": down * 0.1,
+            "scale": jnp.ones((3, 126)),
+        }
+
+    def loss(params: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x * w["scale"] @ w["up"]) @ w["down"], None
+
+        stacks = {name: params[name] for name in ("up", "down", "scale")}
+        x, _ = jax.lax.scan(layer, params["embed"][tokens[:, :-1]], stacks)
+        logits = x @ params["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return jp.Model(init=init, loss=loss), np.random.default_rng(0).integers(131, size=(16, 6)).astype(np.int32)
+
+
+@functools.cache
 def tuned(optimizer: str) -> Any:
-    one = Reference(entry("function").model, jp.Strategy(single=True), 1)
-    return one.train(OPTIMIZERS[optimizer](), jax.random.key(0), entry("function").batch, STEPS)
+    model, batch = padded()
+    return Reference(model, jp.Strategy(single=True), 1).train(OPTIMIZERS[optimizer](), jax.random.key(0), batch, STEPS)
 
 
+@pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer(optimizer: str, strategy: str) -> None:
     """Optimizers that look at norms, shapes and rows of leaves see logical leaves, padded ones included."""
-    model, batch = entry("function").model, entry("function").batch
+    model, batch = padded()
     step = jp.make_train_step(model, OPTIMIZERS[optimizer](), strategy)
-    assert any(leaf.note.startswith("padded") for leaf in step.layout.leaves)
+    assert sum(leaf.note.startswith("padded") for leaf in step.layout.leaves) == 3
     state = step.init(jax.random.key(0))
     start = jax.tree.map(np.asarray, step.params(state))
     for _ in range(STEPS):
         state, _ = step(state, batch)
     # What the optimizer did, not what was there before: an error must not hide behind large parameters.
-    moved = [
-        jax.tree.map(lambda a, b: np.asarray(a) - b, tree, start) for tree in (step.params(state), tuned(optimizer))
-    ]
-    worst = max(differences("movement", *moved), key=lambda d: d.error)
-    assert worst.error <= 1e-3, worst
+    trees = (step.params(state), tuned(optimizer))
+    moved = [jax.tree.map(lambda a, b: np.asarray(a) - b, tree, start) for tree in trees]
+    for ours, theirs in zip(*map(jax.tree.leaves, moved), strict=True):
+        # In the norm: where a gradient is nearly zero, Adam divides rounding by rounding, and single elements differ.
+        assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])

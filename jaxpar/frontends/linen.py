@@ -22,10 +22,12 @@ class Apply:
     def __init__(self, module: nn.Module, variables: dict[str, Any], key: jax.Array | None, creating: bool = False):
         self._module, self._key, self._creating = module, key, creating
         self.variables, self.train, self._calls = variables, key is not None, 0
+        self.asked: set[str] = set()
 
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
         """Call the module; see the class."""
         asked = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+        self.asked |= set(asked)
         rngs = {}
         if self._key is not None:
             # Streams that the module names otherwise (dropout, ...) are derived from this one by name.
@@ -68,7 +70,8 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
     Raises ValueError where the arguments are not of these kinds.
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"from_linen got {type(module).__name__}, needs a flax.linen.Module instance such as Net(...)")
+        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise ValueError(f"from_linen got {given}, needs a flax.linen.Module instance such as Net(...)")
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
@@ -80,7 +83,9 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
             raise ValueError(
                 f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?"
             )
-        variables = {k: v for k, v in apply.variables.items() if k not in ("params", "intermediates")}
+        # What the loss asks for is its own, fresh at every call; batch_stats is asked for by habit, and is state.
+        passing = {"params", "intermediates"} | apply.asked - {"batch_stats"}
+        variables = {k: v for k, v in apply.variables.items() if k not in passing}
         return apply.variables["params"], variables
 
     def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:

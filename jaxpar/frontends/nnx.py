@@ -36,12 +36,28 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], 
 
     def build(key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh
-            return make(nnx.Rngs(key))
+            module = make(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise ValueError(f"from_nnx: make(rngs) returned {type(module).__name__}, needs an nnx.Module")
+        for _, part in nnx.iter_modules(module):
+            for name, value in list(vars(part).items()):
+                if isinstance(
+                    value, jax.core.Tracer
+                ):  # a plain array, which Flax takes for a static attribute under jit
+                    setattr(part, name, nnx.data(value))
+        return module
 
-    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    if not isinstance(abstract, nnx.Module):
-        raise ValueError(f"from_nnx: make(rngs) returned {type(abstract).__name__}, needs an nnx.Module")
-    graph, param_state, other_state = nnx.split(abstract, nnx.Param, ...)
+    graphs = []
+
+    def parts(key: jax.Array) -> Any:
+        graph, *states = nnx.split(build(key), nnx.Param, ...)
+        graphs.append(graph)
+        return states
+
+    # Not nnx.eval_shape: what is left of a plain array there (RoPE tables, WeightNorm's scales) is no array, and would
+    # be taken for a static attribute.
+    param_state, other_state = jax.eval_shape(parts, jax.random.key(0))
+    (graph,) = graphs
     params_tree, others_tree = _Tree(param_state), _Tree(other_state)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -59,7 +75,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], 
             if isinstance(part, nnx.BatchNorm) and row_axes():
                 part.axis_name = row_axes()  # type: ignore[assignment]  # lax.pmean takes several axes
         out = loss(module, batch)
-        _, _, others = nnx.split(module, nnx.Param, ...)
+        _, found, others = nnx.split(module, nnx.Param, ...)
+        params_tree.check(found)
         return out, others_tree.updated(variables, others)
 
     return Model(init, call, stateful=True, wrap=params_tree.state, unwrap=params_tree.pure_checked, bind=bind)
@@ -104,18 +121,23 @@ class _Tree:
 
         return jax.tree_util.tree_map_with_path(fold, pure)
 
+    def check(self, state: Any) -> None:
+        """Raise ValueError where a call has added a variable, unless it was only sown."""
+        for path, variable in nnx.to_flat_state(state):
+            if path not in self.types and not isinstance(variable, nnx.Intermediate):
+                name = "/".join(map(str, path))
+                raise ValueError(
+                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or "
+                    "sow it as nnx.Intermediate"
+                )
+
     def updated(self, old: Any, state: Any) -> Any:
         """The variables after a call: random streams as they were, what was only sown left out."""
         new = {}
         for path, variable in nnx.to_flat_state(state):
             if path in self.types:
                 (new[path],) = jax.tree.leaves(variable)
-            elif not isinstance(variable, nnx.Intermediate):
-                name = "/".join(map(str, path))
-                raise ValueError(
-                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or "
-                    "sow it as nnx.Intermediate"
-                )
+        self.check(state)
 
         def leaf(path: Any, before: Any) -> Any:
             at = _keys(path)

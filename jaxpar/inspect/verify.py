@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -103,7 +104,7 @@ def verify(
     expected_loss, expected_grads = reference.value_and_grad(key, batch)
     expected = reference.train(optimizer, key, batch, steps)
 
-    tolerance = TOLERANCE[strategy.precision]
+    tolerance = max(TOLERANCE[strategy.precision], *(TOLERANCE[name] for name in reference.low(batch)))
     if strategy.reduce == "compute":
         tolerance *= step.local.replicas
     found = differences("gradient", model.unwrap(grads), expected_grads)
@@ -163,23 +164,42 @@ class Reference:
         marked = jx.depends(flat.eqns, flat.invars[-1:])
         return any(not jx.is_literal(v) and v in marked for v in flat.outvars)
 
+    def low(self, batch: Any) -> list[str]:
+        """The low precisions in which the model itself declares parameters or computes, as bfloat16 modules do."""
+        found: set[Any] = set()
+
+        def walk(jaxpr: Any) -> None:
+            for eqn in jx.opened(jaxpr)[0].eqns:
+                found.update(v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
+                for inner in jec.jaxprs_in_params(eqn.params):
+                    walk(inner)
+
+        fresh = jax.eval_shape(self.model.create, jax.random.key(0))
+        walk(jax.make_jaxpr(self.model.call)(*fresh, batch, jax.random.key(0)))
+        found.update(x.dtype for x in jax.tree.leaves(fresh[0]))
+        return [
+            "f32",
+            *(name for name, dtype in {"bf16": jnp.bfloat16, "f16": jnp.float16}.items() if jnp.dtype(dtype) in found),
+        ]
+
     def value_and_grad(self, key: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         """Loss and gradients at the initial values that `key` gives, for the keys of the first step."""
         check_rows(batch, self.replicas, self.strategy.microbatches)
         params, variables = self._create(key)
         (loss, _), grads = self._grad(_masters(params), variables, batch, jax.random.fold_in(key, 1), 0)
-        return loss, grads
+        return loss, _trained(grads)
 
     def train(self, optimizer: Any, key: jax.Array, batch: Any, steps: int) -> Any:
         """Parameters after some steps on one batch."""
         params, variables = self._create(key)
         params = _masters(params)
-        state = optimizer.init(params)
+        state = optimizer.init(_trained(params))
 
         @jax.jit
         def update(grads: Any, state: Any, params: Any) -> Any:
-            changes, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, changes), state
+            changes, state = optimizer.update(_trained(grads), state, _trained(params))
+            moved = optax.apply_updates(_trained(params), changes)
+            return jax.tree.map(lambda new, old: old if new is None else new, moved, params, is_leaf=_is_none), state
 
         for step in range(steps):
             (_, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
@@ -216,6 +236,15 @@ def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
     if near.numerator == 1:
         return f"x1/{near.denominator}: a sum over replicas or microbatches is missing, or a mean is taken twice"
     return ""
+
+
+def _trained(tree: Any) -> Any:
+    """None in place of what no optimizer moves: integers, and the float0 that stands for their gradients."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _masters(params: Any) -> Any:

@@ -1,0 +1,380 @@
+"""What users rely on around a step: initial values, freezing, evaluation, donation, streams, statistics, bytes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxpar as jp
+
+KEY = jax.random.key(0)
+LAYOUTS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
+ROWS = 16
+X = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)
+BATCH = {"x": X}
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def init(key: jax.Array) -> dict[str, jax.Array]:
+    """A leaf that divides, one that is padded (131 x 131 >= 16,384), and one that is too small for either."""
+    keys = jax.random.split(key, 3)
+    shapes = {"w": (16, 16), "odd": (131, 131), "small": (3,)}
+    return {name: 0.3 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    y = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
+    return sum(jnp.square(x.astype(jnp.float32)).mean() for x in (y, params["odd"], params["small"] - 1))
+
+
+MODEL = jp.Model(init=init, loss=loss)
+
+
+def make(strategy: str, model: jp.Model = MODEL, optimizer: Any = SGD, **kwargs: Any) -> Any:
+    return jp.make_train_step(model, optimizer, strategy, **kwargs)
+
+
+def equal(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+def same(a: Any, b: Any, tolerance: float = 1e-6) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+def alive(tree: Any) -> list[bool]:
+    return [not x.is_deleted() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_state_life(strategy: str) -> None:
+    """Initial values are those of one device, bit by bit; states are donated; given parameters are not."""
+    step = make(strategy)
+    state = step.init(KEY)
+    params = step.params(state)
+    assert equal(params, jax.jit(init)(KEY))
+    assert [x.shape for x in jax.tree.leaves(params)] == [(131, 131), (3,), (16, 16)]
+
+    again = step.init(jax.random.key(1), params=params)
+    assert equal(step.params(again), params)
+    new, _ = step(again, BATCH)
+    assert all(alive(params))
+    if strategy != "dp":  # its update runs in a program of its own
+        assert not any(alive(again.params))
+    before = jax.device_get((new.step, new.params, new.optimizer))
+    metrics = step.evaluate(new, BATCH)
+    assert equal((new.step, new.params, new.optimizer), before)
+    assert metrics["loss"] == pytest.approx(float(loss(step.params(new), BATCH, None)), rel=1e-6)
+
+
+def test_start_from_nnx_state() -> None:
+    model = jp.from_nnx(
+        lambda rngs: nnx.Linear(16, 16, rngs=rngs), lambda module, batch: jnp.square(module(batch["x"])).mean()
+    )
+    given = nnx.state(nnx.Linear(16, 16, rngs=nnx.Rngs(7)), nnx.Param)
+    step = make("zero3", model)
+    state = step.init(KEY, params=given)
+    assert isinstance(step.params(state), nnx.State)
+    assert equal(step.params(state), given)
+    step(state, BATCH)
+    assert all(alive(given))
+    # In another layout, from what a step has returned.
+    assert equal(make("ddp", model).init(KEY, params=step.params(step.init(KEY, params=given))).params, given)
+
+
+def test_frozen() -> None:
+    """Frozen parameters do not move and have no gradient and no optimizer state; the others move as ever."""
+    step = make("zero3", optimizer=optax.adamw(0.1, weight_decay=0.1), trainable=lambda path: path == "w")
+    state = step.init(KEY)
+    moments = [x.size for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    assert moments == [256, 256]
+    _, grads = step.value_and_grad(state, BATCH)
+    assert (grads["odd"], grads["small"]) == (None, None)
+    same(grads["w"], jax.grad(loss)(init(KEY), BATCH, None)["w"])
+    before = jax.device_get(step.params(state))
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    after = step.params(state)
+    assert equal((before["odd"], before["small"]), (after["odd"], after["small"]))
+    assert not equal(before["w"], after["w"])
+    assert step.layout.bytes["grads"] == 256 * 4 // 8
+
+
+class Noisy(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.linear(x))
+
+
+def squared(module: Any, batch: Any) -> jax.Array:
+    return jnp.square(module(batch["x"])).mean()
+
+
+NOISY = jp.from_nnx(lambda rngs: Noisy(rngs=rngs), squared)
+
+
+def test_dropout() -> None:
+    """Masks belong to blocks of rows: 8 replicas draw what 4 replicas of 2 microbatches draw. Each step draws anew."""
+    still = optax.sgd(0.0)
+    losses = {}
+    for name, devices in {"data=8": 8, "data=4,microbatches=2": 4, "fsdp=2,microbatches=4": 2}.items():
+        step = make(name, NOISY, still, mesh=jax.devices()[:devices])
+        state = step.init(KEY)
+        losses[name] = []
+        for _ in range(2):
+            state, metrics = step(state, BATCH)
+            losses[name].append(float(metrics["loss"]))
+        without = float(squared(nnx.view(step.model(state), deterministic=True), BATCH))
+        assert float(step.evaluate(state, BATCH)["loss"]) == pytest.approx(without, rel=1e-6)
+        assert without not in losses[name]
+    first, *others = losses.values()
+    assert first[0] != first[1]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-6)
+
+
+def test_module() -> None:
+    """`step.model` gives the user's module, whose forward is that of the parameters, and which outlives the state."""
+    module = Noisy(rngs=nnx.Rngs(0))
+    step = make("zero3", NOISY)
+    state = step.init(KEY)
+    ours = step.model(state)
+    nnx.update(module, step.params(state))
+    ours.eval()
+    module.eval()
+    same(ours(X), module(X))
+    step(state, BATCH)
+    assert all(alive(nnx.state(ours)))
+
+    linen = nn.Dense(16)
+    step = make("zero3", jp.from_linen(linen, lambda apply, batch: jnp.square(apply(batch["x"])).mean(), example=BATCH))
+    state = step.init(KEY)
+    same(step.model(state)(X), linen.apply({"params": step.params(state)}, X))
+
+
+class Normed(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, momentum=0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.linear(x))
+
+
+def test_batch_norm() -> None:
+    """Running statistics are those of one device, rows of different size included, and `evaluate` leaves them alone."""
+    batch = {"x": X * np.arange(ROWS, dtype=np.float32)[:, None]}
+    model = jp.from_nnx(lambda rngs: Normed(rngs=rngs), lambda m, b: jnp.square(m(b["x"]) - b["x"]).mean())
+    statistics = {}
+    for strategy in ("single", "ddp", "zero3"):
+        step = make(strategy, model, optax.sgd(1e-3))
+        state = step.init(KEY)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        statistics[strategy] = jax.device_get(state.variables["norm"])
+        step.evaluate(state, batch)
+        assert equal(state.variables["norm"], statistics[strategy])
+    assert np.abs(statistics["single"]["mean"]).max() > 0.1
+    for strategy in ("ddp", "zero3"):
+        same(statistics[strategy], statistics["single"], 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp,microbatches=2", "zero3,microbatches=2"])
+def test_contrastive(strategy: str) -> None:
+    """Every row against the rows of all replicas."""
+
+    def contrast(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        everybody, at = jp.all_rows(batch["y"] @ params["w"]), jp.all_rows(batch["at"])
+        scores = jax.nn.log_softmax(batch["x"] @ params["w"] @ everybody.T)
+        return -jnp.where(batch["at"][:, None] == at, scores, 0).sum(axis=1).mean()
+
+    batch = {"x": X, "y": X[::-1].copy(), "at": np.arange(ROWS)}
+    report = jp.verify(jp.Model(init=init, loss=contrast), strategy, batch, steps=1)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3,microbatches=2"])
+def test_metrics_and_replicated_leaves(strategy: str) -> None:
+    """Means over all rows, and of counts that differ from row to row; leaves without rows reach every device."""
+    weights = np.arange(ROWS, dtype=np.float32)
+
+    def weighted(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        y = jnp.square(batch["x"] @ params["w"]).mean(axis=1) * batch["scale"]["by"]
+        metrics = {"plain": y.mean(), "weighted": jp.Mean((y * batch["weight"]).sum(), batch["weight"].sum())}
+        return jp.Mean((y * batch["weight"]).sum(), batch["weight"].sum()), metrics
+
+    batch = {"x": X, "weight": weights, "scale": jp.Replicated({"by": np.float32(3)})}
+    step = make(strategy, jp.Model(init=init, loss=weighted))
+    state = step.init(KEY)
+    y = 3 * np.square(X @ np.asarray(step.params(state)["w"])).mean(axis=1)
+    expected = {"plain": y.mean(), "weighted": (y * weights).sum() / weights.sum()}
+    expected["loss"] = expected["weighted"]
+    evaluated = step.evaluate(state, batch)
+    _, metrics = step(state, batch)
+    assert set(evaluated) == set(expected)
+    assert set(metrics) == {*expected, "grad_norm", "skipped"}
+    for name, value in expected.items():
+        assert float(evaluated[name]) == pytest.approx(value, rel=1e-5), name
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "zero1", "zero3"])
+def test_skipped_steps(strategy: str) -> None:
+    """float16: one row that is not finite skips the step everywhere and halves the scale; the next one counts."""
+    step = make(f"{strategy},precision=f16")
+    state = step.init(KEY)
+    state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, scale=state.scale.scale / 2**7))
+    before, scale = jax.device_get((step.params(state), state.optimizer)), float(state.scale.scale)
+    poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
+    state, metrics = step(state, poison)
+    assert equal((step.params(state), state.optimizer), before)
+    assert (int(metrics["skipped"]), float(state.scale.scale), int(state.step)) == (1, scale / 2, 1)
+    state, metrics = step(state, BATCH)
+    assert (int(metrics["skipped"]), float(state.scale.scale), int(state.scale.good)) == (1, scale / 2, 1)
+    assert not equal(step.params(state), before[0])
+
+
+PARAMETERS = 64 * 64  # one leaf, so that the table is exact
+# Bytes per parameter of the master and copy, the gradients, and Adam's moments: whole, and of a shard. DESIGN's table.
+TABLE = {
+    "single": ((4, 0), (4, 0), (8, 0)),
+    "ddp": ((4, 0), (4, 0), (8, 0)),
+    "zero1": ((4, 0), (0, 4), (0, 8)),
+    "zero2": ((4, 0), (0, 4), (0, 8)),
+    "zero3": ((0, 4), (0, 4), (0, 8)),
+    "hsdp": ((0, 4), (0, 4), (0, 8)),
+}
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("strategy", TABLE)
+def test_bytes(strategy: str, precision: str) -> None:
+    """What a device holds is what the layout says, and what the papers say; masters and moments are float32."""
+    model = jp.Model(
+        init=lambda key: {"w": jax.random.normal(key, (64, 64))},
+        loss=lambda params, batch, key: jnp.square(batch["x"][:, :1] * params["w"].sum()).mean().astype(jnp.float32),
+    )
+    step = make(f"{strategy},precision={precision}", model, optax.adam(1e-3))
+    state = step.init(KEY)
+    table = dict(zip(("params", "grads", "optimizer"), TABLE[strategy], strict=True))
+    if precision == "bf16" and strategy in ("zero1", "zero2"):
+        table["params"] = (2, 4)  # a copy, and the master with the optimizer
+    shards = step.mesh.shape["fsdp"]
+    closed = {name: whole * PARAMETERS + part * PARAMETERS // shards for name, (whole, part) in table.items()}
+    closed["optimizer"] += 4  # Adam's count
+    assert step.layout.bytes == closed
+
+    def held(tree: Any) -> int:
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+    assert held((state.params, state.copy)) == closed["params"]
+    assert held(state.optimizer) == closed["optimizer"]
+    state, _ = step(state, BATCH)
+    assert held((state.params, state.copy)) == closed["params"]
+    assert state.params["w"].dtype == jnp.float32
+    assert (state.copy is not None) == (precision == "bf16" and strategy in ("zero1", "zero2"))
+    if state.copy is not None:
+        assert equal(state.copy["w"], step.params(state)["w"].astype(jnp.bfloat16))
+
+
+def test_padding() -> None:
+    """Padding is zero, stays zero through weight decay and momentum, and is seen by nobody."""
+    step = make("zero3", optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5)))
+    state = step.init(KEY)
+    assert state.params["odd"].shape == (136, 131)
+    assert step.layout.notes["odd"] == "padded: dim 0 from 131 to 136"
+    assert step.layout.notes["small"].startswith("replicated: no dim of (3,) divides by 8")
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    stored = [x for x in jax.tree.leaves((state.params, state.optimizer)) if x.shape == (136, 131)]
+    assert len(stored) == 3
+    assert not any(np.asarray(x)[131:].any() for x in stored)
+    assert step.params(state)["odd"].shape == (131, 131)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp,microbatches=2"])
+def test_count_that_is_drawn(strategy: str) -> None:
+    """A masked loss whose mask is random: gradients were divided by the count of another key's mask."""
+
+    def masked(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        kept = jnp.ones(batch["x"].shape[:1]) if key is None else jax.random.uniform(key, batch["x"].shape[:1])
+        return jp.Mean((jnp.square(batch["x"] @ params["w"]).mean(axis=1) * kept).sum(), kept.sum())
+
+    report = jp.verify(jp.Model(init=init, loss=masked), strategy, BATCH, steps=1)
+    assert report.ok, report
+
+
+def test_callback_in_a_layer() -> None:
+    """A print within scanned layers was looked up where there are no parameters, to find the loss's count."""
+    seen = []
+
+    def layers(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            jax.debug.callback(seen.append, x.shape[0])
+            return jnp.tanh(x @ w), None
+
+        return jnp.square(jax.lax.scan(body, batch["x"], params)[0]).mean()
+
+    step = make("zero3", jp.Model(init=lambda key: jax.random.normal(key, (2, 16, 16)), loss=layers))
+    jax.block_until_ready(step(step.init(KEY), BATCH))
+    jax.effects_barrier()
+    assert len(seen) == 8 * 2
+    assert set(map(int, seen)) == {ROWS // 8}
+
+
+class Plain(nnx.Module):
+    """Keeps arrays that are no variables: under jit, Flax takes the first for a static attribute."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.table = jnp.arange(16.0)
+        self.linear = nnx.WeightNorm(nnx.Linear(16, 16, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x * self.table)
+
+
+def test_plain_arrays_in_a_module() -> None:
+    step = make("zero3", jp.from_nnx(lambda rngs: Plain(rngs=rngs), squared), mesh=jax.devices()[:2])
+    state = step.init(KEY)
+    _, metrics = step(state, BATCH)
+    reference = Plain(rngs=nnx.Rngs(0))
+    assert np.isfinite(float(metrics["loss"]))
+    assert step.model(step.init(KEY))(X).shape == reference(X).shape
+
+
+def test_arrays_that_lie_elsewhere() -> None:
+    """Batches and given parameters are taken from wherever the user has put them; jit alone refuses."""
+    step = make("zero3", optimizer=optax.sgd(0.0))
+    expected = float(step.evaluate(step.init(KEY), BATCH)["loss"])
+    meshes = jax.make_mesh((8,), ("d",)), step.mesh
+    places = [
+        jax.devices()[3],
+        *(jax.NamedSharding(mesh, jax.P()) for mesh in meshes),
+        jax.NamedSharding(meshes[0], jax.P("d")),
+    ]
+    for place in places:
+        state = step.init(KEY)
+        _, metrics = step(state, jax.device_put(BATCH, place))
+        assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6), place
+    one = make("single")
+    assert equal(step.params(step.init(KEY, params=one.params(one.init(KEY)))), jax.jit(init)(KEY))
+
+
+def test_steps_under_jit() -> None:
+    """Several steps in one program."""
+    step = make("zero3")
+    batches = {"x": np.stack([X, -X])}
+    state, losses = jax.lax.scan(lambda s, b: (lambda n, m: (n, m["loss"]))(*step(s, b)), step.init(KEY), batches)
+    other = step.init(KEY)
+    for i in range(2):
+        other, metrics = step(other, {"x": batches["x"][i]})
+        assert float(metrics["loss"]) == pytest.approx(float(losses[i]), rel=1e-6)
+    same(state.params, other.params)
