@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .layout import name_of
@@ -86,7 +87,7 @@ def _moved(x: Any, wanted: NamedSharding) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _is_replicated(x: Any) -> bool:

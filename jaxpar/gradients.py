@@ -23,7 +23,13 @@ from .model import Mean, Model, Replicated
 from .parallel import DDP, Rule, Use, rule_of
 from .strategy import Strategy
 
+Metrics = dict[str, jax.Array]
 Sums = dict[str, Mean]  # of each metric, over this device's rows
+
+
+def metrics_of(sums: Sums) -> Metrics:
+    """The means that sums over all rows stand for."""
+    return {name: mean.total / mean.count for name, mean in sums.items()}
 
 
 def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> jax.Array:

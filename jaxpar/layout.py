@@ -137,6 +137,10 @@ class Layout:
         """The shape of a leaf's master at rest: padded only where it is sharded."""
         return leaf.stored if self.spec(leaf, kind) != PartitionSpec() else leaf.shape
 
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """One value for each leaf, in the tree of the parameters."""
+        return jax.tree.unflatten(self.tree, list(values))
+
     @property
     def params(self) -> Any:
         """The specs of the parameters at rest, in their tree."""

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .batches import batch_specs
-from .gradients import Sums
+from .gradients import Metrics, Sums, metrics_of
 from .state import State
-from .step import Metrics, Step, check_state, metrics_of
+from .step import Step, check_state
 from .strategy import AXES, ROWS
 
 _STACKED = PartitionSpec(ROWS)
@@ -97,7 +97,7 @@ class ServerStep(Step):
         return self._unscaled(grads, state), variables, sums
 
     def _serve(self, state: State, gathered: Any) -> tuple[State, Metrics]:
-        return self._update(state, *self._summed(state, gathered))
+        return self.update(state, *self._summed(state, gathered))
 
     def _serve_gradients(self, state: State, gathered: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._summed(state, gathered)

@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .batches import batch_specs, check_rows, globalise
-from .gradients import Local, Sums
-from .layout import Layout, Leaf, Stored, make_leaves, place_optimizer
+from .gradients import Local, Metrics, Sums, metrics_of
+from .layout import Layout, Leaf, make_leaves, place_optimizer
 from .mesh import make_mesh
 from .model import Model
-from .parallel import publish, rule_of
-from .precision import LossScale, Policy, all_finite
+from .parallel import rule_of
+from .precision import LossScale, Policy
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
+from .update import Update, fill, is_stored, trained, unpadded
 
-Metrics = dict[str, jax.Array]
 _HERE = PartitionSpec()
 
 
@@ -68,24 +69,21 @@ class Step:
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
     def __init__(self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any):
-        self.model_def, self.optimizer, self.strategy, self.mesh = (
-            model,
-            optax.with_extra_args_support(optimizer),
-            strategy,
-            mesh,
-        )
+        self.model_def, self.strategy, self.mesh = model, strategy, mesh
+        self.optimizer = optax.with_extra_args_support(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
-        self._params, self._variables = jax.eval_shape(model.create, jax.random.key(0))
+        params, _ = jax.eval_shape(model.create, jax.random.key(0))
         shards = 1 if strategy.server else mesh.shape["fsdp"]
-        leaves, tree = make_leaves(self._params, shards, trainable)
+        leaves, tree = make_leaves(params, shards, trainable)
         masters = [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in leaves]
-        tuned = _trained(leaves, masters, tree)
+        tuned = trained(leaves, masters, tree)
         state = jax.eval_shape(self.optimizer.init, tuned)
         places = place_optimizer(
             state, tuned, [leaf for leaf in leaves if leaf.trainable], "optimizer" in self.rule.sharded
         )
         copied = self.rule.publish is not None and shards > 1 and self.policy.compute != jnp.float32
         self.layout = Layout(leaves, tree, self._home(), self.policy, self.rule.sharded, copied, places)
+        self.update = Update(self.optimizer, self.layout, self.rule)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.local = Local(model, self.layout, strategy, axes)
         self._jitted: dict[Any, Any] = {}
@@ -118,17 +116,17 @@ class Step:
             x.astype(Policy.master(leaf.dtype))
             for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params) if given is None else given, strict=True)
         ]
-        opt_state = self._pack(self.optimizer.init(_trained(self.layout.leaves, masters, self.layout.tree)))
+        opt_state = self.update.init(masters)
         stored = [self._pad(leaf, x) for leaf, x in zip(self.layout.leaves, masters, strict=True)]
         copy = None
         if self.layout.copied:
-            copy = self._tree(
+            copy = self.layout.unflatten(
                 [x.astype(self.policy.computed(f.dtype)) for f, x in zip(self.layout.leaves, masters, strict=True)]
             )
         scale = LossScale.create() if self.policy.scaled else None
         # Another stream than that of the initial values.
         run = jax.random.fold_in(key, 1)
-        return State(jnp.int32(0), self._tree(stored), copy, opt_state, variables, scale, run)
+        return State(jnp.int32(0), self.layout.unflatten(stored), copy, opt_state, variables, scale, run)
 
     def _given(self, params: Any) -> list[Any]:
         params = self.model_def.unwrap(params)
@@ -157,7 +155,7 @@ class Step:
             step=_HERE,  # type: ignore[arg-type]
             params=self.layout.params,
             copy=jax.tree.map(lambda _: _HERE, shapes.copy),
-            optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=_is_stored),
+            optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=is_stored),
             variables=jax.tree.map(lambda _: _HERE, shapes.variables),
             scale=jax.tree.map(lambda _: _HERE, shapes.scale),
             key=_HERE,  # type: ignore[arg-type]
@@ -194,10 +192,10 @@ class Step:
     def _logical_params(self, state: State) -> Any:
         if "params" not in self._jitted:
             shardings = [self._logical_sharding(leaf) for leaf in self.layout.leaves]
-            unpad = lambda tree: self._tree(
-                [self._unpad(f, x) for f, x in zip(self.layout.leaves, jax.tree.leaves(tree), strict=True)]
+            unpad = lambda tree: self.layout.unflatten(
+                [unpadded(f, x) for f, x in zip(self.layout.leaves, jax.tree.leaves(tree), strict=True)]
             )
-            self._jitted["params"] = jax.jit(unpad, out_shardings=self._tree(shardings))
+            self._jitted["params"] = jax.jit(unpad, out_shardings=self.layout.unflatten(shardings))
         return self._jitted["params"](state.params)
 
     def model(self, state: State) -> Any:
@@ -279,7 +277,7 @@ class Step:
     def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
         """Reduced gradients -> logical float32 gradients of the loss itself."""
         trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        grads = [self._unpad(f, g).astype(Policy.master(f.dtype)) for f, g in zip(trained, grads, strict=True)]
+        grads = [unpadded(f, g).astype(Policy.master(f.dtype)) for f, g in zip(trained, grads, strict=True)]
         return grads if state.scale is None else [g / state.scale.scale for g in grads]
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
@@ -287,95 +285,20 @@ class Step:
         return metrics_of(sums)["loss"], self.filled(grads)
 
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        return self._update(state, *self._gradients(state, batch))
-
-    def _update(self, state: State, grads: list[jax.Array], variables: Any, sums: Sums) -> tuple[State, Metrics]:
-        """The optimizer's step, on global arrays: it sees what it would see on one device."""
-        leaves = self.layout.leaves
-        masters = [
-            self._unpad(f, self._constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)
-        ]
-        params = _trained(leaves, masters, self.layout.tree)
-        updates = _trained(leaves, _fill(leaves, grads), self.layout.tree)
-        loss = metrics_of(sums)["loss"]
-        opt_state = self._unpack(state.optimizer)
-        changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
-        tuned = iter(jax.tree.leaves(optax.apply_updates(params, changes)))
-        new = [next(tuned) if f.trainable else x for f, x in zip(leaves, masters, strict=True)]
-        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
-        packed, scale = self._pack(new_opt), None
-        if state.scale is not None:
-            finite = all_finite(grads)
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-            new, packed, variables = keep(new, masters), keep(packed, state.optimizer), keep(variables, state.variables)
-            scale = state.scale.next(finite)
-            metrics["skipped"] = scale.skipped
-        stored, copy = self._publish(new, state)
-        return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
-
-    def _constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        """A stored leaf as the optimizer's shard of it, in stored shape: where it is replicated, each device takes
-        its part.
-        """
-        if "optimizer" not in self.rule.sharded or leaf.dim is None:
-            return x
-        x = leaf.pad(x) if x.shape != leaf.stored else x
-        return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec))
-
-    def _publish(self, masters: list[jax.Array], state: State) -> tuple[Any, Any]:
-        """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered."""
-        leaves = self.layout.leaves
-        shards = [self._constrain(f, x) for f, x in zip(leaves, masters, strict=True)]
-        if self.rule.publish is None or self.mesh.shape["fsdp"] == 1:
-            return self._tree(shards), None
-        old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
-        gather = functools.partial(publish, self.rule, leaves)
-        specs = [leaf.spec for leaf in leaves]
-        whole = jax.shard_map(gather, mesh=self.mesh, in_specs=(specs, _HERE), out_specs=_HERE, check_vma=False)(
-            shards, old
-        )
-        return (self._tree(shards), self._tree(whole)) if self.layout.copied else (self._tree(whole), None)
+        return self.update(state, *self._gradients(state, batch))
 
     # -- between logical and stored ------------------------------------------------------------------------------------
 
     def filled(self, trained: Sequence[Any]) -> Any:
         """The model's tree from values of the trainable leaves: None for the others."""
-        return self._tree(_fill(self.layout.leaves, trained))
-
-    def _tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self.layout.tree, list(leaves))
+        return self.layout.unflatten(fill(self.layout.leaves, trained))
 
     def _pad(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         return leaf.pad(x) if self.layout.stored(leaf) != leaf.shape else x
 
-    def _unpad(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        return leaf.unpad(x) if x.shape != leaf.shape else x
-
     def _logical_sharding(self, leaf: Leaf) -> NamedSharding:
         spec = self.layout.spec(leaf, "params") if leaf.stored == leaf.shape else _HERE
         return self.layout.sharding(spec)
-
-    def _pack(self, opt_state: Any) -> Any:
-        def pack(place: Stored, x: jax.Array) -> jax.Array:
-            return x if place.leaf is None else place.leaf.pad(x)
-
-        return jax.tree.map(pack, self.layout.optimizer, opt_state, is_leaf=_is_stored)
-
-    def _unpack(self, opt_state: Any) -> Any:
-        def unpack(place: Stored, x: jax.Array) -> jax.Array:
-            return x if place.leaf is None else place.leaf.unpad(x)
-
-        return jax.tree.map(unpack, self.layout.optimizer, opt_state, is_leaf=_is_stored)
-
-
-def _trained(leaves: Sequence[Leaf], values: Sequence[Any], tree: Any) -> Any:
-    """The tree that the optimizer sees: None, which is no leaf, in place of frozen ones."""
-    return jax.tree.unflatten(tree, [x if leaf.trainable else None for leaf, x in zip(leaves, values, strict=True)])
-
-
-def _fill(leaves: Sequence[Leaf], trained: Sequence[Any]) -> list[Any]:
-    it = iter(trained)
-    return [next(it) if leaf.trainable else None for leaf in leaves]
 
 
 def check_state(state: Any) -> None:
@@ -384,19 +307,10 @@ def check_state(state: Any) -> None:
         raise ValueError(
             f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
         )
-    if isinstance(state.step, jax.Array) and not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
         raise ValueError(
             "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
         )
-
-
-def metrics_of(sums: Sums) -> Metrics:
-    """The means that sums over all rows stand for."""
-    return {name: mean.total / mean.count for name, mean in sums.items()}
-
-
-def _is_stored(x: Any) -> bool:
-    return isinstance(x, Stored)
 
 
 def _describe(x: Any) -> str:

@@ -19,7 +19,7 @@ os.environ |= {
     "PJRT_NPROC": "32",
     # Compiling takes most of the time here, and half of that is LLVM's optimization of programs that run once.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    # A CPU program that comes from the persistent cache has lost the order of its collectives: two all-gathers met in one
+    # A CPU program from the persistent cache has lost the order of its collectives: two all-gathers met in one
     # rendezvous, and the process aborted or hung (jax 0.10.2, always in the same program; compiled afresh, never).
     "JAX_ENABLE_COMPILATION_CACHE": "0",
     "MPLBACKEND": "agg",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from ..model import Model, row_axes
 
@@ -41,9 +42,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], 
             raise ValueError(f"from_nnx: make(rngs) returned {type(module).__name__}, needs an nnx.Module")
         for _, part in nnx.iter_modules(module):
             for name, value in list(vars(part).items()):
-                if isinstance(
-                    value, jax.core.Tracer
-                ):  # a plain array, which Flax takes for a static attribute under jit
+                if isinstance(value, Tracer):  # a plain array, which Flax takes for a static attribute under jit
                     setattr(part, name, nnx.data(value))
         return module
 

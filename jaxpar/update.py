@@ -1,0 +1,124 @@
+"""The update: the optimizer's step on global arrays, outside `shard_map`.
+
+Whatever the layout, an optax transformation sees what it would see on one device: whole, logical leaves. What is stored
+otherwise (padded) is sliced before it and padded after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from .gradients import Metrics, Sums, metrics_of
+from .layout import Layout, Leaf, Stored
+from .parallel import Rule, publish
+from .precision import all_finite
+from .state import State
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer under a layout and a rule."""
+
+    optimizer: Any
+    layout: Layout
+    rule: Rule
+
+    def init(self, masters: Sequence[Any]) -> Any:
+        """The optimizer's state, as it is stored, from logical leaves."""
+        return self.pack(self.optimizer.init(trained(self.layout.leaves, masters, self.layout.tree)))
+
+    def __call__(self, state: State, grads: list[jax.Array], variables: Any, sums: Sums) -> tuple[State, Metrics]:
+        """The next state and the metrics, from logical gradients of the trainable leaves, variables and sums."""
+        leaves = self.layout.leaves
+        masters = [
+            unpadded(f, self.constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)
+        ]
+        params = trained(leaves, masters, self.layout.tree)
+        updates = trained(leaves, fill(leaves, grads), self.layout.tree)
+        loss = metrics_of(sums)["loss"]
+        opt_state = self.unpack(state.optimizer)
+        changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
+        tuned = iter(jax.tree.leaves(optax.apply_updates(params, changes)))
+        new = [next(tuned) if f.trainable else x for f, x in zip(leaves, masters, strict=True)]
+        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
+        packed, scale = self.pack(new_opt), None
+        if state.scale is not None:
+            finite = all_finite(grads)
+            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            new, packed, variables = keep(new, masters), keep(packed, state.optimizer), keep(variables, state.variables)
+            scale = state.scale.next(finite)
+            metrics["skipped"] = scale.skipped
+        stored, copy = self.publish(new, state)
+        return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
+
+    def constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
+        """A stored leaf as the optimizer's shard of it, in stored shape: where it is replicated, each device takes
+        its part.
+        """
+        if "optimizer" not in self.rule.sharded or leaf.dim is None:
+            return x
+        x = leaf.pad(x) if x.shape != leaf.stored else x
+        return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec))
+
+    def publish(self, masters: list[jax.Array], state: State) -> tuple[Any, Any]:
+        """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered."""
+        leaves = self.layout.leaves
+        shards = [self.constrain(f, x) for f, x in zip(leaves, masters, strict=True)]
+        if self.rule.publish is None or self.layout.mesh.shape["fsdp"] == 1:
+            return self.layout.unflatten(shards), None
+        old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
+        gather = functools.partial(publish, self.rule, leaves)
+        specs = [leaf.spec for leaf in leaves]
+        whole = jax.shard_map(
+            gather, mesh=self.layout.mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        )(shards, old)
+        return (
+            (self.layout.unflatten(shards), self.layout.unflatten(whole))
+            if self.layout.copied
+            else (self.layout.unflatten(whole), None)
+        )
+
+    def pack(self, opt_state: Any) -> Any:
+        """Logical -> stored optimizer state."""
+
+        def pack(place: Stored, x: jax.Array) -> jax.Array:
+            return x if place.leaf is None else place.leaf.pad(x)
+
+        return jax.tree.map(pack, self.layout.optimizer, opt_state, is_leaf=is_stored)
+
+    def unpack(self, opt_state: Any) -> Any:
+        """Stored -> logical optimizer state."""
+
+        def unpack(place: Stored, x: jax.Array) -> jax.Array:
+            return x if place.leaf is None else place.leaf.unpad(x)
+
+        return jax.tree.map(unpack, self.layout.optimizer, opt_state, is_leaf=is_stored)
+
+
+def trained(leaves: Sequence[Leaf], values: Sequence[Any], tree: Any) -> Any:
+    """The tree that the optimizer sees: None, which is no leaf, in place of frozen ones."""
+    return jax.tree.unflatten(tree, [x if leaf.trainable else None for leaf, x in zip(leaves, values, strict=True)])
+
+
+def fill(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[Any]:
+    """One value for each leaf from those of the trainable ones: None for the others."""
+    it = iter(values)
+    return [next(it) if leaf.trainable else None for leaf in leaves]
+
+
+def unpadded(leaf: Leaf, x: jax.Array) -> jax.Array:
+    """A leaf in its logical shape, from either shape."""
+    return leaf.unpad(x) if x.shape != leaf.shape else x
+
+
+def is_stored(x: Any) -> bool:
+    """Whether a node of an optimizer layout is one array's place."""
+    return isinstance(x, Stored)
