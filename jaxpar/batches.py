@@ -81,7 +81,7 @@ def _is_global(batch: Any) -> bool:
 
 def _moved(x: Any, wanted: NamedSharding) -> Any:
     """An array as the step wants it, from wherever the user has put it: jit would refuse it."""
-    if not _is_array(x) or not x.committed or x.sharding == wanted:
+    if not _is_array(x) or not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
         return x
     return jax.device_put(x, wanted)
 

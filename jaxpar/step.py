@@ -212,7 +212,7 @@ class Step:
         With compile-only devices in the mesh, it is compiled for them.
         """
         self.check(batch)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+        batch = jax.eval_shape(lambda x: x, batch)
         traced = self._function("train", batch).trace(self.abstract_state(), batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         return traced.lower(lowering_platforms=(platform,)).compile()
@@ -223,7 +223,17 @@ class Step:
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
-        return self._function(name, batch)(state, globalise(batch, self.mesh))
+        leaves, tree = jax.tree.flatten(batch)
+        # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
+        # every array in every step costs more than the rest of this call.
+        places = [tuple(getattr(x, name, None) for name in ("shape", "sharding", "committed")) for x in leaves]
+        kind = ("in place", name, tree, *places)
+        if (run := self._jitted.get(kind)) is None:
+            run, placed = self._function(name, batch), globalise(batch, self.mesh)
+            if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
+                self._jitted[kind] = run
+            batch = placed
+        return run(state, batch)
 
     def check(self, batch: Any) -> None:
         """Raise ValueError unless the batch's rows fit the strategy."""

@@ -140,7 +140,7 @@ def _abstract(step: Step, batch: Any) -> tuple[Any, Any, Any]:
         return jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
 
     state = step.abstract_state()
-    rows = jax.tree.map(leaf, batch, is_leaf=lambda x: isinstance(x, Replicated))
+    rows = jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=lambda x: isinstance(x, Replicated))
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.variables, state.key))
     return plain[0], rows, plain[1]
 
