@@ -171,8 +171,13 @@ class Layout:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What a reader should know: leaf path -> why it is replicated or padded."""
-        return {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
+        """What a reader should know: leaf path -> why it is replicated or padded; large optimizer arrays likewise."""
+        notes = {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
+        if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
+            for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=lambda x: isinstance(x, Stored)):
+                if x.leaf is None and math.prod(x.shape) >= PAD_FROM:
+                    notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"
+        return notes
 
     def __str__(self) -> str:
         width = max((len(leaf.path) for leaf in self.leaves), default=0)

@@ -378,3 +378,11 @@ def test_steps_under_jit() -> None:
         other, metrics = step(other, {"x": batches["x"][i]})
         assert float(metrics["loss"]) == pytest.approx(float(losses[i]), rel=1e-6)
     same(state.params, other.params)
+
+
+def test_large_optimizer_arrays_that_are_not_sharded_are_reported() -> None:
+    model = jp.Model(
+        init=lambda key: {"w": jnp.ones((64, 64))}, loss=lambda params, batch, key: (batch @ params["w"]).mean()
+    )
+    step = jp.make_train_step(model, optax.scale_by_lbfgs(), "zero2")
+    assert any(name.startswith("optimizer/") and "(10, 64, 64)" in note for name, note in step.layout.notes.items())

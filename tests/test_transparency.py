@@ -234,6 +234,16 @@ def test_low_precision(strategy: str, precision: str) -> None:
     assert report.ok, report
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,microbatches=2", "zero3"])
+def test_gradients_reduced_in_the_compute_dtype(strategy: str) -> None:
+    model, batch = entry("function").model, entry("function").batch
+    report = jp.verify(model, f"{strategy},precision=bf16,reduce=compute", batch, steps=1)
+    assert report.ok, report
+    step = jp.make_train_step(model, SGD, f"{strategy},precision=bf16,reduce=compute")
+    written = Ledger.from_jaxpr(step.trace(batch), step.mesh).by("kind", "dtype")
+    assert not any(kind == "reduce-scatter" and dtype == "float32" for kind, dtype in written)
+
+
 def test_rows_are_spread_over_data_and_fsdp() -> None:
     step = jp.make_train_step(entry("mlp").model, SGD, "hsdp")
     assert {a: step.mesh.shape[a] for a in ROWS} == {"data": 2, "fsdp": 4}
