@@ -35,7 +35,7 @@ def rest() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def loss(leaves: list[jax.Array], rest: Any) -> list[jax.Array]:
-    """Two stacks, tied and shared weights, weight norm, a cast before the scan, remat inside, used and unused outputs."""
+    """Two stacks, tied and shared weights, weight norm, a cast before the scan, remat, used and unused outputs."""
     embed, w, scale, w2, shared, gain = leaves
     tokens, mask, key = rest
     shared = shared / jnp.linalg.norm(shared)
