@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .layout import name_of
 from .model import Replicated
@@ -65,7 +65,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
 def globalise(batch: Any, mesh: Mesh) -> Any:
     """This host's rows as global arrays; on one host, and for global arrays, the batch itself, moved if need be."""
     here = jax.process_count() == 1 or _is_global(batch)
-    if here and not any(_is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
+    if here and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
         return batch
     specs = batch_specs(batch)
     if here:
@@ -76,17 +76,20 @@ def globalise(batch: Any, mesh: Mesh) -> Any:
 
 
 def _is_global(batch: Any) -> bool:
-    return all(_is_array(x) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
+    return all(is_array(x) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
 
 
 def _moved(x: Any, wanted: NamedSharding) -> Any:
     """An array as the step wants it, from wherever the user has put it: jit would refuse it."""
-    if not _is_array(x) or not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
+    if not is_array(x) or not x.committed or x.sharding == wanted:
         return x
-    return jax.device_put(x, wanted)
+    mesh = getattr(x.sharding, "mesh", None)  # with explicit axes, an array would take them into the step
+    automatic = mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return x if automatic and x.sharding.is_equivalent_to(wanted, x.ndim) else jax.device_put(x, wanted)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array that is somewhere, not one that is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 

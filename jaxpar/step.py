@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .batches import batch_specs, check_rows, globalise
+from .batches import batch_specs, check_rows, globalise, is_array
 from .gradients import Local, Metrics, Sums, metrics_of
 from .layout import Layout, Leaf, make_leaves, place_optimizer
 from .mesh import make_mesh
@@ -226,7 +226,7 @@ class Step:
         leaves, tree = jax.tree.flatten(batch)
         # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
         # every array in every step costs more than the rest of this call.
-        places = [tuple(getattr(x, name, None) for name in ("shape", "sharding", "committed")) for x in leaves]
+        places = [(np.shape(x), (x.sharding, x.committed) if is_array(x) else None) for x in leaves]
         kind = ("in place", name, tree, *places)
         if (run := self._jitted.get(kind)) is None:
             run, placed = self._function(name, batch), globalise(batch, self.mesh)
