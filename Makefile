@@ -10,7 +10,7 @@ WORKERS ?= 2
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 # By trial, since the shims of version managers are on PATH even for versions that they cannot run.
 ifndef PYTHON
-PYTHON := $(firstword $(foreach p,python3.14 python3.13 python3.12 python3.11 python3,\
+PYTHON := $(firstword $(foreach p,python3.13 python3.12 python3.11 python3.14 python3,\
 	$(shell $(p) -c '$(SUITABLE)' 2>/dev/null && echo $(p))))
 endif
 
