@@ -1,22 +1,30 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
+from . import collectives
 from .data import pad_rows
 from .frontends.linen import from_linen
 from .frontends.nnx import from_nnx
 from .inspect.verify import verify
+from .loop import Hook, Loop, Units
 from .mesh import simulate
 from .model import Mean, Model, Replicated, all_rows
 from .state import State
 from .step import make_train_step
 from .strategy import Strategy
+from .trainer import Trainer
 
 __all__ = [
+    "Hook",
+    "Loop",
     "Mean",
     "Model",
     "Replicated",
     "State",
     "Strategy",
+    "Trainer",
+    "Units",
     "all_rows",
+    "collectives",
     "from_linen",
     "from_nnx",
     "make_train_step",

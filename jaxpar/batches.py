@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .layout import name_of
+from .leaves import name_of
 from .model import Replicated
 from .strategy import ROWS
 
@@ -25,8 +25,22 @@ def batch_specs(batch: Any) -> Any:
     return jax.tree.map(spec, batch, is_leaf=_is_replicated)
 
 
-def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
-    """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches."""
+def hosts_of_rows(mesh: Mesh) -> int:
+    """How many hosts' rows make a batch. Hosts that hold the same rows, stages of one pipeline, count once."""
+    if jax.process_count() == 1:  # whatever hosts devices that are not there would have
+        return 1
+    places: dict[int, set[int]] = {}
+    pipe, *rest = mesh.devices.shape
+    devices = mesh.devices.reshape(pipe, -1, rest[-1])  # [pipe, rows, tensor]
+    for (_, row, _), device in np.ndenumerate(devices):
+        places.setdefault(device.process_index, set()).add(row)
+    return max(devices.shape[1] // len(rows) for rows in places.values())
+
+
+def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None:
+    """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches; each of
+    `hosts` has its own rows unless the batch is global.
+    """
     rows: dict[int, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_replicated):
         if _is_replicated(x):
@@ -52,7 +66,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int) -> None:
             "jp.Replicated(...)"
         )
     (count,) = rows
-    count *= 1 if _is_global(batch) else jax.process_count()
+    count *= 1 if _is_global(batch) else hosts
     blocks = replicas * microbatches
     if count % blocks or not count:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
@@ -70,9 +84,14 @@ def globalise(batch: Any, mesh: Mesh) -> Any:
     specs = batch_specs(batch)
     if here:
         return jax.tree.map(lambda x, spec: _moved(x, NamedSharding(mesh, spec)), batch, specs)
-    return jax.tree.map(
-        lambda x, spec: jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x)), batch, specs
-    )
+    hosts = hosts_of_rows(mesh)
+
+    def made(x: Any, spec: PartitionSpec) -> jax.Array:
+        x = np.asarray(x)
+        shape = x.shape if spec == PartitionSpec() else (x.shape[0] * hosts, *x.shape[1:])
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), x, shape)
+
+    return jax.tree.map(made, batch, specs)
 
 
 def _is_global(batch: Any) -> bool:

@@ -7,8 +7,8 @@ local values, and leaves all reductions over replicas to its strategy's rule.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,10 +17,14 @@ from jax import lax
 
 from . import collectives
 from . import jaxpr as jx
+from .access import Access
 from .layers import Program, slice_program
 from .layout import Layout
-from .model import Mean, Model, Replicated
-from .parallel import DDP, Rule, Use, rule_of
+from .model import Mean, Model, Replicated, couplings
+from .parallel import rule_of
+from .parallel.cut import shareable
+from .parallel.pipeline import Pipeline
+from .parallel.schedules import Schedule
 from .strategy import Strategy
 
 Metrics = dict[str, jax.Array]
@@ -37,48 +41,20 @@ def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> 
     return jax.random.fold_in(jax.random.fold_in(key, step), block)
 
 
-class Access:
-    """A rule applied to the leaves of a layout: casts, padding, and what follows from how a program uses a leaf."""
-
-    def __init__(self, layout: Layout, rule: Rule, program: Program, microbatches: int):
-        self.leaves, self.policy, self.whole_at_rest = layout.leaves, layout.policy, "params" not in rule.sharded
-        # What ZeRO does not shard is replicated, as in plain data parallelism.
-        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in layout.leaves]
-        self.last = [microbatches == 1 and uses == (True,) for uses in program.uses]
-
-    def _use(self, index: int, sliced: bool) -> Use:
-        leaf = self.leaves[index]
-        return Use((leaf.dim or 0) - sliced, self.last[index], self.policy.reduced(leaf.dtype))
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""
-        leaf, use = self.leaves[index], self._use(index, sliced)
-        value = self.rules[index].fetch(value.astype(self.policy.computed(leaf.dtype)), use)
-        return value if self.whole_at_rest else leaf.unpad(value, use.dim)
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What is accumulated of one use's gradient; None for a frozen leaf."""
-        leaf, use = self.leaves[index], self._use(index, sliced)
-        if not leaf.trainable:
-            return None
-        return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
-
-    def finish(self, index: int, gradient: jax.Array) -> jax.Array:
-        """The gradient that the update gets."""
-        return self.rules[index].finish(gradient, self._use(index, False))
-
-
 @dataclass(frozen=True)
 class Local:
     """The loss of one model under one strategy, as a function of local values.
 
-    `axes` are the mesh axes over which rows are spread and that have several devices, name -> size.
+    `axes` are the mesh axes over which rows are spread and that have several devices, name -> size. With a pipeline,
+    `schedule` is its schedule.
     """
 
     model: Model
     layout: Layout
     strategy: Strategy
     axes: dict[str, int]
+    schedule: Schedule | None = None
+    _programs: dict[Any, tuple[Program, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def replicas(self) -> int:
@@ -89,19 +65,37 @@ class Local:
         return n
 
     def program(self, variables: Any, batch: Any, key: jax.Array | None) -> tuple[Program, Any]:
-        """The sliced loss for one microbatch (abstract or not), and the tree of its outputs."""
+        """The sliced loss for one microbatch (abstract or not), and the tree of its outputs. Sliced once."""
+        leaves, tree = jax.tree.flatten((variables, batch, key))
+        kind = (tree, *((jnp.shape(x), x.dtype) for x in leaves))
+        if kind not in self._programs:
+            self._programs[kind] = self._slice(variables, batch, key)
+        return self._programs[kind]
+
+    def _slice(self, variables: Any, batch: Any, key: jax.Array | None) -> tuple[Program, Any]:
         policy = self.layout.policy
-        params = [jax.ShapeDtypeStruct(leaf.shape, policy.computed(leaf.dtype)) for leaf in self.layout.leaves]
+        kept, units = self.layout.kept, self.layout.kept.units
+        params = [jax.ShapeDtypeStruct(leaf.logical, policy.computed(leaf.dtype)) for leaf in units]
+        layer_of = {i: members for family in kept.families for i, members in family}
+        values_of = {
+            at: unit
+            for i, origin in enumerate(kept.origin)
+            for at, unit in zip(origin, layer_of.get(i, [i]), strict=True)
+        }
 
         def fun(leaves: Sequence[Any], rest: Any) -> Any:
             variables, batch, key = rest
-            return self.model.call(
-                jax.tree.unflatten(self.layout.tree, leaves), variables, batch, key, tuple(self.axes)
-            )
+            own = [leaves[values_of[i]] for i in range(len(kept.models))]
+            return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(self.axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
-        whole = [leaf.dim == 0 for leaf in self.layout.leaves]
-        program, out = slice_program(fun, params, rest, self.axes, whole, self.strategy.remat)
+        whole = [leaf.dim == 0 for leaf in units]
+        own = [leaf.layers is not None for leaf in units]
+        with couplings() as noted:
+            program, out = slice_program(fun, params, rest, self.axes, whole, self.strategy.remat, own, kept.families)
+        program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
+        if self.schedule is not None:
+            self._check_pipe(program, out)
         if self.strategy.remat != "none" and not program.stacks:
             raise ValueError(
                 f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan "
@@ -110,6 +104,38 @@ class Local:
         self._check(program, out, len(jax.tree.leaves(rest)))
         self._warn(program)
         return program, out
+
+    def _check_pipe(self, program: Program, out: Any) -> None:
+        """Raises ValueError where a pipeline cannot run the model."""
+        ranks = self.layout.mesh.shape["pipe"]
+        if program.main is None and program.unrolled:
+            index, why = program.unrolled[0]
+            raise ValueError(
+                f"pipe={ranks} spreads layers that are the same program, and those of {self.layout.leaves[index].path} "
+                f"differ: {why}; make them alike, or use data or fsdp for pipe"
+            )
+        if program.main is None:
+            raise ValueError(
+                f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
+                f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use data or fsdp for pipe"
+            )
+        chunks = self.strategy.chunks
+        if program.main.length < ranks * chunks:
+            raise ValueError(
+                f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages and the model's stack has "
+                f"{program.main.length} layers; use at most {program.main.length} stages"
+            )
+        if program.main.reverse:
+            raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
+        positions = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
+        given = set(program.inputs)
+        for path, at in jax.tree_util.tree_leaves_with_path(positions[1]):
+            if program.outputs[at] not in given:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
+                    "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
+                )
 
     def _warn(self, program: Program) -> None:
         """Say so where a low precision does not reach the matmuls."""
@@ -164,7 +190,12 @@ class Local:
         """The sums of each metric over all rows, without dropout and without updates."""
         batches = self.split(batch)
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), None)
-        access = Access(self.layout, rule_of(self.strategy), program, self.strategy.microbatches)
+        access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
+        stored = self.layered(stored)
+        if self.schedule is not None:
+            forwards = replace(self.schedule, kind="gpipe")
+            pipeline = self.pipeline(program, out, access, stored, variables, batches, None, None)
+            return self._piped(replace(pipeline, schedule=forwards), out)[1]
 
         def micro(batch: Any) -> Sums:
             outs, _ = program.forward(access, stored, jax.tree.leaves((variables, batch)))
@@ -181,13 +212,13 @@ class Local:
         m = self.strategy.microbatches
         batches = self.split(batch)
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), key)
-        access = Access(self.layout, rule_of(self.strategy), program, m)
+        access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
+        stored = self.layered(stored)
         tree = jax.tree.structure(out)
         loss = jax.tree.unflatten(tree, list(range(tree.num_leaves)))[0]["loss"]
         first = collectives.index(tuple(self.axes)) * m
         keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
-        # A server divides by the count itself, when it has everybody's.
-        seed = scale if self.strategy.server else scale / self._count(program, loss.count, variables, batches, keys)
+        seed = scale / self._count(program, loss.count, variables, batches, keys)
 
         def micro(carry: Any, at: Any) -> tuple[Any, Sums]:
             variables, into = carry
@@ -199,6 +230,10 @@ class Local:
             return (variables, into), sums
 
         blocks = (keys, batches)
+        if self.schedule is not None:
+            pipeline = self.pipeline(program, out, access, stored, variables, batches, keys, {loss.total: seed})
+            grads, sums = self._piped(pipeline, out)
+            return self.finished(access, grads), variables, sums
         one = jax.tree.map(lambda x: x[0], blocks)
         carry = (variables, [None] * len(stored))
         if m == 1:
@@ -207,18 +242,100 @@ class Local:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
             (variables, grads), sums = lax.scan(micro, (variables, zeros), blocks)
             sums = jax.tree.map(lambda x: x.sum(0), sums)
+        return self.finished(access, grads), variables, self.total(sums)
+
+    def pipeline(
+        self,
+        program: Program,
+        out: Any,
+        access: Any,
+        stored: Sequence[Any],
+        variables: Any,
+        batches: Any,
+        keys: jax.Array | None,
+        seeds: dict[int, jax.Array] | None,
+    ) -> Pipeline:
+        """The pipeline of a step's microbatches; without `keys` and `seeds`, of an evaluation's."""
+        assert self.schedule is not None
+
+        def values(microbatch: jax.Array) -> list[Any]:
+            at = lambda x: x[microbatch]
+            return jax.tree.leaves((variables, jax.tree.map(at, batches), None if keys is None else at(keys)))
+
+        part, rows = self._part(program, variables, batches, keys)
+        loss = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))[0]["loss"]
+        if part is not None and seeds and not program.depends(program.inputs, loss.count):
+            # Counts that are constants: one for a mean over the rows of each part, or the size of an array of rows.
+            whole, mine = (p.only(loss.count)(f(jnp.int32(0))) for p, f in ((program, values), (part, rows)))
+            seeds = {i: x * whole / (mine * self.schedule.ranks) for i, x in seeds.items()}
+        summed = range(len(jax.tree.leaves(out[0])))
+        # Cast once, not in every tick.
+        dtypes = [self.layout.policy.computed(leaf.dtype) for leaf in self.layout.kept.units]
+        stored = [x.astype(dtype) for x, dtype in zip(stored, dtypes, strict=True)]
+        return Pipeline(program, self.schedule, access, stored, values, summed, seeds, part, rows)
+
+    def _piped(self, pipeline: Pipeline, out: Any) -> tuple[list[Any], Sums]:
+        """Gradients, and the sums of each metric over all rows."""
+        grads, sums = pipeline.run()
+        return grads, self.total(jax.tree.unflatten(jax.tree.structure(out[0]), sums))
+
+    def _part(
+        self, program: Program, variables: Any, batches: Any, keys: jax.Array | None
+    ) -> tuple[Program | None, Callable[..., list[Any]]]:
+        """The loss on one pipe rank's part of a microbatch's rows, and the values of its inputs for a microbatch; no
+        program where the ranks cannot share the rows.
+        """
+        assert self.schedule is not None
+        ranks = self.schedule.ranks
+
+        def values(microbatch: jax.Array) -> Any:
+            def leaf(x: Any) -> Any:
+                if isinstance(x, Replicated):
+                    return jax.tree.map(lambda v: v[microbatch], x)
+                each = x.shape[1] // ranks
+                return lax.dynamic_slice_in_dim(x[microbatch], lax.axis_index("pipe") * each, each)
+
+            rows = jax.tree.map(leaf, batches, is_leaf=lambda x: isinstance(x, Replicated))
+            return variables, rows, None if keys is None else keys[microbatch]
+
+        rows = jax.tree.leaves(batches, is_leaf=lambda x: isinstance(x, Replicated))
+        if any(not isinstance(x, Replicated) and x.shape[1] % ranks for x in rows):
+            return None, values
+        try:
+            part, _ = self.program(*jax.eval_shape(values, jax.ShapeDtypeStruct((), jnp.int32)))
+        except (TypeError, ValueError):  # on whole microbatches it went: the loss has their number of rows written down
+            return None, values
+        random = program.inputs[len(program.inputs) - 1 :] if keys is not None else ()
+        if not shareable(program, part, random, ranks):
+            return None, values
+        return part, lambda microbatch: jax.tree.leaves(values(microbatch))
+
+    def layered(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """The units that a program may read; of leaves that stages own the layers, chunk by chunk, on dim 0."""
+        flat = [
+            x if f.layers is None else x.reshape(-1, *x.shape[f.stage + 1 :])
+            for f, x in zip(self.layout.leaves, stored, strict=True)
+        ]
+        return self.layout.kept.layers(flat)
+
+    def finished(self, access: Access, grads: Sequence[jax.Array | None]) -> list[jax.Array]:
+        """Accumulated gradients as the update gets them; zeros where the loss does not depend on a leaf."""
+        members = {i: at for family in self.layout.kept.families for i, at in family}
+
+        def finish(i: int, shape: tuple[int, ...]) -> jax.Array:
+            grad, dtype = grads[i], self.layout.policy.reduced(access.leaves[i].dtype)
+            return jnp.zeros(shape, dtype) if grad is None else access.finish(i, grad).reshape(shape)
+
         finished = []
-        for i, (leaf, grad) in enumerate(zip(self.layout.leaves, grads, strict=True)):
-            if not leaf.trainable:
-                continue
-            if grad is None:  # the loss does not depend on it
-                shape = self.layout.sharding(self.layout.spec(leaf, "grads")).shard_shape(
-                    self.layout.stored(leaf, "grads")
+        for i, leaf in enumerate(self.layout.leaves):
+            if leaf.trainable:
+                spec, stored = self.layout.spec(leaf, "grads"), self.layout.stored(leaf, "grads")
+                shape = self.layout.sharding(spec).shard_shape(stored)
+                one_by_one = [j for j in members.get(i, ()) if grads[j] is not None]
+                finished.append(
+                    jnp.stack([finish(j, shape[1:]) for j in members[i]]) if one_by_one else finish(i, shape)
                 )
-                finished.append(jnp.zeros(shape, self.layout.policy.reduced(leaf.dtype)))
-            else:
-                finished.append(access.finish(i, grad))
-        return finished, variables, self.total(sums)
+        return finished
 
     def _count(self, program: Program, position: int, variables: Any, batches: Any, keys: jax.Array) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""
@@ -235,4 +352,5 @@ class Local:
         if self.strategy.server:
             return sums
         leaves, tree = jax.tree.flatten(sums)
-        return jax.tree.unflatten(tree, list(collectives.all_reduce(jnp.stack(leaves), tuple(self.axes))))
+        axes = ("pipe", *self.axes) if self.schedule is not None else tuple(self.axes)
+        return jax.tree.unflatten(tree, list(collectives.all_reduce(jnp.stack(leaves), axes)))

@@ -177,6 +177,20 @@ def scan_parts(eqn: Any) -> Scan:
     )
 
 
+def communicates(eqns: Iterable[Any]) -> bool:
+    """Whether a collective is among some equations, or inside one."""
+    return any(
+        eqn.primitive.name in REDUCTIONS
+        or any(communicates(opened(inner)[0].eqns) for inner in jec.jaxprs_in_params(eqn.params))
+        for eqn in eqns
+    )
+
+
+def where(eqn: Any) -> str:
+    """The line of the user's program that an equation comes from."""
+    return source_info_util.summarize(eqn.source_info)
+
+
 def depends(eqns: Iterable[Any], sources: Iterable[Any], stop: frozenset[str] = frozenset()) -> set[Any]:
     """All variables that depend on `sources`.
 
@@ -222,8 +236,8 @@ def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
     """Multiply-adds of matmuls and convolutions by the dtype of their wider operand, and where the first one stands."""
     found: dict[str, tuple[int, str]] = {}
 
-    def count(dtype: str, flops: int, where: str) -> None:
-        found[dtype] = (found.get(dtype, (0, where))[0] + flops, found.get(dtype, (0, where))[1])
+    def count(dtype: str, flops: int, place: str) -> None:
+        found[dtype] = (found.get(dtype, (0, place))[0] + flops, found.get(dtype, (0, place))[1])
 
     for eqn in eqns:
         name = eqn.primitive.name
@@ -236,10 +250,9 @@ def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
             else:
                 numbers = eqn.params["dimension_numbers"]
                 inner = math.prod(b.shape) // b.shape[numbers.rhs_spec[0]]
-            where = source_info_util.summarize(eqn.source_info)
-            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * times, where)
+            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * times, where(eqn))
         inside = times * eqn.params["length"] if name == "scan" else times
         for inner_jaxpr in jec.jaxprs_in_params(eqn.params):
-            for dtype, (flops, where) in matmuls(opened(inner_jaxpr)[0].eqns, inside).items():
-                count(dtype, flops, where)
+            for dtype, (flops, place) in matmuls(opened(inner_jaxpr)[0].eqns, inside).items():
+                count(dtype, flops, place)
     return found

@@ -11,6 +11,7 @@ is kept from one piece to another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from jax import lax
 from . import jaxpr as jx
 from .hoist import split
 from .pieces import Access, Segment, Stack, Unit, add
+from .roll import NotAlike, roll
 
 # Elementwise: on operands of one shape, a layer of the result is the result on a layer.
 _ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())
@@ -32,7 +34,9 @@ _ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max 
 class Program:
     """A loss as pieces. `inputs` are the variables of the constants and of all that is not a parameter.
 
-    `uses` has for each parameter leaf one entry a use: whether a stack slices it there.
+    `uses` has for each parameter leaf one entry a use: whether a stack slices it there. `main` is the stack that a
+    pipeline cuts; `unrolled` has, for loops over layers that are not alike, their first leaf and the first difference;
+    `coupled` says whether the loss of a row depends on other rows.
     """
 
     pieces: tuple[Segment | Stack, ...]
@@ -42,6 +46,9 @@ class Program:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     uses: tuple[tuple[bool, ...], ...]
+    main: Stack | None = None
+    unrolled: tuple[tuple[int, str], ...] = ()
+    coupled: bool = False
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -52,17 +59,9 @@ class Program:
         self, access: Access, leaves: Sequence[Any], values: Sequence[Any], grad: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads."""
-        env = dict(zip(self.inputs, [*self.consts, *values], strict=True))
-        tape = []
-        seen: set[int] = set()
-        for piece in self.pieces:
-            inputs = [_read(env, v) for v in piece.inputs]
-            mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
-            outs, saved = piece.forward(access, mine, inputs, grad)
-            seen.update(piece.unit.leaves)
-            env.update(zip(piece.outputs, outs, strict=True))
-            tape.append((inputs, saved))
-        return [_read(env, v) for v in self.outputs], tape
+        env = self.environment(values)
+        tape = forward(self.pieces, access, leaves, env, grad)
+        return [read(env, v) for v in self.outputs], tape
 
     def backward(
         self,
@@ -76,23 +75,15 @@ class Program:
 
         `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first.
         """
-        cts: dict[Any, Any] = {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
-        grads = list(into)
-        for piece, (inputs, saved) in zip(reversed(self.pieces), reversed(tape), strict=True):
-            active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
-            if not any(v in cts for v in active):
-                continue
-            given = [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-            totals, ct_inputs = piece.backward(
-                access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves]
-            )
-            for i, total in zip(piece.unit.leaves, totals, strict=True):
-                grads[i] = total
-            linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
-            for var, ct in zip(linear, ct_inputs, strict=True):
-                if not jx.is_literal(var):
-                    cts[var] = add(cts.get(var), ct)
-        return grads
+        return backward(self.pieces, access, leaves, tape, self.seeded(seeds), into)
+
+    def environment(self, values: Sequence[Any]) -> dict[Any, Any]:
+        """The values of the variables that are there before any piece has run."""
+        return dict(zip(self.inputs, [*self.consts, *values], strict=True))
+
+    def seeded(self, seeds: dict[int, jax.Array]) -> dict[Any, Any]:
+        """Cotangents by variable from cotangents by position of the output."""
+        return {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
 
     def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
         """Whether an output depends on some variables other than through a reduction over all the axes in `stop`."""
@@ -106,8 +97,56 @@ class Program:
         return lambda values: fun(*self.consts, *values)[0]
 
 
+def forward(
+    pieces: Sequence[Segment | Stack], access: Access, leaves: Sequence[Any], env: dict[Any, Any], grad: bool
+) -> list[Any]:
+    """Run some pieces, with values by variable in `env`, which gets theirs; the tape that `backward` reads."""
+    tape = []
+    seen: set[int] = set()
+    for piece in pieces:
+        inputs = [read(env, v) for v in piece.inputs]
+        mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
+        outs, saved = piece.forward(access, mine, inputs, grad)
+        seen.update(piece.unit.leaves)
+        env.update(zip(piece.outputs, outs, strict=True))
+        tape.append((inputs, saved))
+    return tape
+
+
+def backward(
+    pieces: Sequence[Segment | Stack],
+    access: Access,
+    leaves: Sequence[Any],
+    tape: Sequence[Any],
+    cts: dict[Any, Any],
+    into: Sequence[jax.Array | None],
+) -> list[jax.Array | None]:
+    """`into` with gradients added, from cotangents by variable in `cts`, which gets those of what the pieces read."""
+    grads = list(into)
+    for piece, (inputs, saved) in zip(reversed(pieces), reversed(tape), strict=True):
+        active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
+        if not any(v in cts for v in active):
+            continue
+        given = [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
+        totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+        for i, total in zip(piece.unit.leaves, totals, strict=True):
+            grads[i] = total
+        linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
+        for var, ct in zip(linear, ct_inputs, strict=True):
+            if not jx.is_literal(var):
+                cts[var] = add(cts.get(var), ct)
+    return grads
+
+
 def slice_program(
-    fun: Callable, params: Sequence[Any], rest: Any, axes: dict[str, int], whole: Sequence[bool], remat: Any = "none"
+    fun: Callable,
+    params: Sequence[Any],
+    rest: Any,
+    axes: dict[str, int],
+    whole: Sequence[bool],
+    remat: Any = "none",
+    own: Sequence[bool] = (),
+    families: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
 ) -> tuple[Program, Any]:
     """Trace `fun(params, rest)` and cut it.
 
@@ -117,29 +156,51 @@ def slice_program(
       axes: mesh axes that the loss may reduce over, name -> size.
       whole: for each leaf, whether it cannot be sliced along dim 0 (stored sharded there).
       remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
+      own: for each leaf, whether the stages of a pipeline own its layers. The stack with most of them is cut into
+        stages, and slices no others; no other stack slices them.
+      families: for each loop over alike layers, its leaves: the stack, which `fun` does not read, and its layers,
+        which it reads. Where the layers are the same program, the program has a stack instead.
 
     Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
     flat, out = jx.trace(fun, list(params), rest, axes=axes)
+    unrolled = []
+    for family in families:
+        try:
+            flat = _rolled(flat, family, len(params), axes)
+        except NotAlike as why:
+            unrolled.append((family[0][0], str(why)))
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]
     index = {v: i for i, v in enumerate(leaves)}
     active = jx.depends(eqns, leaves)
     floating = _floating(eqns, leaves)
 
+    own = own or [False] * len(params)
+    scans = [e for e in eqns if e.primitive.name == "scan" and not any(v in floating for v in e.outvars)]
+    weight = {id(e): _weight(_sliced(e, floating, index, whole), params, own) for e in scans}
+    main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
+
+    def kept(eqn: Any) -> Sequence[bool]:
+        """The leaves that a stack may not slice."""
+        return [stays or mine != (eqn is main) for stays, mine in zip(whole, own, strict=True)] if any(own) else whole
+
     groups: list[list[Any]] = [[]]
     for eqn in (e for e in eqns if not any(v in floating for v in e.outvars)):
-        if eqn.primitive.name == "scan" and _sliced(eqn, floating, index, whole):
+        if eqn.primitive.name == "scan" and _sliced(eqn, floating, index, kept(eqn)):
             groups += [[eqn], []]
         else:
             groups[-1].append(eqn)
 
     pieces: list[Segment | Stack] = []
+    cut: Stack | None = None
     wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
     for number in reversed(range(len(groups))):
         piece: Segment | Stack | None
         if number % 2:
-            piece = _stack(groups[number][0], floating, index, whole, active, axes, remat)
+            eqn = groups[number][0]
+            piece = _stack(eqn, floating, index, kept(eqn), active, axes, remat)
+            cut = piece if eqn is main else cut
         else:
             defined = {v for e in groups[number] for v in e.outvars}
             # What comes from parameters alone and a stack reads whole is handed over by the segment before that stack.
@@ -152,7 +213,22 @@ def slice_program(
             pieces.insert(0, piece)
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses), out
+    return Program(
+        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(unrolled)
+    ), out
+
+
+def _rolled(flat: jx.Flat, family: Sequence[tuple[int, Sequence[int]]], params: int, axes: dict[str, int]) -> jx.Flat:
+    """A program with the layers of a family as one scan. Raises NotAlike."""
+    stacks = [flat.invars[i] for i, _ in family]
+    fun = roll(flat, params, stacks, [[flat.invars[i] for i in members] for _, members in family])
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+    return jx.trace(fun, *inputs, axes=axes)[0]
+
+
+def _weight(sliced: dict[int, tuple[int, list[Any]]], params: Sequence[Any], own: Sequence[bool]) -> int:
+    """Elements of the leaves that a stack slices and the stages of a pipeline own."""
+    return sum(math.prod(params[i].shape) for i in {leaf for leaf, _ in sliced.values()} if own[i])
 
 
 def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
@@ -300,7 +376,8 @@ def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Se
     return out
 
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable or literal."""
     return jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
 
 

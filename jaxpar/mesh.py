@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from .strategy import AXES, ROWS, Strategy
+from .strategy import AXES, SIZED, Strategy
 
 
 def simulate(devices: int) -> None:
@@ -48,10 +48,10 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
         if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
             raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
-        unused = next((a for a in mesh.axis_names if a not in ROWS and mesh.shape[a] > 1), None)
+        unused = next((a for a in mesh.axis_names if a not in SIZED and mesh.shape[a] > 1), None)
         if unused:
             raise ValueError(
-                f"mesh has {unused}={mesh.shape[unused]}, which no strategy uses yet; use the axes data and fsdp"
+                f"mesh has {unused}={mesh.shape[unused]}, which no strategy uses yet; use the axes {', '.join(SIZED)}"
             )
         devices = list(mesh.devices.flat)
     else:

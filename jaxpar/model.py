@@ -17,6 +17,7 @@ from . import collectives
 
 _RESERVED = ("loss", "grad_norm", "skipped")
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
+_couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("couplings", default=None)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
@@ -114,7 +115,24 @@ def all_rows(x: jax.Array) -> jax.Array:
     >>> all_rows(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
+    note_coupling("all_rows")
     return collectives.all_gather(x, _rows.get())
+
+
+def note_coupling(what: str) -> None:
+    """Rows of the current loss call are coupled: it must see all of a microbatch's."""
+    if (noted := _couplings.get()) is not None:
+        noted.append(what)
+
+
+@contextlib.contextmanager
+def couplings() -> Iterator[list[str]]:
+    """The couplings of rows that are noted within it."""
+    token = _couplings.set(noted := [])
+    try:
+        yield noted
+    finally:
+        _couplings.reset(token)
 
 
 @contextlib.contextmanager

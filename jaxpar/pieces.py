@@ -185,26 +185,40 @@ class Stack:
     length: int
     reverse: bool
 
-    def _parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Values of the inputs as constants, carry, and what is scanned."""
         n, k = self.consts, self.carry
         return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
 
-    def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
-        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`)."""
-        consts, init, xs = self._parts(inputs)
+    def forward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        grad: bool,
+        start: Any = 0,
+        real: jax.Array | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`).
 
-        def layer(carry: list[Any], x: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
-            shards, xs = x
-            full = [access.fetch(i, s, True) for i, s in zip(self.unit.leaves, shards, strict=True)]
+        The layers are those from number `start` of the leaves. Where `real` [layers] is false, a layer only hands on
+        what it gets.
+        """
+        consts, init, xs = self.parts(inputs)
+
+        def layer(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
+            number, xs, here = x
             inputs = [*consts, *carry, *xs]
+            full = [access.fetch(i, self._layer(leaves[i], start, number), True) for i in self.unit.leaves]
             if grad:
                 outs, saved = self.unit.forward(full, inputs, [*consts, *xs])
             else:
                 outs, saved = self.unit.value(full, inputs), None
-            return outs[: self.carry], (outs[self.carry :], saved)
+            after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
+            return after, (outs[self.carry :], saved)
 
-        shards = [leaves[i] for i in self.unit.leaves]
-        carry, (ys, saved) = lax.scan(layer, init, (shards, xs), length=self.length, reverse=self.reverse)
+        every = (jnp.arange(self.length), xs, real)
+        carry, (ys, saved) = lax.scan(layer, init, every, length=self.length, reverse=self.reverse)
         return [*carry, *ys], saved
 
     def backward(
@@ -215,38 +229,42 @@ class Stack:
         saved: Saved,
         cotangents: list[Any],
         into: list[Any],
+        start: Any = 0,
+        real: jax.Array | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
         inputs.
         """
-        consts, _, xs = self._parts(inputs)
-        linear_consts, linear_carry, _ = self._parts(self.unit.linear)
+        consts, _, xs = self.parts(inputs)
+        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
-        shards = [leaves[i] for i in self.unit.leaves]
 
         # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions
         # would be pipelined across its end, with a layer's whole gradients between iterations.
         fresh = [total is None for total in into]
         totals = [
-            self._empty(access, i, shards[j], cotangents[0]) if fresh[j] else into[j]
+            self._empty(access, i, leaves[i], cotangents[0]) if fresh[j] else into[j]
             for j, i in enumerate(self.unit.leaves)
         ]
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals = carry
-            number, saved, shards, xs, ct_ys = x
+            number, saved, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
             reads, run = self.unit.backward(known, [*consts, *xs], saved, [*ct_carry, *ct_ys])
-            pairs = zip(_pick(reads, self.unit.leaves), _pick(reads, shards), strict=True)
-            ct_full, ct_in = run([access.fetch(i, s, True) for i, s in pairs])
+            read = _pick(reads, self.unit.leaves)
+            ct_full, ct_in = run([access.fetch(i, self._layer(leaves[i], start, number), True) for i in read])
+            if here is not None:
+                through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
+                ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
             written = []
             for i, ct, total, first in zip(self.unit.leaves, ct_full, totals, fresh, strict=True):
                 given = None if ct is None else access.give(i, ct, True)
                 if given is not None:
-                    given = given if first else given + lax.dynamic_index_in_dim(total, number, keepdims=False)
-                    total = lax.dynamic_update_index_in_dim(total, given, number, axis=0)
+                    given = given if first else given + self._layer(total, start, number)
+                    total = lax.dynamic_update_index_in_dim(total, given, start + number, axis=0)
                 written.append(total)
             return (ct_in[n_const : n_const + n_carry], ct_consts, written), ct_in[n_const + n_carry :]
 
@@ -254,13 +272,18 @@ class Stack:
         (ct_carry, ct_consts, totals), ct_xs = lax.scan(
             layer,
             (cotangents[:n_carry], zeros, totals),
-            (jnp.arange(self.length), saved, shards, xs, cotangents[n_carry:]),
+            (jnp.arange(self.length), saved, xs, cotangents[n_carry:], real),
             length=self.length,
             reverse=not self.reverse,
         )
         return totals, [*ct_consts, *ct_carry, *ct_xs]
 
-    def _empty(self, access: Access, index: int, shard: jax.Array, after: jax.Array) -> jax.Array | None:
+    @staticmethod
+    def _layer(stack: jax.Array, start: Any, number: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(stack, start + number, keepdims=False)
+
+    @staticmethod
+    def _empty(access: Access, index: int, shard: jax.Array, after: jax.Array) -> jax.Array | None:
         """Zeros for the gradients that the layers will give; None for a leaf that has none."""
 
         def given(shard: jax.Array) -> jax.Array | None:
@@ -268,12 +291,16 @@ class Stack:
             return access.give(index, whole, True) if jnp.issubdtype(whole.dtype, jnp.inexact) else None
 
         shape = jax.eval_shape(given, jax.ShapeDtypeStruct(shard.shape[1:], shard.dtype))
-        return None if shape is None else zeros_after(after, (self.length, *shape.shape), shape.dtype)
+        return None if shape is None else zeros_after(after, (shard.shape[0], *shape.shape), shape.dtype)
 
 
 def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """The sum of two gradients, where None is zero."""
     return b if a is None else a if b is None else a + b
+
+
+def _where(condition: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    return [None if x is None else jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)]
 
 
 def _pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,23 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .batches import batch_specs, check_rows, globalise, is_array
+from .alike import sees_kept
+from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
 from .gradients import Local, Metrics, Sums, metrics_of
-from .layout import Layout, Leaf, make_leaves, place_optimizer
+from .kept import make_leaves
+from .layout import Layout, place_optimizer
+from .leaves import Leaf, Pipe
 from .mesh import make_mesh
 from .model import Model
 from .parallel import rule_of
+from .parallel.schedules import Schedule
 from .precision import LossScale, Policy
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
 from .update import Update, fill, is_stored, trained, unpadded
+
+if TYPE_CHECKING:
+    from .inspect.explain import Explanation
 
 _HERE = PartitionSpec()
 
@@ -74,18 +81,21 @@ class Step:
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(model.create, jax.random.key(0))
         shards = 1 if strategy.server else mesh.shape["fsdp"]
-        leaves, tree = make_leaves(params, shards, trainable)
-        masters = [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in leaves]
-        tuned = trained(leaves, masters, tree)
+        ranks = mesh.shape["pipe"]
+        schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks))
+        as_kept = sees_kept(self.optimizer, kept)
+        seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
+        tuned = trained(seen, [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in seen], tree)
         state = jax.eval_shape(self.optimizer.init, tuned)
         places = place_optimizer(
-            state, tuned, [leaf for leaf in leaves if leaf.trainable], "optimizer" in self.rule.sharded
+            state, tuned, [leaf for leaf in seen if leaf.trainable], "optimizer" in self.rule.sharded
         )
-        copied = self.rule.publish is not None and shards > 1 and self.policy.compute != jnp.float32
-        self.layout = Layout(leaves, tree, self._home(), self.policy, self.rule.sharded, copied, places)
-        self.update = Update(self.optimizer, self.layout, self.rule)
+        copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
+        self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
-        self.local = Local(model, self.layout, strategy, axes)
+        self.local = Local(model, self.layout, strategy, axes, schedule)
         self._jitted: dict[Any, Any] = {}
 
     def _home(self) -> Mesh:
@@ -107,15 +117,18 @@ class Step:
             raise ValueError(f"init needs one key from jax.random.key(seed), got {_describe(key)}")
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)
-        given = jax.device_put(self._given(params), [self._logical_sharding(leaf) for leaf in self.layout.leaves])
+        given = jax.device_put(self._given(params), [self._model_sharding(leaf) for leaf in self.layout.kept.models])
         return jax.jit(self._create, out_shardings=self._shardings)(key, given)
 
     def _create(self, key: jax.Array, given: list[jax.Array] | None = None) -> State:
         params, variables = self.model_def.create(key)
-        masters = [
-            x.astype(Policy.master(leaf.dtype))
-            for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params) if given is None else given, strict=True)
-        ]
+        kept = self.layout.kept
+        masters = kept.to_kept(
+            [
+                x.astype(Policy.master(leaf.dtype))
+                for leaf, x in zip(kept.models, jax.tree.leaves(params) if given is None else given, strict=True)
+            ]
+        )
         opt_state = self.update.init(masters)
         stored = [self._pad(leaf, x) for leaf, x in zip(self.layout.leaves, masters, strict=True)]
         copy = None
@@ -131,11 +144,12 @@ class Step:
     def _given(self, params: Any) -> list[Any]:
         params = self.model_def.unwrap(params)
         tree = jax.tree.structure(params)
-        if tree != self.layout.tree:
+        kept = self.layout.kept
+        if tree != kept.model_tree:
             raise ValueError(
-                f"params= has structure {tree}, the model has {self.layout.tree}; pass a tree like step.params(state)"
+                f"params= has structure {tree}, the model has {kept.model_tree}; pass a tree like step.params(state)"
             )
-        for leaf, x in zip(self.layout.leaves, jax.tree.leaves(params), strict=True):
+        for leaf, x in zip(kept.models, jax.tree.leaves(params), strict=True):
             if tuple(jnp.shape(x)) != leaf.shape:
                 raise ValueError(
                     f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}"
@@ -154,7 +168,7 @@ class Step:
         specs: Any = State(  # of specs, where a state has arrays
             step=_HERE,  # type: ignore[arg-type]
             params=self.layout.params,
-            copy=jax.tree.map(lambda _: _HERE, shapes.copy),
+            copy=self.layout.unflatten([f.spec(False) for f in self.layout.leaves]) if self.layout.copied else None,
             optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=is_stored),
             variables=jax.tree.map(lambda _: _HERE, shapes.variables),
             scale=jax.tree.map(lambda _: _HERE, shapes.scale),
@@ -191,12 +205,13 @@ class Step:
 
     def _logical_params(self, state: State) -> Any:
         if "params" not in self._jitted:
-            shardings = [self._logical_sharding(leaf) for leaf in self.layout.leaves]
-            unpad = lambda tree: self.layout.unflatten(
-                [unpadded(f, x) for f, x in zip(self.layout.leaves, jax.tree.leaves(tree), strict=True)]
+            kept = self.layout.kept
+            shardings = [self._model_sharding(leaf) for leaf in kept.models]
+            own = lambda tree: kept.of_model(
+                [unpadded(f, x) for f, x in zip(kept.leaves, jax.tree.leaves(tree), strict=True)]
             )
-            self._jitted["params"] = jax.jit(unpad, out_shardings=self.layout.unflatten(shardings))
-        return self._jitted["params"](state.params)
+            self._jitted["params"] = jax.jit(own, out_shardings=shardings)
+        return jax.tree.unflatten(self.layout.kept.model_tree, self._jitted["params"](state.params))
 
     def model(self, state: State) -> Any:
         """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it
@@ -216,6 +231,18 @@ class Step:
         traced = self._function("train", batch).trace(self.abstract_state(), batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         return traced.lower(lowering_platforms=(platform,)).compile()
+
+    def explain(self, batch: Any) -> Explanation:
+        """What the training step holds and sends per device: print it, or take `.json()`. Nothing runs.
+
+        Memory and the ledger of the compiled program, the ledger beside its closed form, what is not sharded and why.
+
+        Args:
+          batch: as for `compile`.
+        """
+        from .inspect.explain import explain  # stands on this module
+
+        return explain(self, batch)
 
     def trace(self, batch: Any) -> Any:
         """The jaxpr of the training step for a batch of these shapes."""
@@ -237,7 +264,7 @@ class Step:
 
     def check(self, batch: Any) -> None:
         """Raise ValueError unless the batch's rows fit the strategy."""
-        check_rows(batch, self.local.replicas, self.strategy.microbatches)
+        check_rows(batch, self.local.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
 
     def _function(self, name: str, batch: Any) -> Any:
         leaves, tree = jax.tree.flatten(batch)
@@ -260,7 +287,7 @@ class Step:
 
     def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable:
         """`fun(stored leaves, variables, batch, *replicated)` on local values."""
-        specs = [self.layout.spec(leaf, "params") if not self.layout.copied else _HERE for leaf in self.layout.leaves]
+        specs = self.layout.specs("copy" if self.layout.copied else "params")
 
         def call(stored: Any, variables: Any, *rest: Any) -> Any:
             ins = (specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
@@ -301,14 +328,16 @@ class Step:
 
     def filled(self, trained: Sequence[Any]) -> Any:
         """The model's tree from values of the trainable leaves: None for the others."""
-        return self.layout.unflatten(fill(self.layout.leaves, trained))
+        kept = self.layout.kept
+        return jax.tree.unflatten(kept.model_tree, kept.of_model(fill(kept.leaves, trained)))
 
     def _pad(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         return leaf.pad(x) if self.layout.stored(leaf) != leaf.shape else x
 
-    def _logical_sharding(self, leaf: Leaf) -> NamedSharding:
-        spec = self.layout.spec(leaf, "params") if leaf.stored == leaf.shape else _HERE
-        return self.layout.sharding(spec)
+    def _model_sharding(self, leaf: Leaf) -> NamedSharding:
+        """Where a leaf of the model's own tree lives when it is handed out: padded ones whole."""
+        sharded = leaf.stored == leaf.shape and self.layout.spec(leaf, "params") != _HERE
+        return self.layout.sharding(leaf.spec() if sharded else _HERE)
 
 
 def check_state(state: Any) -> None:

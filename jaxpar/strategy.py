@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +21,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "zero3": {"fsdp": -1, "zero": 3},
     "fsdp": {"fsdp": -1, "zero": 3},
     "hsdp": {"data": "hosts", "fsdp": -1, "zero": 3},
+    "pp": {"pipe": -1},
 }
-_CHOICES = {"precision": ("f32", "bf16", "f16"), "reduce": ("f32", "compute"), "remat": ("none", "layer", "dots")}
+SIZED = ("pipe", "data", "fsdp")  # the axes that a strategy gives a size
+_CHOICES = {
+    "schedule": ("1f1b", "gpipe"),
+    "precision": ("f32", "bf16", "f16"),
+    "reduce": ("f32", "compute"),
+    "remat": ("none", "layer", "dots"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +41,20 @@ class Strategy:
       fsdp: size of the axis over which ZeRO shards; rows are shared over `data` and `fsdp` alike.
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
+      pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
+      schedule: the order of forwards and backwards in the pipeline, "1f1b" or "gpipe" (`parallel/schedules.py`).
+      chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
+        2021, section 2.2.2): a smaller bubble, more messages.
       single: one device, whatever else is attached: the reference of every other strategy.
       server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
-      microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated.
+      microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with
+        `pipe` they are what the ranks work on at the same time.
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
         "layer" (all), "dots" (all but matmuls), or a `jax.checkpoint` policy.
 
-    One of `data` and `fsdp` may be -1: what the other leaves of the devices.
+    One of `pipe`, `data` and `fsdp` may be -1: what the others leave of the devices.
 
     >>> Strategy.parse("zero2,microbatches=4")
     Strategy('fsdp=-1,zero=2,microbatches=4')
@@ -52,6 +65,9 @@ class Strategy:
     data: int | Literal["hosts"] = 1
     fsdp: int = 1
     zero: int = 3
+    pipe: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
     single: bool = False
     server: bool = False
     microbatches: int = 1
@@ -60,18 +76,24 @@ class Strategy:
     remat: str | Callable[..., bool] = "none"
 
     def __post_init__(self) -> None:
-        for axis in ROWS:
+        for axis in SIZED:
             size = getattr(self, axis)
             if not (axis == "data" and size == "hosts") and (not _is_int(size) or (size < 1 and size != -1)):
                 raise ValueError(
                     f"{axis}={size!r} is not an axis size; use a whole number from 1, or -1 for what is left"
                 )
-        if self.data == -1 and self.fsdp == -1:
-            raise ValueError("data=-1 and fsdp=-1: only one axis can be what the other leaves; give one of them a size")
+        free = [axis for axis in SIZED if getattr(self, axis) == -1]
+        if len(free) > 1:
+            raise ValueError(
+                f"{'=-1 and '.join(free)}=-1: only one axis can be what the others leave; give the rest a size"
+            )
         if not _is_int(self.zero) or self.zero not in (1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
-        if not _is_int(self.microbatches) or self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches!r} is not a count; use a whole number from 1")
+        for name in ("microbatches", "chunks"):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a count; use a whole number from 1")
+        if self.chunks > 1 and self.pipe == 1:
+            raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
@@ -82,11 +104,12 @@ class Strategy:
         for name in ("single", "server"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
-        if self.server and self.fsdp != 1:
-            raise ValueError(
-                f"server=True with fsdp={self.fsdp}: a central server shards nothing; use data={self.fsdp} alone"
-            )
-        if self.single and (self.data != 1 or self.fsdp != 1 or self.server):
+        for axis in ("fsdp", "pipe"):
+            if self.server and (size := getattr(self, axis)) != 1:
+                raise ValueError(
+                    f"server=True with {axis}={size}: a central server shards nothing; use data={size} alone"
+                )
+        if self.single and (any(getattr(self, axis) != 1 for axis in SIZED) or self.server):
             raise ValueError(
                 f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out"
             )
@@ -131,18 +154,18 @@ class Strategy:
         if self.single:
             return dict.fromkeys(AXES, 1)
         data: int = max(hosts, 2 if devices > 1 else 1) if self.data == "hosts" else self.data  # type: ignore[assignment]
-        known = {"data": data, "fsdp": self.fsdp}
+        known = {"pipe": self.pipe, "data": data, "fsdp": self.fsdp}
         given = ", ".join(f"{k}={v}" for k, v in known.items() if v not in (1, -1)) or "data=1, fsdp=1"
         free = [k for k, v in known.items() if v == -1]
-        product = (1 if data == -1 else data) * (1 if self.fsdp == -1 else self.fsdp)
+        product = math.prod(v for v in known.values() if v != -1)
         if free:
             if devices % product:
                 raise ValueError(f"{given} does not divide {devices} devices; use {_divisors(devices)}")
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make data x fsdp = {devices}, set one of "
-                f"them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
+                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp = {devices}, set "
+                f"one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return {axis: known.get(axis, 1) for axis in AXES}
 

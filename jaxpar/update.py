@@ -1,7 +1,9 @@
 """The update: the optimizer's step on global arrays, outside `shard_map`.
 
 Whatever the layout, an optax transformation sees what it would see on one device: whole, logical leaves. What is stored
-otherwise (padded) is sliced before it and padded after it.
+otherwise (padded) is sliced before it and padded after it. Leaves that a pipeline keeps in whole stages have another
+shape; they are shown to the transformation as they are where that makes no difference to it, and brought to the model's
+own shape, at the price of moving them, where it does.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from .gradients import Metrics, Sums, metrics_of
-from .layout import Layout, Leaf, Stored
+from .layout import Layout, Stored
+from .leaves import Leaf
 from .parallel import Rule, publish
 from .precision import all_finite
 from .state import State
@@ -25,15 +27,23 @@ from .state import State
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer under a layout and a rule."""
+    """An optimizer under a layout and a rule; `as_kept` says whether it sees leaves as a step keeps them."""
 
     optimizer: Any
     layout: Layout
     rule: Rule
+    as_kept: bool
 
     def init(self, masters: Sequence[Any]) -> Any:
-        """The optimizer's state, as it is stored, from logical leaves."""
-        return self.pack(self.optimizer.init(trained(self.layout.leaves, masters, self.layout.tree)))
+        """The optimizer's state, as it is stored, from the leaves of a step."""
+        return self.pack(self.optimizer.init(self._seen(masters)))
+
+    def _seen(self, values: Sequence[Any]) -> Any:
+        """What the optimizer sees of one value for each leaf."""
+        kept = self.layout.kept
+        if self.as_kept:
+            return trained(kept.leaves, values, kept.tree)
+        return trained(kept.models, kept.of_model(values), kept.model_tree)
 
     def __call__(self, state: State, grads: list[jax.Array], variables: Any, sums: Sums) -> tuple[State, Metrics]:
         """The next state and the metrics, from logical gradients of the trainable leaves, variables and sums."""
@@ -41,13 +51,14 @@ class Update:
         masters = [
             unpadded(f, self.constrain(f, x)) for f, x in zip(leaves, jax.tree.leaves(state.params), strict=True)
         ]
-        params = trained(leaves, masters, self.layout.tree)
-        updates = trained(leaves, fill(leaves, grads), self.layout.tree)
+        params, updates = self._seen(masters), self._seen(fill(leaves, grads))
         loss = metrics_of(sums)["loss"]
         opt_state = self.unpack(state.optimizer)
         changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
-        tuned = iter(jax.tree.leaves(optax.apply_updates(params, changes)))
-        new = [next(tuned) if f.trainable else x for f, x in zip(leaves, masters, strict=True)]
+        tuned = jax.tree.leaves(optax.apply_updates(params, changes))
+        if not self.as_kept:
+            tuned = [x for x in self.layout.kept.to_kept(fill(self.layout.kept.models, tuned)) if x is not None]
+        new = [x if old is None else old for x, old in zip(masters, fill(leaves, tuned), strict=True)]
         metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
         packed, scale = self.pack(new_opt), None
         if state.scale is not None:
@@ -66,19 +77,19 @@ class Update:
         if "optimizer" not in self.rule.sharded or leaf.dim is None:
             return x
         x = leaf.pad(x) if x.shape != leaf.stored else x
-        return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec))
+        return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec()))
 
     def publish(self, masters: list[jax.Array], state: State) -> tuple[Any, Any]:
         """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered."""
         leaves = self.layout.leaves
         shards = [self.constrain(f, x) for f, x in zip(leaves, masters, strict=True)]
-        if self.rule.publish is None or self.layout.mesh.shape["fsdp"] == 1:
+        if not self.rule.published or self.layout.mesh.shape["fsdp"] == 1:
             return self.layout.unflatten(shards), None
         old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
-        gather = functools.partial(publish, self.rule, leaves)
-        specs = [leaf.spec for leaf in leaves]
+        gather = functools.partial(publish, leaves)
+        specs, whole_specs = [leaf.spec() for leaf in leaves], [leaf.spec(False) for leaf in leaves]
         whole = jax.shard_map(
-            gather, mesh=self.layout.mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+            gather, mesh=self.layout.mesh, in_specs=(specs, whole_specs), out_specs=whole_specs, check_vma=False
         )(shards, old)
         return (
             (self.layout.unflatten(shards), self.layout.unflatten(whole))
@@ -90,7 +101,7 @@ class Update:
         """Logical -> stored optimizer state."""
 
         def pack(place: Stored, x: jax.Array) -> jax.Array:
-            return x if place.leaf is None else place.leaf.pad(x)
+            return x if place.leaf is None or x.shape == place.shape else place.leaf.pad(x)
 
         return jax.tree.map(pack, self.layout.optimizer, opt_state, is_leaf=is_stored)
 
@@ -98,7 +109,7 @@ class Update:
         """Stored -> logical optimizer state."""
 
         def unpack(place: Stored, x: jax.Array) -> jax.Array:
-            return x if place.leaf is None else place.leaf.unpad(x)
+            return x if place.leaf is None else unpadded(place.leaf, x)
 
         return jax.tree.map(unpack, self.layout.optimizer, opt_state, is_leaf=is_stored)
 

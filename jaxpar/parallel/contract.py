@@ -14,13 +14,17 @@ class Use:
     """One use of a leaf.
 
     Attributes:
-      dim: the dim that is sharded over `fsdp`, in the array at hand (one layer of a stack has a dim less).
+      dim: the dim that is sharded, in the array at hand (one layer of a stack has a dim less).
+      shard: the mesh axes that it is sharded over: `fsdp`, and `pipe` too for a leaf that is no stage's own.
+      rest: the other axes along which devices use the same values, over which gradients are summed as well.
       last: whether this use yields the leaf's whole gradient of the step (one use, in a stack, one microbatch): then
         it is reduced right here, inside the backward loop, and not once more at the end.
       dtype: the dtype in which gradients are reduced and accumulated.
     """
 
     dim: int
+    shard: tuple[str, ...]
+    rest: tuple[str, ...]
     last: bool
     dtype: jnp.dtype
 
@@ -34,7 +38,7 @@ class Rule:
       fetch: what is stored -> the whole leaf; at every use, forwards and backwards.
       give: the local gradient of one use -> what is accumulated, in the dtype of the reduction.
       finish: what was accumulated -> the gradient that the update gets; once a step.
-      publish: the updated shard, and the dim that is sharded -> what is stored; None where nothing is to be done.
+      published: whether updated shards are all-gathered to what is stored.
     """
 
     name: str
@@ -42,4 +46,4 @@ class Rule:
     fetch: Callable[[jax.Array, Use], jax.Array]
     give: Callable[[jax.Array, Use], jax.Array]
     finish: Callable[[jax.Array, Use], jax.Array]
-    publish: Callable[[jax.Array, int], jax.Array] | None = None
+    published: bool = False

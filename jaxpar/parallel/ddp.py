@@ -13,7 +13,6 @@ from __future__ import annotations
 import jax
 
 from ..collectives import all_reduce
-from ..strategy import ROWS
 from .contract import Rule, Use
 
 
@@ -23,11 +22,11 @@ def _fetch(x: jax.Array, use: Use) -> jax.Array:
 
 def _give(x: jax.Array, use: Use) -> jax.Array:
     x = x.astype(use.dtype)
-    return all_reduce(x, ROWS) if use.last else x
+    return all_reduce(x, use.rest) if use.last else x
 
 
 def _finish(x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else all_reduce(x, ROWS)
+    return x if use.last else all_reduce(x, use.rest)
 
 
 DDP = Rule("ddp", frozenset(), _fetch, _give, _finish)

@@ -19,7 +19,7 @@ from .zero import finish, scatter
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
-    return all_gather(x, ["fsdp"], use.dim)
+    return all_gather(x, use.shard, use.dim)
 
 
 ZERO3 = Rule("zero3", frozenset({"params", "grads", "optimizer"}), _fetch, scatter, finish)

@@ -2,11 +2,16 @@
 
     server    params P   optimizer K P   gradients of all n replicas, n P       others    params P   grads P
 
-    every step    server -> replicas   weights (broadcast, n-1 times P) and rows of the batch (scatter)
-                  replicas -> server   sums of losses and metrics, and gradients (gather, n-1 times P)
+    five exchanges a step, of n devices, through the links of one
+      1 scatter     rows of the batch             to each replica its rows
+      2 broadcast   weights                       (n-1) P
+      3 gather      losses                        each replica's sums: the server computes the loss
+      4 scatter     gradients of the losses       a scalar each
+      5 gather      gradients                     (n-1) P, which the server adds up
 
-All of it passes through one device, which then updates alone while the others wait. It is here to be measured against.
-The replicas' program holds no collective (but for models whose rows are coupled, by BatchNorm or `jp.all_rows`).
+Between 3 and 4 the replicas wait for the loss, after 5 for the update. So a forward's activations are kept until the
+loss is back, those of all microbatches, which therefore save no memory here. It is here to be measured against.
+The replicas' programs hold no collective (but for models whose rows are coupled, by BatchNorm or `jp.all_rows`).
 """
 
 from __future__ import annotations

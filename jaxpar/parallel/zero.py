@@ -13,13 +13,14 @@ the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 from jax import lax
 
 from ..collectives import all_gather, all_reduce, reduce_scatter_as
-from ..layout import Leaf
+from ..leaves import Leaf
 from .contract import Rule, Use
 
 
@@ -36,35 +37,27 @@ def _finish_all(x: jax.Array, use: Use) -> jax.Array:
 
 
 def _reduce(x: jax.Array, use: Use) -> jax.Array:
-    return all_reduce(reduce_scatter_as(x, ["fsdp"], use.dim, use.dtype), ["data"])
+    return all_reduce(reduce_scatter_as(x, use.shard, use.dim, use.dtype), use.rest)
 
 
 def scatter(x: jax.Array, use: Use) -> jax.Array:
-    """The shard of the sum over `fsdp`, and over `data` if nothing more is to come."""
-    x = reduce_scatter_as(x, ["fsdp"], use.dim, use.dtype)
-    return all_reduce(x, ["data"]) if use.last else x
+    """The shard of the sum over its axes, and over the rest if nothing more is to come."""
+    x = reduce_scatter_as(x, use.shard, use.dim, use.dtype)
+    return all_reduce(x, use.rest) if use.last else x
 
 
 def finish(x: jax.Array, use: Use) -> jax.Array:
-    """What `scatter` left undone: the sum over `data`."""
-    return x if use.last else all_reduce(x, ["data"])
+    """What `scatter` left undone: the sum over the rest."""
+    return x if use.last else all_reduce(x, use.rest)
 
 
-def _publish(x: jax.Array, dim: int) -> jax.Array:
-    return all_gather(x, ["fsdp"], dim)
-
-
-def publish(
-    rule: Rule, leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]
-) -> list[jax.Array]:
+def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
     """The whole of every leaf from updated shards, in the dtype and, where XLA donates it, the memory of the `old`
     ones.
 
-    Leaves that are not sharded along their first dim are gathered slice by slice of it (layer by layer), those of one
-    length together: a gather of a whole stack would need a second buffer of its size. Frozen leaves stay as they are.
+    Stacks are gathered layer by layer, those of one length together: a gather of the whole would need a second buffer
+    of its size. Frozen leaves stay as they are.
     """
-    gather = rule.publish
-    assert gather is not None
     out = list(old)
     loops: dict[int, list[int]] = {}
     for i, (leaf, shard, was) in enumerate(zip(leaves, shards, old, strict=True)):
@@ -72,24 +65,28 @@ def publish(
             continue
         if leaf.dim is None:
             out[i] = shard.astype(was.dtype)
-        elif leaf.dim == 0:
-            out[i] = leaf.unpad(gather(shard.astype(was.dtype), 0))
+        elif not leaf.by_layer:
+            out[i] = leaf.unpad(all_gather(shard.astype(was.dtype), leaf.shard, leaf.dim))
         else:
-            loops.setdefault(leaf.shape[0], []).append(i)
+            loops.setdefault(math.prod(shard.shape[: leaf.stage + 1]), []).append(i)
     for length, members in loops.items():
+        # The chunks of a pipeline's rank are layers like others here.
+        layers = {i: (x := shards[i]).reshape(length, *x.shape[leaves[i].stage + 1 :]) for i in members}
 
-        def body(at: jax.Array, stacks: list[jax.Array], members: list[int] = members) -> list[jax.Array]:
+        def body(at: jax.Array, stacks: list[jax.Array], layers: dict[int, jax.Array] = layers) -> list[jax.Array]:
             new = []
-            for i, stack in zip(members, stacks, strict=True):
-                leaf, dim = leaves[i], (leaves[i].dim or 0) - 1
-                slice_ = lax.dynamic_index_in_dim(shards[i], at, keepdims=False).astype(stack.dtype)
-                new.append(lax.dynamic_update_index_in_dim(stack, leaf.unpad(gather(slice_, dim), dim), at, axis=0))
+            for (i, shards), stack in zip(layers.items(), stacks, strict=True):
+                leaf, dim = leaves[i], leaves[i].inner(True)
+                shard = lax.dynamic_index_in_dim(shards, at, keepdims=False).astype(stack.dtype)
+                whole = leaf.unpad(all_gather(shard, leaf.shard, dim), dim)
+                new.append(lax.dynamic_update_index_in_dim(stack, whole, at, axis=0))
             return new
 
-        for i, stack in zip(members, lax.fori_loop(0, length, body, [old[i] for i in members]), strict=True):
-            out[i] = stack
+        stacks = [(x := old[i]).reshape(length, *x.shape[leaves[i].stage + 1 :]) for i in members]
+        for i, stack in zip(members, lax.fori_loop(0, length, body, stacks), strict=True):
+            out[i] = stack.reshape(old[i].shape)
     return out
 
 
-ZERO1 = Rule("zero1", frozenset({"optimizer", "grads"}), _fetch, _give_at_last, _finish_all, _publish)
-ZERO2 = Rule("zero2", frozenset({"optimizer", "grads"}), _fetch, scatter, finish, _publish)
+ZERO1 = Rule("zero1", frozenset({"optimizer", "grads"}), _fetch, _give_at_last, _finish_all, True)
+ZERO2 = Rule("zero2", frozenset({"optimizer", "grads"}), _fetch, scatter, finish, True)

@@ -1,0 +1,190 @@
+"""The leaves of a model as a step keeps them: layers of a Python loop stacked, those of a pipeline in whole stages."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .families import families
+from .leaves import Leaf, Pipe, may_stack, name_of, place
+
+
+def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
+    """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
+
+    They share their first dim, the number of layers, and the first part of their paths. The layout is made before any
+    batch is seen, so that this is a guess; a leaf guessed wrongly is gathered where it is used.
+    """
+    groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, shape, rolled in flat:
+        if rolled or may_stack(shape):
+            first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
+            groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
+    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none.
+    sizes = {
+        key: (any(key[1] or len(shape) > 2 for _, shape in group), sum(math.prod(shape) for _, shape in group))
+        for key, group in groups.items()
+        if key[1] or len(group) > 1 or len(group[0][1]) > 2
+    }
+    largest = groups[max(sizes, key=lambda key: sizes[key])] if sizes else []
+    return frozenset(path for path, _ in largest)
+
+
+def _inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers."""
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if len(shapes) > 1
+        and all(map(may_stack, shapes))
+        and len({shape[0] for shape in shapes}) == 1
+        and any(len(shape) == 2 for shape in shapes)
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The leaves of a model as a step keeps them, and as the model has them.
+
+    Attributes:
+      leaves: what a step keeps, in the order of `tree`.
+      tree: their tree: the model's own, unless layers of a Python loop are kept as stacks.
+      models: the model's leaves, placed one by one, in the order of `model_tree`.
+      origin: for each kept leaf, the positions among the model's of what it holds.
+    """
+
+    leaves: tuple[Leaf, ...]
+    tree: Any
+    models: tuple[Leaf, ...]
+    model_tree: Any
+    origin: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def units(self) -> tuple[Leaf, ...]:
+        """The kept leaves, and then, one by one, the layers of those that are rolled: what a program may read."""
+        layers = [
+            replace(
+                leaf, path=self.models[i].path, shape=self.models[i].shape, dim=at, layers=None, stage=0, rolled=False
+            )
+            for leaf, members in zip(self.leaves, self.origin, strict=True)
+            if leaf.rolled
+            for at in [None if leaf.dim is None else leaf.inner(True)]
+            for i in members
+        ]
+        return (*self.leaves, *layers)
+
+    def layers(self, stored: Sequence[Any]) -> list[Any]:
+        """Values of the units from those of the kept leaves, layers on dim 0."""
+        rolled = [(leaf, x, at) for leaf, x, at in zip(self.leaves, stored, self.origin, strict=True) if leaf.rolled]
+        return [*stored, *(x[k] for _, x, at in rolled for k in range(len(at)))]
+
+    @property
+    def families(self) -> list[list[tuple[int, list[int]]]]:
+        """Rolled leaves by the loop that they come from: positions of each, and of its layers, among the units."""
+        out: dict[Any, list[tuple[int, list[int]]]] = {}
+        position = len(self.leaves)
+        for i, (leaf, at) in enumerate(zip(self.leaves, self.origin, strict=True)):
+            if leaf.rolled:
+                members = list(range(position, position + len(at)))
+                out.setdefault((leaf.path.partition("*")[0], len(at)), []).append((i, members))
+                position += len(at)
+        return list(out.values())
+
+    @property
+    def same(self) -> bool:
+        """Whether every leaf is kept in the model's own shape."""
+        return self.tree == self.model_tree and all(leaf.shape == leaf.logical for leaf in self.leaves)
+
+    def of_model(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each kept leaf -> one for each of the model's; None stays."""
+        out: dict[int, Any] = {}
+        for leaf, at, value in zip(self.leaves, self.origin, values, strict=True):
+            whole = value if value is None else leaf.unstaged(value)
+            out.update((i, whole[k] if leaf.rolled and whole is not None else whole) for k, i in enumerate(at))
+        return [out[i] for i in range(len(out))]
+
+    def to_kept(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each of the model's leaves -> one for each kept leaf; None stays."""
+        out = []
+        for leaf, at in zip(self.leaves, self.origin, strict=True):
+            mine = [values[i] for i in at]
+            value = mine[0] if mine[0] is None or not leaf.rolled else jnp.stack(mine)
+            out.append(value if value is None else leaf.staged(value))
+        return out
+
+
+def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | None, pipe: Pipe) -> Kept:
+    """An abstract parameter tree, kept for `shards` devices and a pipeline. Raises ValueError on a tree without any."""
+    names, shapes, trains = [], [], []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = name_of(path)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {name} is {x.dtype}; make it two real ones, and lax.complex(real, imag) in the loss"
+            )
+        names.append(name)
+        shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        trains.append(bool(jnp.issubdtype(x.dtype, jnp.floating)) and (trainable is None or bool(trainable(name))))
+    if not any(trains):
+        listed = ", ".join(names[:5]) or "none"
+        needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+        raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
+
+    alike = [(name, (x.shape, x.dtype, t)) for name, x, t in zip(names, shapes, trains, strict=True)]
+    # Paths with a slash of their own may be two parameters' at once.
+    found = (
+        []
+        if len({*names}) < len(names)
+        else families(alike, _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)]))
+    )
+    pairs = [pair for family in found for pair in zip(family.paths, family.members, strict=True)]
+    rolled = {members[0]: (path, members) for path, members in pairs}
+    inner = {at for _, members in rolled.values() for at in members}
+    origin: list[tuple[int, ...]] = []
+    flat: list[tuple[str, tuple[int, ...], bool]] = []
+    for at, (name, x) in enumerate(zip(names, shapes, strict=True)):
+        if at in rolled:
+            path, members = rolled[at]
+            flat.append((path, (len(members), *x.shape), True))
+            origin.append(members)
+        elif at not in inner:
+            flat.append((name, x.shape, False))
+            origin.append((at,))
+    tree = jax.tree.structure(params)
+    if rolled:  # nested dicts by path, which sort their keys
+        nested: dict[str, Any] = {}
+        entries = [entry for path, _ in jax.tree_util.tree_leaves_with_path(params) for entry in path]
+        slashes = any("/" in name_of((entry,)) for entry in entries)
+        for number, (path, _, _) in enumerate(flat):
+            node = nested
+            *above, last = [path] if slashes else path.split("/")
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = number
+        order, tree = jax.tree.flatten(nested)
+        flat, origin = [flat[i] for i in order], [origin[i] for i in order]
+    own = own_leaves(flat) if pipe.ranks > 1 else frozenset()
+    leaves = [
+        place(path, shape, shapes[at[0]].dtype, shards, trains[at[0]], pipe, path in own, is_rolled)
+        for (path, shape, is_rolled), at in zip(flat, origin, strict=True)
+    ]
+    as_is = {
+        at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if not leaf.rolled and leaf.shape == leaf.logical
+    }
+    models = tuple(
+        as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe)
+        for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
+    )
+    return Kept(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))

@@ -1,0 +1,157 @@
+"""The ranks that a collective runs over: named mesh axes inside `shard_map`, or `on(mesh)` outside.
+
+Ranks count along the axes in the mesh's order, the first axis outermost. Axes of size 1 add no rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+Options = ParamSpec("Options")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The devices along some axes of a mesh, for a collective called outside `shard_map`; see `on`."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(self.mesh.shape[a] for a in self.axes)
+
+
+Axes = str | Sequence[str] | Ranks
+
+
+def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
+    """What to give a collective in place of axis names, to call it on global arrays outside `shard_map`.
+
+    The array then stacks every rank's buffer: [n, ...] goes in, NumPy's or sharded in any way, and row i is rank i's
+    buffer; [n, ...] comes out, sharded over the ranks, and row i is what rank i holds. It runs in a jitted
+    `shard_map`, compiled once for each shape. Along the mesh's other axes everything is replicated.
+
+    Args:
+      mesh: a mesh, as `jax.make_mesh` or `step.mesh` give it.
+      axes: those of its axes whose devices take part, in the mesh's order; all if None.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or axes are repeated or out of the mesh's order.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"on({mesh!r}): needs a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+    names = tuple(mesh.axis_names) if axes is None else _names(axes)
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(f"mesh has no axis {name!r}; use {_listed(mesh.axis_names)}{_near(name, mesh.axis_names)}")
+    _check_order(names, mesh.axis_names)
+    return Ranks(mesh, names)
+
+
+def collective(
+    inside: Callable[Concatenate[Any, Axes, Options], jax.Array],
+) -> Callable[Concatenate[Any, Axes, Options], jax.Array]:
+    """Makes a function of one device's `x` and of axis names take `on(mesh)` as well; it gets only axes that count."""
+
+    @functools.wraps(inside)
+    def call(x: Any, axes: Axes, *args: Options.args, **options: Options.kwargs) -> jax.Array:
+        x = jnp.asarray(x)
+        if not isinstance(axes, Ranks):
+            return inside(x, spanned(axes), *args, **options)
+        if x.shape[:1] != (axes.count,):
+            raise ValueError(
+                f"x {list(x.shape)} must stack the buffers of {axes.count} ranks along {_listed(axes.axes)}; make it "
+                f"[{axes.count}, ...], row i the buffer of rank i"
+            )
+        return _outside(call, axes, _hashable(args), tuple((k, _hashable(v)) for k, v in options.items()))(x)
+
+    return call
+
+
+@functools.lru_cache(maxsize=1024)
+def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: Any) -> Callable[..., jax.Array]:
+    spec = PartitionSpec(ranks.axes)
+    one = lambda rows: call(rows[0], ranks.axes, *args, **dict(options))[None]
+    return jax.jit(jax.shard_map(one, mesh=ranks.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def spanned(axes: Axes) -> tuple[str, ...]:
+    """Those of some mesh axes that have more than one device.
+
+    Raises ValueError where an axis is not one of the `shard_map` around, or is repeated or out of order.
+    """
+    names = _names(axes)
+    sizes = [_size(name) for name in names]
+    _check_order(names, jax.sharding.get_abstract_mesh().axis_names)
+    return tuple(name for name, size in zip(names, sizes, strict=True) if size > 1)
+
+
+def count(axes: Axes) -> int:
+    """The number of ranks along some axes, inside `shard_map`."""
+    return math.prod(lax.axis_size(a) for a in spanned(axes))
+
+
+def index(axes: Axes) -> jax.Array | int:
+    """This device's rank along some axes: int32 scalar."""
+    axes = spanned(axes)
+    return lax.axis_index(axes) if axes else 0
+
+
+def check_rank(rank: Any, axes: Axes, name: str) -> int:
+    """`rank` as an int. Raises ValueError unless it is one of the ranks along some axes."""
+    n = count(axes)
+    try:
+        value = operator.index(rank)
+    except TypeError:
+        value = -1
+    if not 0 <= value < n:
+        raise ValueError(f"{name}={rank!r} is no rank: {n} of them run from 0 to {n - 1}")
+    return value
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    if isinstance(axes, Mesh):
+        raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_listed(axes.axis_names)}")
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _size(axis: str) -> int:
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        known = jax.sharding.get_abstract_mesh().manual_axes
+        hint = f"use {_listed(known)}{_near(axis, known)}" if known else "call it in a jax.shard_map, or with on(mesh)"
+        raise ValueError(f"axis {axis!r} is not one that a shard_map here runs over; {hint}") from None
+
+
+def _check_order(names: Sequence[str], known: Sequence[Any]) -> None:
+    places = [known.index(name) for name in names if name in known]
+    if places != sorted(set(places)):
+        right = [known[i] for i in sorted(set(places))]
+        raise ValueError(f"axes {_listed(names)} are repeated or out of the mesh's order; use {_listed(right)}")
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _near(name: Any, names: Iterable[Any]) -> str:
+    close = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

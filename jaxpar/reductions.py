@@ -1,0 +1,42 @@
+"""What a collective reduces with: NCCL's ncclRedOp_t, and the dtypes for which each operation is defined."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .ranks import Axes, count
+
+OPS = ("sum", "prod", "min", "max", "avg")
+COMBINE = {"sum": lax.add, "avg": lax.add, "prod": lax.mul, "min": lax.min, "max": lax.max}
+DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16"),
+    *("float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def check_op(op: Any, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless `op` is one of `OPS` and is defined for the dtype."""
+    if op not in OPS:
+        close = difflib.get_close_matches(str(op), OPS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"op={op!r} is unknown; use one of {', '.join(OPS)}{hint}")
+    unordered = jnp.issubdtype(dtype, jnp.complexfloating)
+    if dtype.name == "bool" and op not in ("min", "max"):
+        raise ValueError(f"op={op!r} of bool: cast to int32 to count, or use op='max' for any, 'min' for all")
+    if unordered and op in ("min", "max"):
+        raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce jnp.abs(x)")
+    if not unordered and dtype.name not in DTYPES:
+        raise ValueError(f"{dtype} cannot be reduced; cast to one of {', '.join(DTYPES)}")
+
+
+def mean(total: jax.Array, axes: Axes) -> jax.Array:
+    """A sum over ranks, divided by their number in the sum's dtype; integers towards zero."""
+    if not jnp.issubdtype(total.dtype, jnp.integer):
+        return total / jnp.asarray(count(axes), total.dtype)
+    wide = jnp.int32 if total.dtype.itemsize < 4 else total.dtype  # int8 may not hold the number of ranks
+    return lax.div(total.astype(wide), jnp.asarray(count(axes), wide)).astype(total.dtype)
