@@ -1,15 +1,17 @@
-"""Text as bytes: a corpus that every machine has, its entropies, and batches that are pure functions of seed and step.
+"""Where batches come from. Text as bytes: a corpus that every machine has, its entropies, and its windows.
 
-NumPy only. Batches are global, with rows on dim 0. Dims: B rows, T positions ("length"), n bytes of text.
+NumPy only. Batches are global, with rows on dim 0, and pure functions of seed and step. Dims: B rows, T positions
+("length"), n bytes or tokens of text.
 """
 
+import math
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,6 +21,35 @@ TESTS = {"test", "tests", "idle_test"}  # two thirds of the standard library, an
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 
 Batch = dict[str, np.ndarray]
+
+
+class Source(Protocol):
+    """Where batches come from: what a training loop needs of data, text or images."""
+
+    @property
+    def description(self) -> str:
+        """One line for people: where it is from, and how much."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """What a model must have to fit, for `named(name, **source.sizes)`: {} for text, and for images `classes`,
+        `channels` and `size`.
+        """
+        ...
+
+    @property
+    def baselines(self) -> Mapping[str, float]:
+        """Held-out losses, in nats, of guesses that need no training: what a loss is drawn beside."""
+        ...
+
+    def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
+        """Endless global batches of `rows` from batch `start` on; batch i is a function of (seed, i) alone."""
+        ...
+
+    def held_out(self, rows: int) -> Iterator[Batch]:
+        """What is held out, once and in order; every batch has `rows` and a "mask", 0 where it was filled up."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +134,94 @@ def _files(root: Path, stdlib: bool) -> list[Path]:
     ]
 
 
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A `Source` of windows of text, from `text`. `corpus` is None where the text is token ids, not bytes."""
+
+    description: str
+    length: int
+    train: np.ndarray
+    rest: np.ndarray
+    corpus: Corpus | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def baselines(self) -> Mapping[str, float]:
+        """Of bytes: their frequencies, and those of pairs of bytes, fitted to the training text, in nats per byte."""
+        if self.corpus is None:
+            return {}
+        bits = {"unigram": self.corpus.unigram_bits, "bigram": self.corpus.bigram_bits}
+        return {name: bit * math.log(2) for name, bit in bits.items()}
+
+    def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
+        """Endless {"tokens": int32 [B, T+1]}; see `batches`."""
+        return batches(self.train, rows, self.length, seed, start)
+
+    def held_out(self, rows: int) -> Iterator[Batch]:
+        """The held-out text once: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}; see `windows`."""
+        return windows(self.rest, rows, self.length)
+
+
+def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
+    """Windows of `length` positions of a text.
+
+    Args:
+      path: a file, a folder or None, whose bytes are the tokens: see `byte_corpus`. Or a file of token ids, of which
+        the last 20th is held out: `.npy` with integers [n], or `.bin` with nothing but ids, uint16 for vocabularies up
+        to 65,536, else uint32. These are read from disk as they are needed.
+      length: T, how many predictions a window holds.
+      vocabulary: of the model, so that no token lies outside it.
+
+    Raises ValueError where the file or folder is missing, too short or not of that form, or holds a token that is not
+    below `vocabulary`.
+    """
+    if path is not None and Path(path).suffix in (".npy", ".bin"):
+        ids = _ids(Path(path), vocabulary)
+        train, rest = np.split(ids, [ids.size - ids.size // HELD_OUT])
+        about, corpus = f"{path}: {ids.size:,} tokens", None
+    elif vocabulary < 256:
+        raise ValueError(
+            f"vocabulary={vocabulary} is too small for bytes; use 256 or more, or a .npy file of token ids"
+        )
+    else:
+        corpus = byte_corpus(path)
+        train, rest = corpus.train, corpus.held_out
+        files = f" in {corpus.files:,} files" if corpus.files > 1 else ""
+        about = f"{corpus.source}: {train.size + rest.size:,} bytes{files}"
+    _windowed(train, length)
+    if rest.size <= length:
+        raise ValueError(
+            f"length={length} needs more than {length} held out, but of {about}, {rest.size:,} are; "
+            f"use a length below {rest.size} or more text"
+        )
+    return Text(f"{about}, {rest.size:,} of them held out", length, train, rest, corpus)
+
+
+def _ids(path: Path, vocabulary: int) -> np.ndarray:
+    """Token ids [n] of a file, not read into memory, all below `vocabulary`."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
+    if path.suffix == ".npy":
+        ids = np.load(path, mmap_mode="r")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
+    else:
+        dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        if path.stat().st_size % dtype.itemsize or not path.stat().st_size:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
+                f"a multiple of {dtype.itemsize}; save other types as .npy"
+            )
+        ids = np.memmap(path, dtype, mode="r")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        wrong = ids.max() if ids.max() >= vocabulary else ids.min()
+        raise ValueError(
+            f"{path} holds token {wrong}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
+            "use the model whose tokenizer made them, or a larger vocab="
+        )
+    return ids
+
+
 def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0) -> Iterator[Batch]:
     """Endless {"tokens": int32 [B, T+1]} of random windows of `text` [n].
 
@@ -121,7 +240,7 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
 def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
     """The text [n] once, in order: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}.
 
-    Consecutive windows share one byte, so that every byte but the first is predicted once: the masks hold n - 1 ones.
+    Consecutive windows share one token, so that every token but the first is predicted once: the masks hold n - 1 ones.
     Zeros, masked out, fill up the last window and batch. Raises ValueError if the text is shorter than one window.
     """
     _windowed(text, length)
@@ -139,8 +258,9 @@ def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
 def _windowed(text: np.ndarray, length: int) -> np.ndarray:
     """A view [n - T, T+1] of every window of `text` [n]."""
     if text.size <= length:
+        unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
-            f"length={length} needs windows of {length + 1} bytes, but the text has {text.size}; "
+            f"length={length} needs windows of {length + 1} {unit}, but the text has {text.size}; "
             f"use a length below {text.size} or more text"
         )
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)

@@ -10,10 +10,17 @@ microbatch, m microbatches, n devices on `fsdp` (Rajbhandari et al. 2020, sectio
     with data replicas, an all-reduce of S/n once; leaves that are not sharded, as in ddp
 
 A stack counts its layers: one use of a leaf [L, ...] is L collectives of S/L elements.
+
+A pipeline of p ranks and v chunks (`parallel/schedules.py`) runs a chunk of L / (p v) layers forwards in m v + p - 1
+ticks and backwards in as many, idle ranks included, with the prologue beside it, and the epilogue in m ticks. Each such
+tick sends one message of the activations to the next rank, or of their cotangents to the one before; ranks that share
+the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, m times. Leaves outside the
+stages are reduced, and with ZeRO sharded, over `pipe` too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,23 +31,22 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from ..collectives import scatter_pieces
-from ..jaxpr import opened
-from ..layout import Leaf
+from ..jaxpr import build, live, opened, trace
+from ..leaves import Leaf
 from ..model import Replicated
+from ..parallel.schedules import Phase
 from ..precision import Policy
 from ..step import Step
+from ..strategy import ROWS
 from .ledger import Collective, Ledger
 
 
 @dataclass(frozen=True)
 class Uses:
-    """How one microbatch uses a leaf: executions of fetches forwards and backwards, and of gradients, whole or by
-    layer.
-    """
+    """How one step uses a leaf: executions of fetches and of gradients, [whole, layer by layer]."""
 
-    forward: tuple[bool, ...]  # one entry a use: whether it is sliced
-    backward: tuple[bool, ...]
-    gradient: tuple[bool, ...]
+    fetched: tuple[int, int] = (0, 0)
+    given: tuple[int, int] = (0, 0)
 
 
 def expected(step: Step, batch: Any) -> Ledger:
@@ -50,59 +56,112 @@ def expected(step: Step, batch: Any) -> Ledger:
     counts and bytes. The model's own collectives (BatchNorm, `jp.all_rows`) are included as the model writes them.
     Compiled programs have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
     """
-    uses, own, metrics, counts = _uses(step, batch)
-    m = step.strategy.microbatches
-    found = [Collective(one.kind, one.axes, one.dtype, (one.count or 0) * m, one.bytes * m) for one in own]
-    for leaf, use in zip(step.layout.leaves, uses, strict=True):
-        found += _leaf(step, leaf, use)
-    axes = tuple(step.local.axes)
+    run = _piped(step, batch) if step.local.schedule else _run(step, batch)
+    found = list(run.own)
+    for leaf, use in zip(step.layout.kept.units, run.uses, strict=True):
+        found += _leaf(step, leaf, use, run.last)
+    for leaf in step.layout.leaves:
+        found += _published(step, leaf)
+    rows = tuple(step.local.axes)
+    axes = ("pipe", *rows) if step.local.schedule else rows
     if axes and not step.strategy.server:
-        found.append(Collective("all-reduce", axes, "float32", 1, 4 * 2 * metrics))
-        if counts:
-            found.append(Collective("all-reduce", axes, "float32", 1, 4))
+        found.append(Collective("all-reduce", axes, "float32", 1, 4 * 2 * run.metrics))
+        if run.counts and rows:
+            found.append(Collective("all-reduce", rows, "float32", 1, 4))
     return Ledger(found)
 
 
-def _leaf(step: Step, leaf: Leaf, use: Uses) -> Iterator[Collective]:
+def exchanges(step: Step, batch: Any) -> dict[str, int]:
+    """Bytes through the links of a central server in one training step, by what is sent; {} without a server.
+
+    Of n devices, n - 1 get their rows, all weights and variables, and one float32 for the gradient of their loss; they
+    return a sum and a count for each metric, and their gradients.
+    """
+    if not step.strategy.server:
+        return {}
+    state, n = step.abstract_state(), step.local.replicas
+    _, out = step.local.program(*_abstract(step, batch))
+    marked = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
+    per_device = [jax.eval_shape(lambda x: x, x) for x in marked]
+    rows = sum(_bytes(x) if isinstance(x, Replicated) else _bytes(x) // n for x in per_device)
+    sent = (state.step, state.params, state.variables, state.scale, state.key)
+    reduced = sum(step.policy.reduced(f.dtype).itemsize * math.prod(f.shape) for f in step.layout.leaves if f.trainable)
+    return {
+        "rows of the batch": (n - 1) * rows,
+        "weights": (n - 1) * _bytes(sent),
+        "losses": (n - 1) * 4 * 2 * len(out[0]),
+        "gradients of the losses": (n - 1) * 4,
+        "gradients": (n - 1) * reduced,
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _entry(kind: str, axes: tuple[str, ...], dtype: Any, count: int, elements: int) -> Collective:
+    return Collective(kind, axes, jnp.dtype(dtype).name, count, elements * jnp.dtype(dtype).itemsize)
+
+
+def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]:
+    """What is sent for one leaf. With `last`, a use that is the only one reduces at once."""
     strategy, shape = step.strategy, step.mesh.shape
-    n, data, m = shape["fsdp"], shape["data"], strategy.microbatches
-    layers = leaf.shape[0] if leaf.shape else 1
-    stored, logical = math.prod(leaf.stored), math.prod(leaf.shape)
-    sharded = n > 1 and leaf.dim is not None
+    mine = leaf.layers is not None  # of a stage
+    n = math.prod(shape[a] for a in leaf.shard)
+    ranks, layers = (shape["pipe"] if mine else 1), _layers(leaf)
+    stored = math.prod(leaf.stored)
+    sharded = shape["fsdp"] > 1 and leaf.dim is not None
     compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
-    at_use = m == 1 and use.forward == (True,)
-    rows = tuple(step.local.axes)
-
-    def entry(kind: str, axes: tuple[str, ...], dtype: Any, count: int, elements: int) -> Collective:
-        return Collective(kind, axes, jnp.dtype(dtype).name, count, elements * jnp.dtype(dtype).itemsize)
-
-    def executions(uses: tuple[bool, ...]) -> int:
-        return sum(layers if sliced else 1 for sliced in uses)
-
+    used_by = [a for a in (ROWS if mine else ("pipe", *ROWS)) if shape[a] > 1]
+    rest = tuple(a for a in used_by if not (sharded and a in leaf.shard))
+    shard = tuple(a for a in leaf.shard if shape[a] > 1)
     if strategy.server:
         return
+    if mine and use.fetched[0]:  # all of it outside the stack
+        whole = stored // n if sharded and strategy.zero < 3 else stored
+        yield _entry("all-gather", ("pipe",), compute, use.fetched[0], use.fetched[0] * whole)
+    if mine and use.given[0] and leaf.trainable:
+        yield _entry("reduce-scatter", ("pipe",), reduce, use.given[0], use.given[0] * stored)
     if sharded and strategy.zero == 3:
-        fetched = use.forward + use.backward
-        yield entry("all-gather", ("fsdp",), compute, m * executions(fetched), m * len(fetched) * stored)
-    if leaf.trainable and use.gradient:
-        if not sharded:
-            if rows:
-                yield entry("all-reduce", rows, reduce, executions(use.gradient) if at_use else 1, logical)
-        else:
-            every = strategy.zero > 1 or at_use
-            count = m * sum(_scatters(leaf, sliced, n, compute, reduce) for sliced in use.gradient) if every else 1
-            yield entry("reduce-scatter", ("fsdp",), reduce, count, (m * len(use.gradient) if every else 1) * stored)
-            if data > 1:
-                yield entry("all-reduce", ("data",), reduce, executions(use.gradient) if at_use else 1, stored // n)
-    if sharded and leaf.trainable and strategy.zero < 3:
-        dtype = compute if step.layout.copied else Policy.master(leaf.dtype)
-        yield entry("all-gather", ("fsdp",), dtype, 1 if leaf.dim == 0 else layers, stored)
+        (whole, sliced), part = use.fetched, stored // ranks
+        yield _entry("all-gather", shard, compute, whole + sliced, whole * part + sliced * stored // layers)
+    whole, sliced = use.given
+    if not leaf.trainable or not whole + sliced:
+        return
+    at_use = last and use.given in ((1, 0), (0, layers)) and (whole == 0) == (use.fetched[0] == 0)
+    if not sharded:
+        if rest:
+            yield _entry("all-reduce", rest, reduce, whole + sliced if at_use else 1, stored // ranks)
+        return
+    every = strategy.zero > 1 or at_use
+    pieces = whole * _pieces(leaf, False, n, compute, reduce) + sliced * _pieces(leaf, True, n, compute, reduce)
+    elements = whole * (stored // ranks) + sliced * stored // layers if every else stored // ranks
+    yield _entry("reduce-scatter", shard, reduce, pieces if every else 1, elements)
+    if rest:
+        yield _entry("all-reduce", rest, reduce, whole + sliced if at_use else 1, stored // ranks // n)
 
 
-def _scatters(leaf: Leaf, sliced: bool, n: int, dtype: Any, wider: Any) -> int:
-    """The number of reduce-scatters of one gradient: one a layer, and several pieces of a very large one."""
-    shape, dim = (leaf.stored[1:], (leaf.dim or 0) - 1) if sliced else (leaf.stored, leaf.dim or 0)
-    return (leaf.shape[0] if sliced else 1) * scatter_pieces(shape, dtype, dim, n, wider)
+def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
+    """What ZeRO-1 and 2 gather of an updated leaf."""
+    shape, mine = step.mesh.shape, leaf.layers is not None
+    if step.strategy.server or shape["fsdp"] == 1 or leaf.dim is None or not leaf.trainable or step.strategy.zero == 3:
+        return
+    dtype = step.policy.computed(leaf.dtype) if step.layout.copied else Policy.master(leaf.dtype)
+    ranks = shape["pipe"] if mine else 1
+    shard = tuple(a for a in leaf.shard if shape[a] > 1)
+    count = _layers(leaf) // ranks if leaf.by_layer else 1
+    yield _entry("all-gather", shard, dtype, count, math.prod(leaf.stored) // ranks)
+
+
+def _layers(leaf: Leaf) -> int:
+    """The layers of a leaf that is a stack, padding of the stages included."""
+    return math.prod(leaf.shape[: leaf.stage + 1])
+
+
+def _pieces(leaf: Leaf, sliced: bool, n: int, dtype: Any, wider: Any) -> int:
+    """The number of reduce-scatters of one gradient: several pieces of a very large one."""
+    shape = leaf.stored[leaf.stage + 1 :] if sliced else leaf.stored
+    return scatter_pieces(shape, dtype, leaf.inner(sliced), n, wider)
 
 
 # An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.
@@ -111,14 +170,21 @@ _MARK.def_abstract_eval(lambda x, **_: x)
 
 
 class _Marker:
-    def __init__(self) -> None:
-        self.phase = "forward"
+    def __init__(self, leaves: tuple[Leaf, ...]):
+        self.leaves = leaves
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return _MARK.bind(value, what=self.phase, index=index, sliced=sliced)
+        value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
+        leaf = self.leaves[index]
+        whole = sliced or leaf.layers is None
+        return value if whole else jnp.broadcast_to(value[:1], leaf.logical)
 
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
-        return _MARK.bind(cotangent, what="gradient", index=index, sliced=sliced)
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        leaf = self.leaves[index]
+        if not leaf.trainable:
+            return None
+        cotangent = _MARK.bind(cotangent, what="given", index=index, sliced=sliced)
+        return cotangent if sliced or leaf.layers is None else cotangent[: _layers(leaf)]
 
 
 def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
@@ -145,28 +211,85 @@ def _abstract(step: Step, batch: Any) -> tuple[Any, Any, Any]:
     return plain[0], rows, plain[1]
 
 
-def _uses(step: Step, batch: Any) -> tuple[list[Uses], Ledger, int, bool]:
-    """How the sliced loss uses each leaf, and the model's own collectives, in one microbatch.
-
-    Also the number of metrics, and whether the loss counts rows or tokens, so that a count is summed before the
-    backward.
+@dataclass(frozen=True)
+class _Run:
+    """What one step does with parameters: uses of each leaf, the model's own collectives, the number of metrics,
+    whether the loss counts rows or tokens (then a count is summed before the backward), and whether a leaf's only
+    gradient is the last.
     """
-    variables, rows, key = _abstract(step, batch)
-    program, out = step.local.program(variables, rows, key)
-    loss = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))[0]["loss"]
-    marker = _Marker()
+
+    uses: list[Uses]
+    own: list[Collective]
+    metrics: int
+    counts: bool
+    last: bool
+
+
+def _loss(out: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))[0]["loss"]
+
+
+def _run(step: Step, batch: Any) -> _Run:
+    """One microbatch after another."""
+    rest = _abstract(step, batch)
+    program, out = step.local.program(*rest)
+    loss, marker = _loss(out), _Marker(step.layout.kept.units)
 
     def run(leaves: list[Any], values: list[Any]) -> Any:
-        marker.phase = "forward"
         outs, tape = program.forward(marker, leaves, values, grad=True)
-        marker.phase = "backward"
         return outs, program.backward(marker, leaves, tape, {loss.total: jnp.float32(1)}, [None] * len(leaves))
 
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, step.policy.computed(leaf.dtype)) for leaf in step.layout.leaves]
-    jaxpr = jax.make_jaxpr(run, axis_env=list(step.local.axes.items()))(leaves, jax.tree.leaves((variables, rows, key)))
-    found: list[dict[str, tuple[bool, ...]]] = [{} for _ in leaves]
-    for what, index, sliced, times in _marks(jaxpr):
-        uses = times // step.layout.leaves[index].shape[0] if sliced else times
-        found[index][what] = found[index].get(what, ()) + (sliced,) * uses
-    uses_of = [Uses(f.get("forward", ()), f.get("backward", ()), f.get("gradient", ())) for f in found]
-    return uses_of, Ledger.from_jaxpr(jaxpr, step.mesh), len(out[0]), program.depends(program.inputs, loss.count)
+    jaxpr = jax.make_jaxpr(run, axis_env=list(step.local.axes.items()))(_leaves(step), jax.tree.leaves(rest))
+    m = step.strategy.microbatches
+    uses, own = _counted(step, [(m, jaxpr)])
+    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
+
+
+def _piped(step: Step, batch: Any) -> _Run:
+    """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
+    schedule = step.local.schedule
+    assert schedule is not None
+    m, ticks = schedule.microbatches, schedule.microbatches * schedule.chunks + schedule.ranks - 1
+    variables, rows, key = _abstract(step, batch)
+    program, out = step.local.program(variables, rows, key)
+    loss = _loss(out)
+    axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
+
+    def tick(forward: bool, backward: bool, epilogue: bool) -> Any:
+        def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+            keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
+            marker, seeds = _Marker(step.layout.kept.units), {loss.total: jnp.float32(1)}
+            pipeline = step.local.pipeline(program, out, marker, leaves, variables, many, keys, seeds)
+            return pipeline.once(Phase(0, 1, forward, backward, epilogue))
+
+        flat, _ = trace(run, _leaves(step), variables, rows, key, axes=axes)
+        return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+
+    alone = [(ticks, tick(True, False, False)), (ticks, tick(False, True, False))]
+    uses, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
+    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), False)
+
+
+def _leaves(step: Step) -> list[Any]:
+    """The units as a program reads them: of a stage's own leaf this rank's layers."""
+    ranks = step.mesh.shape["pipe"]
+    shapes = [
+        leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:])
+        for leaf in step.layout.kept.units
+    ]
+    dtypes = [step.policy.computed(leaf.dtype) for leaf in step.layout.kept.units]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Uses], list[Collective]]:
+    """Uses of each leaf, and the collectives that stand in programs, each of which runs so many times."""
+    found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.kept.units]
+    own = []
+    for times, jaxpr in parts:
+        for what, index, sliced, runs in _marks(jaxpr):
+            found[index][what][sliced] += times * runs
+        for one in Ledger.from_jaxpr(jaxpr, step.mesh):
+            assert one.count is not None
+            own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
+    uses = [Uses((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]
+    return uses, [one for one in Ledger(own) if one.count]

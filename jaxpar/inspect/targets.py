@@ -66,3 +66,31 @@ def missing_compiler() -> str:
 def _found(name: str) -> bool:
     parent = name.rpartition(".")[0]
     return (not parent or _found(parent)) and importlib.util.find_spec(name) is not None
+
+
+# Dense peaks of matrix products in TFLOP/s: bf16 and f16; TF32, in which XLA multiplies float32. By the beginning of
+# `device_kind`, the longest that fits. From NVIDIA's data sheets (A100 2021, H100 2023, H200 2024, HGX B200 2025, of
+# its 8 GPUs), which print twice as much, "with sparsity".
+_PEAKS = {
+    "NVIDIA A100": (312, 156),
+    "NVIDIA H100": (989.4, 494.7),
+    "NVIDIA H100 PCIe": (756, 378),
+    "NVIDIA H100 NVL": (835, 417.5),
+    "NVIDIA H200": (989.4, 494.7),
+    "NVIDIA H200 NVL": (835, 417.5),
+    "NVIDIA B200": (2250, 1125),
+}
+
+
+def peak_flops(device_kind: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device in dense matrix products; None where it is not known.
+
+    Args:
+      device_kind: as `jax.Device.device_kind` has it.
+      precision: of a `Strategy`, "f32" (TF32 on these GPUs), "bf16" or "f16".
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    989400000000000.0
+    """
+    known = max((kind for kind in _PEAKS if device_kind.startswith(kind)), key=len, default=None)
+    return None if known is None else 1e12 * _PEAKS[known][precision == "f32"]

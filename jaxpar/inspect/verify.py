@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from .. import jaxpr as jx
 from ..batches import check_rows
 from ..gradients import block_key
-from ..layout import name_of
+from ..leaves import name_of
 from ..model import Mean, Model, Replicated
 from ..precision import Policy, all_finite
 from ..step import make_train_step
@@ -184,7 +184,7 @@ class Reference:
 
     def value_and_grad(self, key: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
         """Loss and gradients at the initial values that `key` gives, for the keys of the first step."""
-        check_rows(batch, self.replicas, self.strategy.microbatches)
+        check_rows(batch, self.replicas, self.strategy.microbatches, jax.process_count())
         params, variables = self._create(key)
         (loss, _), grads = self._grad(_masters(params), variables, batch, jax.random.fold_in(key, 1), 0)
         return loss, _trained(grads)

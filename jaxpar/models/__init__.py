@@ -1,4 +1,89 @@
-"""Models to train and to read; nothing in jaxpar depends on them."""
+"""Models to train and to read, by name; nothing in jaxpar depends on them."""
 
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from ..frontends.nnx import from_nnx
+from ..model import Model
+from . import gpt as gpt
 from . import llama as llama
+from . import mlp as mlp
+from . import resnet as resnet
+from . import text as text
+from .gpt import GPT as GPT
 from .llama import Llama as Llama
+from .mlp import MLP as MLP
+from .resnet import ResNet as ResNet
+
+Kind = Literal["text", "images"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model with a name: its sizes and what can be known before any array exists.
+
+    Attributes:
+      name: one of `NAMES`.
+      kind: "text" (batches {"tokens"}) or "images" (batches {"image", "label"}).
+      config: the sizes, a dataclass of the model's own file, with the sources.
+      model: the `jp.Model`, with its loss.
+      generate: `generate(module, prompt, count, key)` continues text; None where there is none to continue.
+    """
+
+    name: str
+    kind: Kind
+    config: Any
+    model: Model
+    generate: Callable[..., jax.Array] | None
+
+    @property
+    def parameters(self) -> int:
+        """The exact number of parameters."""
+        return self.config.parameters
+
+    def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a training batch of `rows`; `length` is the number of positions of text."""
+        return self.config.example(rows, length)
+
+    def flops(self, rows: int, length: int = 0) -> float:
+        """Floating-point operations of one step on such a batch, forward and backward, a multiply-add being two."""
+        return self.config.flops(rows, length)
+
+
+_FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
+    (llama, Llama, "text"),
+    (gpt, GPT, "text"),
+    (resnet, ResNet, "images"),
+    (mlp, MLP, "images"),
+]
+_FAMILY = {name: family for family in _FAMILIES for name in family[0].SIZES}
+NAMES = tuple(_FAMILY)
+
+
+def named(name: str, **changes: Any) -> Named:
+    """The model of that name, with other sizes where `changes` says so, such as `dropout=0.1` or `classes=10`.
+
+    It allocates nothing, however large the model. Raises ValueError for a name that is not one of `NAMES`, and for a
+    size that the model does not have or cannot have.
+    """
+    if name not in _FAMILY:
+        raise ValueError(f"there is no model {name!r}{_nearest(name, NAMES)}")
+    family, module, kind = _FAMILY[name]
+    sizes = [field.name for field in dataclasses.fields(family.Config)]
+    for change in changes:
+        if change not in sizes:
+            raise ValueError(f"{name} has no size {change!r}{_nearest(change, sizes)}")
+    config = dataclasses.replace(family.SIZES[name], **changes)
+    model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss)
+    return Named(name, kind, config, model, text.generate if kind == "text" else None)
+
+
+def _nearest(given: str, known: Any) -> str:
+    near = difflib.get_close_matches(given, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; use one of {', '.join(known)}"

@@ -8,13 +8,16 @@ Dims: B rows, T positions, D dim, H heads, K kv_heads, h head_dim = D / H, F ffn
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from ..model import Mean
+from . import text
+from .config import check
+from .stack import run, stack
+from .text import loss as loss
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,15 @@ class Config:
     heads: int = 4
     kv_heads: int = 4  # fewer than heads: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
     ffn: int = 384
+    context: int = 1024  # positions it is meant for; more are computed all the same
     rope_theta: float = 10_000.0
+    rope_factor: float = 1.0  # by which Llama 3.1 stretches long wavelengths; see `rope_table`
+    norm_eps: float = 1e-6
     tied: bool = False  # the embedding is also the output head
     dropout: float = 0.0  # of each residual branch, drawn from the `dropout` stream
 
     def __post_init__(self) -> None:
+        check(self)
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim={self.dim} does not split into heads={self.heads} of an even size, which rotary embedding needs; "
@@ -55,8 +62,41 @@ class Config:
         layer = attention + 3 * self.dim * self.ffn + 2 * self.dim
         return self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
 
+    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
+        return text.example(rows, length)
 
-SIZES = {"tiny": Config(vocab=256, dim=128, layers=4, heads=4, kv_heads=2, ffn=384)}
+    def flops(self, rows: int, length: int) -> float:
+        """Operations forward and backward: 6 per position and weight of a matmul, and 12 L D T per position for
+        attention, which multiplies what the causal mask then hides (Chowdhery et al. 2022, arXiv:2204.02311, B).
+        """
+        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        weights = self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
+        return float(rows * length * (6 * weights + 12 * self.layers * self.dim * length))
+
+
+_galore = partial(Config, vocab=32000)  # on which papers on optimizers compare: Zhao et al. 2024, arXiv:2403.03507
+_llama2 = partial(Config, vocab=32000, context=4096, norm_eps=1e-5)  # Touvron et al. 2023, arXiv:2307.09288
+# Grattafiori et al. 2024, arXiv:2407.21783, table 3; of Llama 3.2 the model cards. 405B came with Llama 3.1.
+_llama3 = partial(Config, vocab=128256, kv_heads=8, context=8192, rope_theta=500_000.0, norm_eps=1e-5)
+_llama31 = partial(_llama3, context=131072, rope_factor=8.0)
+_llama32 = partial(_llama31, rope_factor=32.0, tied=True)
+
+SIZES = {
+    "llama-tiny": Config(vocab=256, dim=128, layers=4, heads=4, kv_heads=2, ffn=384),
+    "llama-60m": _galore(dim=512, layers=8, heads=8, kv_heads=8, ffn=1376),
+    "llama-130m": _galore(dim=768, layers=12, heads=12, kv_heads=12, ffn=2048),
+    "llama-350m": _galore(dim=1024, layers=24, heads=16, kv_heads=16, ffn=2736),
+    "llama-1b": _galore(dim=2048, layers=24, heads=32, kv_heads=32, ffn=5461),
+    "llama2-7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, ffn=11008),
+    "llama2-13b": _llama2(dim=5120, layers=40, heads=40, kv_heads=40, ffn=13824),
+    "llama2-70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, ffn=28672),
+    "llama3-8b": _llama3(dim=4096, layers=32, heads=32, ffn=14336),
+    "llama3-70b": _llama3(dim=8192, layers=80, heads=64, ffn=28672),
+    "llama3-405b": _llama31(dim=16384, layers=126, heads=128, ffn=53248),
+    "llama3.2-1b": _llama32(dim=2048, layers=16, heads=32, ffn=8192),
+    "llama3.2-3b": _llama32(dim=3072, layers=28, heads=24, ffn=8192),
+}
 
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
@@ -68,19 +108,26 @@ def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), in float32, returned in the input's dtype."""
 
-    def __init__(self, dim: int) -> None:
-        self.scale = nnx.Param(jnp.ones(dim))
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        self.scale, self.eps = nnx.Param(jnp.ones(dim)), eps
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D], same dtype."""
         wide = x_BTD.astype(jnp.float32)
-        unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+        unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (unit * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
 
 
-def rope_table(length: int, head_dim: int, theta: float) -> jax.Array:
-    """Angles float32 [T, h/2] of rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2), in radians."""
+def rope_table(length: int, head_dim: int, theta: float, factor: float = 1.0) -> jax.Array:
+    """Angles float32 [T, h/2] of rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2), in radians.
+
+    Llama 3.1 divides by `factor` the frequencies that turn less than once in the 8,192 positions of its first training,
+    leaves those that turn 4 times or more, and interpolates between them (`apply_scaling` of its reference code).
+    """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if factor != 1:
+        kept = jnp.clip((8192 * frequency / (2 * jnp.pi) - 1) / (4 - 1), 0, 1)
+        frequency *= kept + (1 - kept) / factor
     return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
 
 
@@ -128,9 +175,9 @@ class Layer(nnx.Module):
     """Attention and feed-forward, each normed before and added to the residual stream."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.dim)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, rngs=rngs)
-        self.ffn_norm = RMSNorm(config.dim)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = SwiGLU(config, rngs=rngs)
         # Without dropout no stream is made, so that the model has no state beside its weights.
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
@@ -145,41 +192,18 @@ class Llama(nnx.Module):
     """The decoder: embedding, `config.layers` layers, norm, and a head that may be the embedding."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(config, rngs=rngs)
-
         self.config = config
         # Not nnx.Embed: it fixes its dtype when it is made, and bfloat16 parameters would still compute in float32.
         scale = nnx.initializers.normal(config.dim**-0.5)
         self.embedding = nnx.Param(scale(rngs.params(), (config.vocab, config.dim)))
-        self.layers = stack(rngs)
-        self.norm = RMSNorm(config.dim)
+        self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.layers, rngs)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied else _linear(config.dim, config.vocab, rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
-
-        @nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
-        def run(layer: Layer, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
-            return layer(x_BTD, angles)
-
-        angles = rope_table(tokens_BT.shape[1], self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        angles = rope_table(tokens_BT.shape[1], config.head_dim, config.rope_theta, config.rope_factor)
         embedding_VD = self.embedding[...]
         x_BTD = self.norm(run(self.layers, embedding_VD[tokens_BT], angles))
         return x_BTD @ embedding_VD.T if self.head is None else self.head(x_BTD)
-
-
-def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
-    """Mean next-token cross-entropy in nats, float32.
-
-    `batch` is {"tokens": int32 [B, T+1]} for the mean over all B T predictions, and with "mask" [B, T] a `jp.Mean`
-    over the predictions whose mask is 1: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`.
-    """
-    tokens = batch["tokens"]
-    logits = module(tokens[:, :-1]).astype(jnp.float32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    if "mask" not in batch:
-        return nats.mean()
-    return Mean(jnp.sum(nats * batch["mask"]), jnp.sum(batch["mask"]))

@@ -1,0 +1,25 @@
+"""What every model's sizes must be, before any of them is multiplied."""
+
+import dataclasses
+from numbers import Integral, Real
+from typing import Any
+
+_WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
+
+
+def check(config: Any) -> None:
+    """Raise ValueError where a field of a config is not of the type of its default, or an integer is less than 1."""
+    for field in dataclasses.fields(config):
+        value, kind = getattr(config, field.name), type(field.default)
+        if kind is tuple:
+            fits = isinstance(value, tuple) and bool(value) and all(map(_is_size, value))
+        elif kind is int:
+            fits = _is_size(value)
+        else:
+            fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real)
+        if not fits:
+            raise ValueError(f"{field.name}={value!r}: use {_WORDS[kind]}, such as {field.default}")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0

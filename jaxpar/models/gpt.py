@@ -1,0 +1,137 @@
+"""A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019), in plain Flax NNX.
+
+Learned positions, LayerNorm with biases before each branch, biases everywhere, GELU by its tanh formula, and an
+embedding that is also the output head. The layers are one `nnx.scan` over parameters stacked on dim 0. No dtype is set:
+matmuls run in the dtype of the parameters, while norms, attention's softmax and the loss are float32.
+
+Dims: B rows, T positions, D dim, H heads, h head_dim = D / H, V vocab, L layers.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from . import text
+from .config import check
+from .stack import run, stack
+from .text import loss as loss
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a `GPT`. Raises ValueError where they do not fit each other."""
+
+    vocab: int = 50257
+    context: int = 1024  # positions it has embeddings for
+    dim: int = 768
+    layers: int = 12
+    heads: int = 12
+    dropout: float = 0.0  # of the embedding and of each residual branch, from the `dropout` stream (0.1 as published)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.dim % self.heads:
+            near = self.heads * max(1, round(self.dim / self.heads))
+            raise ValueError(f"dim={self.dim} does not split into heads={self.heads}; try dim={near}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1); use 0 to switch it off")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.dim // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """The exact number of parameters."""
+        layer = 12 * self.dim**2 + 13 * self.dim  # attention 4 + 4, feed-forward 8 + 5, two norms 2 + 2
+        return self.layers * layer + (2 + self.vocab + self.context) * self.dim
+
+    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
+        return text.example(rows, length)
+
+    def flops(self, rows: int, length: int) -> float:
+        """Operations forward and backward; see `llama.Config.flops`."""
+        weights = self.layers * 12 * self.dim**2 + self.vocab * self.dim
+        return float(rows * length * (6 * weights + 12 * self.layers * self.dim * length))
+
+
+SIZES = {
+    "gpt-tiny": Config(vocab=256, context=256, dim=128, layers=4, heads=4),
+    "gpt2": Config(),
+    "gpt2-medium": Config(dim=1024, layers=24, heads=16),
+    "gpt2-large": Config(dim=1280, layers=36, heads=20),
+    "gpt2-xl": Config(dim=1600, layers=48, heads=25),
+}
+
+
+def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
+    """A projection with GPT-2's initial values: normal(0.02), less where `branches` outputs add up in the residual."""
+    return nnx.Linear(fan_in, fan_out, kernel_init=nnx.initializers.normal(0.02 * branches**-0.5), rngs=rngs)
+
+
+def _norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.head_dim = config.head_dim
+        self.query, self.key, self.value = (_linear(config.dim, config.dim, rngs) for _ in range(3))
+        self.out = _linear(config.dim, config.dim, rngs, branches=2 * config.layers)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        query, key, value = (
+            project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
+            for project in (self.query, self.key, self.value)
+        )
+        return self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x_BTD.shape))
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each normed before and added to the residual stream."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = _norm(config.dim, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.ffn_norm = _norm(config.dim, rngs)
+        self.up = _linear(config.dim, 4 * config.dim, rngs)
+        self.down = _linear(4 * config.dim, config.dim, rngs, branches=2 * config.layers)
+        # Without dropout no stream is made, so that the model has no state beside its weights.
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        hidden = jax.nn.gelu(self.up(self.ffn_norm(x_BTD)), approximate=True)
+        return x_BTD + self.dropout(self.down(hidden))
+
+
+class GPT(nnx.Module):
+    """The decoder: embeddings of tokens and positions, `config.layers` layers, norm, and the embedding as head."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        # Not nnx.Embed: it fixes its dtype when it is made, and bfloat16 parameters would still compute in float32.
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab, config.dim)))
+        self.position = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (config.context, config.dim)))
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+        self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.layers, rngs)
+        self.norm = _norm(config.dim, rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters. Raises ValueError for T > context."""
+        length = tokens_BT.shape[1]
+        if length > self.config.context:
+            raise ValueError(
+                f"length={length} is more than the {self.config.context} positions that the model knows; "
+                f"use a length up to {self.config.context}, or named(..., context={length})"
+            )
+        embedding_VD = self.embedding[...]
+        x_BTD = self.dropout(embedding_VD[tokens_BT] + self.position[:length])
+        return self.norm(run(self.layers, x_BTD)) @ embedding_VD.T

@@ -1,0 +1,36 @@
+"""What models of images share: the batch they take and the loss they train on.
+
+Dims: B rows, H height, W width, C channels.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..model import Mean
+
+
+def example(rows: int, size: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a training batch: {"image": float32 [B, H, W, C], "label": int32 [B]}, with H = W = `size`."""
+    return {
+        "image": jax.ShapeDtypeStruct((rows, size, size, channels), jnp.float32),
+        "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
+    }
+
+
+def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Any]]:
+    """Mean cross-entropy in nats, float32, and the metric `accuracy`, the share of rows whose class is the likeliest.
+
+    `batch` is {"image": float32 [B, H, W, C], "label": int32 [B]} for means over all rows, and with "mask" [B] both are
+    a `jp.Mean` over the rows whose mask is 1.
+    """
+    logits = module(batch["image"]).astype(jnp.float32)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    right = (logits.argmax(axis=-1) == batch["label"]).astype(jnp.float32)
+    if "mask" not in batch:
+        return nats.mean(), {"accuracy": right.mean()}
+    nats, right = (Mean(jnp.sum(term * batch["mask"]), jnp.sum(batch["mask"])) for term in (nats, right))
+    return nats, {"accuracy": right}

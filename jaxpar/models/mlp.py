@@ -1,0 +1,82 @@
+"""A multi-layer perceptron on the pixels of small images: the smallest model with a stack of layers.
+
+GELU, not a rectifier: at a kink, a rounding error decides whether a unit learns. No dtype is set: matmuls run in the
+dtype of the parameters. Dims: B rows, H height, W width, C channels, D hidden.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from . import image
+from .config import check
+from .image import loss as loss
+from .stack import run, stack
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of an `MLP`. Raises ValueError where one is none."""
+
+    size: int = 8  # height and width of the images
+    channels: int = 1
+    hidden: int = 128
+    layers: int = 2  # from hidden to hidden, between the one that reads the pixels and the one that names the class
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def weights(self) -> int:
+        """The parameters of matmuls."""
+        pixels = self.size * self.size * self.channels
+        return pixels * self.hidden + self.layers * self.hidden**2 + self.hidden * self.classes
+
+    @property
+    def parameters(self) -> int:
+        """The exact number of parameters."""
+        return self.weights + (1 + self.layers) * self.hidden + self.classes
+
+    def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a training batch; `length` is for text."""
+        return image.example(rows, self.size, self.channels)
+
+    def flops(self, rows: int, length: int = 0) -> float:
+        """Operations forward and backward: 6 per row and weight of a matmul; `length` is for text."""
+        return 6.0 * rows * self.weights
+
+
+SIZES = {"mlp-tiny": Config(), "mlp-large": Config(size=28, hidden=4096, layers=8)}
+
+
+def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    # He et al. 2015, arXiv:1502.01852: about as much signal comes out as went in.
+    return nnx.Linear(fan_in, fan_out, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
+
+
+class Layer(nnx.Module):
+    """A linear map and a GELU."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.linear = _linear(config.hidden, config.hidden, rngs)
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        """[B, D] -> [B, D]."""
+        return jax.nn.gelu(self.linear(x_BD))
+
+
+class MLP(nnx.Module):
+    """Pixels, layers, class."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.into = _linear(config.size * config.size * config.channels, config.hidden, rngs)
+        self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.layers, rngs)
+        self.out = _linear(config.hidden, config.classes, rngs)
+
+    def __call__(self, image_BHWC: jax.Array) -> jax.Array:
+        """Images float [B, H, W, C] -> logits [B, classes] in the dtype of the parameters."""
+        pixels = image_BHWC.reshape(len(image_BHWC), -1).astype(self.into.kernel.dtype)
+        return self.out(run(self.layers, jax.nn.gelu(self.into(pixels))))

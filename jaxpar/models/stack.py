@@ -1,0 +1,22 @@
+"""Layers of one shape as a stack: built once, with parameters stacked on dim 0, and run by one `nnx.scan`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> Any:
+    """`layers` modules from `make(rngs)`, each of its own random numbers, as one whose leaves are [layers, ...]."""
+    return nnx.split_rngs(splits=layers)(nnx.vmap(make))(rngs)
+
+
+def run(stacked: Any, x: jax.Array, *given: jax.Array) -> jax.Array:
+    """`x = layer(x, *given)` for every layer of the stack in turn; `given` is the same for all."""
+
+    @nnx.scan(in_axes=(0, nnx.Carry, *[None] * len(given)), out_axes=nnx.Carry)
+    def steps(layer: Any, x: jax.Array, *given: jax.Array) -> jax.Array:
+        return layer(x, *given)
+
+    return steps(stacked, x, *given)
