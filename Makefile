@@ -1,5 +1,6 @@
 # Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
 #   make train      train a small Llama on 8 simulated devices, fully sharded
+#   make compare    every strategy on the same data: one table, one picture, in runs/compare
 #   make test       format, types, docs, tests
 #   make battery    every strategy x every model, not only the covering array of `make test`
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
@@ -21,16 +22,19 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train test battery lint format types docs bench gpu-compiler setup clean
+.PHONY: train compare test battery lint format types docs bench gpu-compiler setup clean
 
 train: setup
-	JAX_PLATFORMS=cpu $(BIN)/python experiments/train.py --strategy fsdp
+	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
+
+compare: setup
+	$(BIN)/python experiments/compare.py
 
 test: lint types docs $(VENV)/.packages
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 battery: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_collectives.py
 
 lint: setup
 	$(BIN)/ruff check .

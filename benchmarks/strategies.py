@@ -1,6 +1,6 @@
 """The table of the README: one model under every strategy, compiled for 8 H100s that are not there.
 
-The model has the widths of Llama-3-8B and 8 of its 32 layers (2.80 B parameters), one row of 2,048 tokens a device,
+The model has the widths of Llama-3-8B and 8 of its 32 layers (2.80 B parameters), rows of 2,048 tokens,
 bf16, remat by layer, AdamW. Needs the CUDA compiler, no GPU: `make gpu-compiler`, then
 
     JAX_PLATFORMS=cpu python benchmarks/strategies.py
@@ -15,25 +15,26 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets import gpu_topology
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp", "pipe=4,fsdp=2,zero=1,microbatches=8")
 
 
 def main() -> None:
     devices, config = gpu_topology("8xH100"), Config()
     init, loss = model_fns(config)
-    print("| strategy | state, GB per device | temporaries, GB | sent per step: buffers, GB |\n|-|-|-|-|")
+    print("| strategy | rows | state, GB per device | temporaries, GB | buffers sent per step, GB |\n|-|-|-|-|-|")
     for name in STRATEGIES:
         mesh = devices[:1] if name == "single" else devices
-        batch = {"tokens": jax.ShapeDtypeStruct((len(mesh), config.sequence + 1), jnp.int32)}
         model = jp.Model(init=init, loss=loss)
         step = jp.make_train_step(model, optax.adamw(3e-4), f"{name},precision=bf16,remat=layer", mesh=mesh)
+        rows = step.local.replicas * step.strategy.microbatches
+        batch = {"tokens": jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)}
         compiled = step.compile(batch)
         memory = compiled.memory_analysis()
         sent = Ledger.from_hlo(compiled.as_text(), step.mesh).by("kind")
         parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in sent.items() if size > 1e6)
         print(
-            f"| `{name}` | {memory.argument_size_in_bytes / 1e9:.2f} | {memory.temp_size_in_bytes / 1e9:.2f} | "
-            f"{parts or 'nothing'} |",
+            f"| `{name}` | {rows} | {memory.argument_size_in_bytes / 1e9:.2f} "
+            f"| {memory.temp_size_in_bytes / 1e9:.2f} | {parts or 'nothing'} |",
             flush=True,
         )
 

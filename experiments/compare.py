@@ -1,0 +1,281 @@
+"""Every strategy on the same data from the same initial values, in one table and one picture.
+
+python experiments/compare.py
+python experiments/compare.py --strategies ddp zero3 zero3,microbatches=2,remat=layer --steps 20
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+import tyro
+from compare_picture import MB, THEMES, draw
+from jax.extend.backend import clear_backends
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jaxpar as jp
+from jaxpar.data import text
+from jaxpar.inspect.explain import Explanation, explain
+from jaxpar.inspect.verify import Difference, Reference, differences
+from jaxpar.models import named
+
+WARM = 3  # steps that are not timed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Trains one model under every strategy and shows that they compute the same, and what each stores and sends."""
+
+    strategies: tuple[str, ...] = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
+    """presets, or name=value,...; the first is what losses are compared with"""
+    model: str = "llama-tiny"
+    """the name of a model of text"""
+    data: Path | None = None
+    """a file or folder to learn from; without it: Python's own source"""
+    steps: int = 60
+    """of every strategy; the first three are not timed"""
+    rows: int = 8
+    """windows of text in the global batch"""
+    length: int = 64
+    """bytes that each window predicts"""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """sgd has momentum, and shows a wrong scale of the gradients, which adamw would hide"""
+    lr: float | None = None
+    """learning rate; without it: 0.1 for sgd, 0.003 for adamw, gradients clipped to norm 1"""
+    seed: int = 0
+    """of the initial values and of the data"""
+    devices: int | None = None
+    """simulate so many CPU devices; without it: the accelerators attached, or 8 simulated ones where there are none"""
+    out: Path = Path("runs/compare")
+    """where compare.json, compare.svg, compare.png and their dark twins go"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+        if not self.strategies:
+            raise ValueError("--strategies names none; name at least one, such as ddp")
+        for name in self.strategies:  # before the first is compiled
+            jp.Strategy.parse(name)
+        if named(self.model).kind != "text":
+            raise ValueError(
+                f"model={self.model} is one of {named(self.model).kind}; give one of text: llama-tiny, ..."
+            )
+
+
+@dataclass
+class Trial:
+    """One strategy, what is known of it before it runs, and what was measured.
+
+    Attributes:
+      run: the compiled step.
+      worst: the gradient at the start that is furthest from one device's, by plain `jax.grad`.
+      state: the newest.
+      losses, seconds: of every step.
+      measured: on accelerators, peak bytes in use on the first and the last device.
+    """
+
+    name: str
+    step: Any
+    run: Any
+    explanation: Explanation
+    worst: Difference | None = None
+    state: Any = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        """The median step."""
+        return 1e3 * statistics.median(self.seconds[WARM:] or self.seconds)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes per device and step by kind of collective; of a server, through its links."""
+        sent: dict[str, int] = {}
+        for one in (*self.explanation.transfers, *self.explanation.checks):
+            sent[one.kind] = sent.get(one.kind, 0) + one.found
+        return sent
+
+    @property
+    def expected(self) -> int:
+        """Bytes of the closed form."""
+        return sum(one.expected for one in (*self.explanation.transfers, *self.explanation.checks))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Collectives in the jaxpr and in the closed form; the exchanges of a server."""
+        checks, exchanges = self.explanation.checks, len(self.explanation.transfers)
+        return sum(c.written_count or 0 for c in checks) + exchanges, sum(c.expected_count for c in checks) + exchanges
+
+
+def attach(devices: int | None) -> None:
+    """Simulates devices if asked to, or where jax finds nothing but one CPU."""
+    if devices is None and (jax.default_backend() != "cpu" or jax.device_count() > 1):
+        return
+    clear_backends()  # the question above started one, and its number of devices is fixed
+    jp.simulate(devices or 8)
+
+
+def prepare(model: jp.Model, optimizer: Any, name: str, batch: Any) -> Trial:
+    step = jp.make_train_step(model, optimizer, name)
+    if step.strategy.server:
+        return Trial(name, step, step, step.explain(batch))
+    compiled = step.compile(batch)
+    return Trial(name, step, compiled, explain(step, batch, compiled))
+
+
+def measure(trials: Sequence[Trial], key: jax.Array, batch: Any) -> None:
+    """One step of each alone, those that need least first, since a device only remembers its highest peak."""
+    if not jax.devices()[0].memory_stats():
+        return  # a CPU counts nothing
+    for trial in sorted(trials, key=lambda t: max(m.total for m in t.explanation.memory.values())):
+        state = trial.step.init(key)
+        jax.block_until_ready(trial.run(state, batch))
+        ends = trial.step.mesh.devices.flat[0], trial.step.mesh.devices.flat[-1]
+        trial.measured = [device.memory_stats()["peak_bytes_in_use"] for device in ends]
+
+
+def check(trials: Sequence[Trial], model: jp.Model, key: jax.Array, batch: Any) -> None:
+    """Gradients of the first batch against those of one device without any of jaxpar's machinery."""
+    _, wanted = Reference(model, jp.Strategy(single=True), 1).value_and_grad(key, batch)
+    for trial in trials:
+        trial.state = trial.step.init(key)
+        _, grads = trial.step.value_and_grad(trial.state, batch)
+        trial.worst = max(differences("gradient", model.unwrap(grads), wanted), key=lambda d: d.error)
+
+
+def train(trials: Sequence[Trial], batches: Sequence[Any], console: Console) -> None:
+    """All strategies take turns step by step, so that a busy machine slows all of them alike."""
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("training", total=len(batches) * len(trials))
+        for number, batch in enumerate(batches):
+            first = number % len(trials)
+            for trial in (*trials[first:], *trials[:first]):
+                begin = time.perf_counter()
+                trial.state, metrics = trial.run(trial.state, batch)
+                jax.block_until_ready((trial.state, metrics))
+                trial.seconds.append(time.perf_counter() - begin)
+                trial.losses.append(float(metrics["loss"]))
+                progress.advance(task)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def table(trials: Sequence[Trial]) -> Table:
+    """A line for each strategy, or role where devices differ; in MB, per device."""
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, header_style="bold")
+    grid.add_column("", overflow="fold")  # long names of strategies are folded, numbers never
+    heads = ["final\nloss", "grads\noff by", "params", "grads", "optim.", "tempo-\nraries"]
+    heads += ["peak"] if trials[0].measured else []
+    for head in [*heads, "collec-\ntives", "sent", "/ closed\nform", "step\nms"]:
+        grid.add_column(head, justify="right", no_wrap=True)
+    for trial in trials:
+        for place, (role, memory) in enumerate(trial.explanation.memory.items()):
+            sizes = [f"{x / MB:.2f}" for x in (memory.params, memory.grads, memory.optimizer, memory.temporaries)]
+            sizes += [f"{trial.measured[place] / MB:.2f}"] if trial.measured else []
+            name = trial.name if role == "each device" else f"{trial.name} {role}"
+            if place:
+                grid.add_row(name, "", "", *sizes)
+                continue
+            sent, (written, closed) = sum(trial.sent.values()), trial.counts
+            ratio = f"{sent / trial.expected:.3f}" if trial.expected else "-"
+            grid.add_row(
+                name,
+                f"{trial.losses[-1]:.5f}",
+                f"{trial.worst.error:.0e}" if trial.worst else "",
+                *sizes,
+                f"{written}" if written == closed else f"{written} v {closed}",
+                f"{sent / MB:.2f}",
+                ratio,
+                f"{trial.milliseconds:.0f}",
+            )
+    return grid
+
+
+def _caption(trials: Sequence[Trial], options: Options) -> str:
+    error, path, name = max((t.worst.error, t.worst.path, t.name) for t in trials if t.worst)
+    timed = options.steps - WARM if options.steps > WARM else options.steps
+    return (
+        "Off by: the largest difference of a gradient from plain jax.grad on one device, relative to the largest "
+        f"element of its leaf: {error:.1e} at most, in {path} under {name}. Memory and sent: MB per device. Gradients "
+        "are among the temporaries, of a server among the arguments of its update; dp sends through the server. "
+        f"Step: the median of {timed} steps" + (", all strategies in turn." if len(trials) > 1 else ".")
+    )
+
+
+def record(trials: Sequence[Trial], options: Options) -> dict[str, Any]:
+    """Everything, for other programs to read."""
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
+    rows = {
+        trial.name: {
+            "losses": trial.losses,
+            "seconds": trial.seconds,
+            "median_milliseconds": trial.milliseconds,
+            "worst_gradient": dataclasses.asdict(trial.worst) if trial.worst else None,
+            "sent": trial.sent,
+            "sent_expected": trial.expected,
+            "peak_bytes_measured": trial.measured,
+            **trial.explanation.json(),
+        }
+        for trial in trials
+    }
+    return {"options": plain, "jax": jax.__version__, "cores": os.cpu_count(), "strategies": rows}
+
+
+def main(options: Options) -> list[Trial]:
+    """Compares, prints the table, writes the files."""
+    begin = time.perf_counter()
+    console = Console(width=max(80, min(100, Console().width)), highlight=False)
+    attach(options.devices)
+    chosen, source = named(options.model), text(options.data, options.length)
+    rate = options.lr or {"sgd": 0.1, "adamw": 3e-3}[options.optimizer]
+    descent = optax.sgd(rate, momentum=0.9) if options.optimizer == "sgd" else optax.adamw(rate)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), descent)
+    batches = list(itertools.islice(source.batches(options.rows, options.seed), options.steps))
+    key = jax.random.key(options.seed)
+    trials = []
+    for name in options.strategies:
+        with console.status(f"compiling {name}"):
+            trials.append(prepare(chosen.model, optimizer, name, batches[0]))
+    with console.status("comparing gradients"):
+        measure(trials, key, batches[0])
+        check(trials, chosen.model, key, batches[0])
+    train(trials, batches, console)
+
+    device = jax.devices()[0]
+    where = f"{jax.device_count()} x {device.device_kind}"
+    if device.platform == "cpu":
+        where = f"{jax.device_count()} simulated devices on {os.cpu_count()} cores"
+    size = f"{chosen.parameters:,} parameters, batch {options.rows} x {options.length}"
+    title = f"{options.model}, {size}, {options.optimizer}, {where}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "compare.json").write_text(json.dumps(record(trials, options), indent=1))
+    for theme in THEMES:
+        draw(trials, title, options.out / "compare", theme)
+    console.print(title)
+    console.print(source.description)
+    console.print(table(trials))
+    console.print(_caption(trials, options))
+    console.print(
+        f"{time.perf_counter() - begin:.0f} s; {options.out}/compare.json, .svg, .png, and -dark.svg, -dark.png"
+    )
+    return trials
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,131 @@
+"""The picture of `compare.py`: losses that lie on each other, and what each strategy stores and sends."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+MB = 1e6
+THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines
+LINES = ("#8c959f", "#d1495b", "#e0902f", "#3fa05a", "#2aa5a0", "#4c8dd6", "#9a6fd0", "#c061a8")
+STORED = {
+    "parameters": "#4c8dd6",
+    "gradients": "#d9822b",
+    "optimizer state": "#3fa05a",
+    "activations, the rest": "#8c959f",
+}
+KINDS = {
+    "scatter": "#b5838d", "broadcast": "#d1495b", "gather": "#8d5a97",
+    "all-reduce": "#d9822b", "reduce-scatter": "#2aa5a0", "all-gather": "#4c8dd6",
+}  # fmt: skip
+
+
+def parts(memory: Any) -> tuple[int, int, int, int]:
+    """Parameters, gradients, optimizer state, and what the program needs beside them."""
+    at_rest = memory.params, memory.grads, memory.optimizer
+    return *at_rest, max(0, memory.total - sum(at_rest))
+
+
+def draw(trials: Sequence[Any], title: str, path: Path, theme: str) -> None:
+    """Of trials of `compare.py`: losses and how far they are apart on the left, bytes stored and sent on the right."""
+    ink, paper, lines = THEMES[theme]
+    style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
+    style |= {"figure.facecolor": paper, "axes.facecolor": paper, "axes.edgecolor": lines, "grid.color": lines}
+    style |= {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path", "svg.hashsalt": "jaxpar"}
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(11, 6.6), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        axes = figure.subplot_mosaic(
+            [["loss", "stored"], ["apart", "sent"]], width_ratios=[1, 1.05], height_ratios=[1.15, 1]
+        )
+        _curves(axes["loss"], axes["apart"], trials)
+        _stored(axes["stored"], trials)
+        _sent(axes["sent"], trials)
+        for suffix in (".svg", ".png"):
+            figure.savefig(path.with_name(f"{path.name}{theme}{suffix}"), dpi=150)
+        plt.close(figure)
+
+
+def _curves(loss: Any, apart: Any, trials: Sequence[Any]) -> None:
+    steps = np.arange(1, len(trials[0].losses) + 1)
+    first = np.array(trials[0].losses)
+    for number, trial in enumerate(trials):
+        # The first is the widest, so that curves that lie on each other are all seen.
+        color, width = LINES[number % len(LINES)], 1.2 + 1.4 * (len(trials) - 1 - number)
+        loss.plot(steps, trial.losses, color=color, linewidth=width, solid_capstyle="round", label=trial.name)
+        if number:
+            off = np.abs(np.array(trial.losses) - first)
+            beside = 0.8 * (number / len(trials) - 0.5)  # of one step, so that equal differences are all seen
+            apart.plot(steps + beside, np.where(off > 0, off, np.nan), "o", color=color, markersize=2.5)
+    loss.set(title=f"{len(trials)} losses, one on the other", ylabel="nats per byte", xlabel="step")
+    for handle in loss.legend(frameon=False, ncols=2, fontsize=9).legend_handles:
+        handle.set_linewidth(4)
+    apart.set(
+        title="how far from the first (equal ones are not drawn)",
+        ylabel="difference of the loss",
+        xlabel="step",
+        yscale="log",
+    )
+    ulp = np.spacing(np.float32(first.max()))
+    line = apart.axhline(ulp, color="0.55", linewidth=1, linestyle=":", zorder=0)
+    apart.legend(
+        [line], [f"one rounding of float32, at {first.max():.1f}"], frameon=False, loc="upper right", fontsize=9
+    )
+    apart.set_ylim(1e-8, max(1e-3, 10 * apart.dataLim.y1))
+    for axis in (loss, apart):
+        axis.set_xlim(1, max(2, len(first)))
+
+
+def _stored(axis: Any, trials: Sequence[Any]) -> None:
+    bars = [
+        (trial.name if role == "each device" else f"{trial.name} {role}", memory)
+        for trial in trials
+        for role, memory in trial.explanation.memory.items()
+    ]
+    for place, (_, memory) in enumerate(bars):
+        left = 0.0
+        for value, color in zip(parts(memory), STORED.values(), strict=True):
+            axis.barh(place, value / MB, left=left / MB, color=color, height=0.66)
+            left += value
+        axis.text(left / MB, place, f" {left / MB:.1f}", va="center")
+    _bars(axis, [name for name, _ in bars], 1.18 * max(sum(parts(m)) for _, m in bars) / MB)
+    axis.set(title="stored per device during a step, MB")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in STORED.values()]
+    _below(axis, handles, list(STORED))
+
+
+def _sent(axis: Any, trials: Sequence[Any]) -> None:
+    most = max(max(sum(t.sent.values()), t.expected) for t in trials) or 1
+    for place, trial in enumerate(trials):
+        left = 0
+        for kind, value in trial.sent.items():
+            axis.barh(place, value / MB, left=left / MB, color=KINDS.get(kind, "0.5"), height=0.66)
+            left += value
+        axis.text(left / MB, place, f" {left / MB:.1f}" if left else " nothing", va="center")
+        axis.plot(
+            [trial.expected / MB] * 2, [place - 0.42, place + 0.42], color=plt.rcParams["text.color"], linewidth=1.6
+        )
+    _bars(axis, [t.name for t in trials], 1.18 * most / MB)
+    axis.set(title="sent per device and step, MB; dp: through the server")
+    seen = dict.fromkeys(kind for t in trials for kind, value in t.sent.items() if value > 1e-3 * most)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=KINDS.get(kind, "0.5")) for kind in seen]
+    handles.append(plt.Line2D([], [], color=plt.rcParams["text.color"], linewidth=1.6))
+    _below(axis, handles, [*seen, "closed form"])
+
+
+def _bars(axis: Any, names: Sequence[str], limit: float) -> None:
+    axis.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
+    axis.invert_yaxis()
+    axis.set_xlim(0, limit)
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+
+
+def _below(axis: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A legend below the axis, where no bar can be."""
+    columns = len(labels) if len(labels) < 5 else 3
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.12), "borderaxespad": 0, "ncols": columns}
+    axis.legend(handles, labels, frameon=False, fontsize=9, columnspacing=1, handlelength=1.4, **place)
