@@ -20,7 +20,8 @@ from jaxpar.gradients import Local
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.layers import slice_program
-from jaxpar.layout import Leaf, place, place_optimizer
+from jaxpar.layout import place_optimizer
+from jaxpar.leaves import Leaf, place
 from jaxpar.server import ServerStep
 
 STRATEGIES = ("dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -130,8 +131,8 @@ def test_ledger_sees_a_whole_stack_at_once(strategy: str, kind: str, monkeypatch
     assert intact.by(*fields, value="count") == wanted.by(*fields, value="count")
     assert intact.total(kind=kind, in_loop=True) > 0
 
-    def at_once(fun: Any, params: Any, rest: Any, axes: Any, whole: Sequence[bool], remat: Any) -> Any:
-        return slice_program(fun, params, rest, axes, [True] * len(whole), remat)
+    def at_once(fun: Any, params: Any, rest: Any, axes: Any, whole: Sequence[bool], *others: Any) -> Any:
+        return slice_program(fun, params, rest, axes, [True] * len(whole), *others)
 
     monkeypatch.setattr("jaxpar.gradients.slice_program", at_once)
     found = Ledger.from_jaxpr(made(strategy).trace(BATCH), made(strategy).mesh)
@@ -154,8 +155,8 @@ def device_bytes(step: Any) -> dict[str, int]:
 STORED = {"zero1": (1, 1 / 8), "zero2": (1, 1 / 8), "zero3": (1 / 8, 1 / 8), "hsdp": (1 / 4, 1 / 4)}
 
 
-def replicated(path: str, shape: tuple[int, ...], dtype: Any, shards: int, trainable: bool) -> Leaf:
-    leaf = place(path, shape, dtype, shards, trainable)
+def replicated(path: str, *others: Any) -> Leaf:
+    leaf = place(path, *others)
     return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf  # the smallest
 
 
@@ -166,7 +167,7 @@ def optimizer_replicated(state: Any, params: Any, leaves: Sequence[Leaf], sharde
 @pytest.mark.parametrize("strategy", STORED)
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("jaxpar.layout.place", replicated), ("jaxpar.step.place_optimizer", optimizer_replicated)],
+    [("jaxpar.kept.place", replicated), ("jaxpar.step.place_optimizer", optimizer_replicated)],
     ids=["leaf", "optimizer"],
 )
 def test_layout_sees_what_was_left_replicated(

@@ -1,12 +1,14 @@
 """The corpus, its entropies against ones worked out by hand, and batches that can be resumed at any step."""
 
 from itertools import islice
+from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxpar.data import Corpus, batches, byte_corpus, pad_rows, windows
+from jaxpar.data import Corpus, Source, Text, batches, byte_corpus, pad_rows, windows
+from jaxpar.data import text as source_of
 
 
 def text(string: str) -> np.ndarray:
@@ -142,6 +144,81 @@ def test_a_text_shorter_than_one_window_says_so_before_the_first_batch() -> None
         batches(np.zeros(8, np.uint8), 1, 8, seed=0)
     with pytest.raises(ValueError, match=message):
         next(windows(np.zeros(8, np.uint8), 1, 8))
+
+
+def test_text_is_a_source_of_the_corpus(folder: Path) -> None:
+    source: Source = source_of(folder, length=16)
+    corpus = byte_corpus(folder)
+    assert (
+        f"{folder}: {corpus.train.size + corpus.held_out.size:,} bytes in 40 files, 632 of them" in source.description
+    )
+    assert source.sizes == {}
+    assert source.baselines == pytest.approx(
+        {"unigram": corpus.unigram_bits * log(2), "bigram": corpus.bigram_bits * log(2)}
+    )
+    for ours, theirs in (
+        (source.batches(3, seed=1, start=2), batches(corpus.train, 3, 16, seed=1, start=2)),
+        (source.held_out(3), windows(corpus.held_out, 3, 16)),
+    ):
+        for a, b in zip(islice(ours, 4), islice(theirs, 4), strict=True):
+            assert a.keys() == b.keys()
+            assert all((a[name] == b[name]).all() for name in a)
+
+
+def saved(ids: np.ndarray, path: Path) -> Path:
+    np.save(path, ids) if path.suffix == ".npy" else ids.tofile(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "vocabulary"),
+    [
+        ("t.npy", np.uint16, 50_000),
+        ("t.npy", np.int64, 50_000),
+        ("t.bin", np.uint16, 50_000),
+        ("t.bin", np.uint32, 99_999),
+    ],
+)
+def test_token_ids_are_read_from_disk(tmp_path: Path, name: str, dtype: type, vocabulary: int) -> None:
+    ids = np.arange(2000).astype(dtype) * 20
+    source = source_of(saved(ids, tmp_path / name), 7, vocabulary)
+    assert isinstance(source.train, np.memmap)
+    assert source.train.tolist() == ids[:1900].tolist()
+    batch = next(source.batches(5, seed=0))["tokens"]
+    assert batch.dtype == np.int32
+    assert (np.diff(batch) == 20).all()
+    held = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in source.held_out(3)])
+    assert held.tolist() == ids[1901:].tolist()
+    assert source.baselines == {}
+    assert "2,000 tokens, 100 of them held out" in source.description
+
+
+def text_of(tmp_path: Path, ids: list, dtype: type, name: str, length: int = 4, vocabulary: int = 100) -> Text:
+    return source_of(saved(np.asarray(ids, dtype), tmp_path / name), length, vocabulary)
+
+
+def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"t.npy holds token 100, but the vocabulary has 100: 0 to 99; use the model"):
+        text_of(tmp_path, [*range(101)] * 2, np.uint16, "t.npy")
+    with pytest.raises(ValueError, match=r"t.npy holds token -1, but the vocabulary"):
+        text_of(tmp_path, [-1] * 200, np.int32, "t.npy")
+    with pytest.raises(ValueError, match=r"t.npy holds float32\[200\]; save token ids as integers \[n\]"):
+        text_of(tmp_path, [1] * 200, np.float32, "t.npy")
+    with pytest.raises(
+        ValueError, match=r"t.bin has 201 bytes, for a vocabulary of 100 it needs uint16 ids: a multiple"
+    ):
+        text_of(tmp_path, [1] * 201, np.uint8, "t.bin")
+    with pytest.raises(ValueError, match=r"no file .*none.npy; give one"):
+        source_of(tmp_path / "none.npy", 4)
+    with pytest.raises(ValueError, match=r"vocabulary=100 is too small for bytes; use 256 or more, or a .npy file"):
+        source_of(None, 4, vocabulary=100)
+
+
+def test_a_length_needs_a_window_to_train_on_and_one_held_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"length=300 needs windows of 301 tokens, but the text has 190; use a length"):
+        text_of(tmp_path, [1] * 200, np.uint16, "t.npy", length=300)
+    with pytest.raises(ValueError, match=r"length=10 needs more than 10 held out, but of .*t.npy: 200 tokens, 10 are"):
+        text_of(tmp_path, [1] * 200, np.uint16, "t.npy", length=10)
 
 
 def test_pad_rows_fills_up_with_zeros_and_masks_them() -> None:

@@ -56,7 +56,7 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
         ("fsdp=4,fsdp=8", ("'fsdp=8'", "'fsdp=4,fsdp=8'", "once")),
         ("fsdp=x", ("fsdp='x'", "whole number from 1, or -1")),
         ("fsdp=0", ("fsdp=0", "whole number from 1, or -1")),
-        ("data=-1,fsdp=-1", ("data=-1 and fsdp=-1", "only one", "give one of them a size")),
+        ("data=-1,fsdp=-1", ("data=-1 and fsdp=-1", "only one", "give the rest a size")),
         ("zero=4", ("zero=4", "use 1, 2 or 3")),
         ("microbatches=0", ("microbatches=0", "whole number from 1")),
         ("precision=bf61", ("precision='bf61'", "use one of f32, bf16, f16", "did you mean 'bf16'?")),
@@ -76,8 +76,11 @@ def test_strategy_text(text: str, parts: tuple[str, ...]) -> None:
     [
         (None, ("strategy=None", "jaxpar.Strategy nor text", "try 'fsdp'")),
         (8, ("strategy=8", "jaxpar.Strategy nor text", "try 'fsdp'")),
-        ("fsdp=3", ("fsdp=3 needs 3 devices and there are 8", "make data x fsdp = 8", "-1", "a mesh of 3 devices")),
-        ("data=2,fsdp=2", ("data=2, fsdp=2 needs 4 devices and there are 8", "make data x fsdp = 8")),
+        (
+            "fsdp=3",
+            ("fsdp=3 needs 3 devices and there are 8", "make pipe x data x fsdp = 8", "-1", "a mesh of 3 devices"),
+        ),
+        ("data=2,fsdp=2", ("data=2, fsdp=2 needs 4 devices and there are 8", "make pipe x data x fsdp = 8")),
         ("data=3,fsdp=-1", ("data=3 does not divide 8 devices", "use 1 or 2 or 4 or 8")),
     ],
 )

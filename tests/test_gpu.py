@@ -1,5 +1,6 @@
 """Steps compiled for 8 H100s that are not there: memory, collectives, overlap; against steps written by hand."""
 
+import functools
 import math
 import re
 import sys
@@ -109,6 +110,28 @@ def test_gathers_of_layers_are_hidden_by_compute(llama: Compiled) -> None:
     hidden = sum(one.bytes for one in large if one.overlapped)
     if llama.step.strategy.zero == 3:  # ZeRO-2 gathers after its update, when there is nothing left to compute
         assert hidden > 0.5 * sum(one.bytes for one in large)
+
+
+def piped(strategy: str) -> int:
+    """Bytes of the temporaries of a pipeline of 4 over the same layers."""
+    init, loss = handwritten.model_fns(WIDTHS)
+    devices = gpu_topology("8xH100")[:4]
+    step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adamw(3e-4), f"{strategy},precision=bf16", devices)
+    rows = jax.ShapeDtypeStruct((step.strategy.microbatches, WIDTHS.sequence + 1), jnp.int32)
+    return step.compile({"tokens": rows}).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.xdist_group("gpu pipe")
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_memory_of_a_pipeline_is_flat_in_microbatches(chunks: int) -> None:
+    few, many = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
+    assert many <= 1.05 * few
+    assert many < 0.5 * gpipe()
+
+
+@functools.cache
+def gpipe() -> int:
+    return piped("pipe=4,schedule=gpipe,microbatches=32")
 
 
 def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -13,6 +13,8 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.data import batches, byte_corpus
+from jaxpar.models import llama
 
 WORKER = """
 import json, sys
@@ -24,10 +26,11 @@ import optax
 sys.path.insert(0, "tests")
 import jaxpar as jp
 from test_processes import model, rows
-mine = {name: x[rank * 8 : rank * 8 + 8] for name, x in rows().items()}
 found = {}
 for strategy in sys.argv[3:]:
-    step = jp.make_train_step(model(), optax.sgd(0.1, momentum=0.9), strategy)
+    step = jp.make_train_step(model(strategy), optax.sgd(0.1, momentum=0.9), strategy)
+    # Two stages of a pipeline have the same rows.
+    mine = {name: x if "pipe" in strategy else x[rank * 8 : rank * 8 + 8] for name, x in rows(strategy).items()}
     state = step.init(jax.random.key(0))
     losses = []
     for _ in range(3):
@@ -37,15 +40,23 @@ for strategy in sys.argv[3:]:
     found[strategy] = [dict(step.mesh.shape), losses]
 print("RESULT", json.dumps(found))
 """
-STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp")
+STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2")
 
 
-def rows() -> dict[str, np.ndarray]:
+def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
+    """Noise, or for a pipeline bytes of Python's own source."""
+    if "pipe" in strategy:
+        return next(batches(byte_corpus().train, rows=16, length=12, seed=0))
     rng = np.random.default_rng(0)
     return {"x": rng.normal(size=(16, 12)).astype(np.float32), "y": rng.normal(size=(16, 8)).astype(np.float32)}
 
 
-def model() -> jp.Model:
+def model(strategy: str = "ddp") -> jp.Model:
+    """Three scanned layers, or for a pipeline a Llama of bytes."""
+    if "pipe" in strategy:
+        config = llama.Config(vocab=256, dim=16, layers=4, heads=2, kv_heads=1, ffn=24)
+        return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+
     def init(key: jax.Array) -> dict[str, jax.Array]:
         a, b = jax.random.split(key)
         return {"in": jax.random.normal(a, (12, 16)) * 0.3, "layers": jax.random.normal(b, (3, 16, 16)) * 0.2}
@@ -57,14 +68,14 @@ def model() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
-def one_device() -> list[float]:
-    step = jp.make_train_step(model(), optax.sgd(0.1, momentum=0.9), "single")
+def one_device(strategy: str) -> list[float]:
+    step = jp.make_train_step(model(strategy), optax.sgd(0.1, momentum=0.9), "single")
     state = step.init(jax.random.key(0))
     losses = []
     for _ in range(3):
-        state, metrics = step(state, rows())
+        state, metrics = step(state, rows(strategy))
         losses.append(float(metrics["loss"]))
-    return [*losses, float(step.evaluate(state, rows())["loss"])]
+    return [*losses, float(step.evaluate(state, rows(strategy))["loss"])]
 
 
 def test_two_hosts_train_as_one_device() -> None:
@@ -90,5 +101,5 @@ def test_two_hosts_train_as_one_device() -> None:
         assert lines, errors[-3000:]
         found = json.loads(lines[0].removeprefix("RESULT"))
         for strategy in STRATEGIES:
-            assert found[strategy][1] == pytest.approx(one_device(), rel=1e-5), strategy
+            assert found[strategy][1] == pytest.approx(one_device(strategy), rel=1e-5), strategy
         assert found["hsdp"][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}  # data = hosts, fsdp = their devices

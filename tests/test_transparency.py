@@ -30,6 +30,7 @@ MICROBATCHES = (1, 2)
 REMATS = ("none", "layer", "dots")
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 3
+BY_NAME = ("gpt2_dropout", "resnet_bottleneck", "mlp_stack")
 
 
 def product() -> Iterator[tuple[str, str, int, str]]:
@@ -39,9 +40,14 @@ def product() -> Iterator[tuple[str, str, int, str]]:
 
 
 def covering() -> list[tuple[str, str, int, str]]:
-    """Every model with every strategy, and with them every pair of strategy or model, microbatches and remat."""
+    """Every model with every strategy, and with them every pair of strategy or model, microbatches and remat.
+
+    Models that come by name, and resemble others here, meet a fifth of the strategies each; few meet `single`.
+    """
     cells = []
     for (i, name), (j, strategy) in itertools.product(enumerate(ZOO), enumerate(STRATEGIES)):
+        if (name in BY_NAME and (i + j) % 5) or (strategy == "single" and i % 4):
+            continue
         remat = REMATS[(i + j) % 3] if entry(name).stacks else "none"
         cells.append((name, strategy, MICROBATCHES[(i + j // 2) % 2], remat))
     return cells
@@ -67,8 +73,10 @@ def cells() -> list[Any]:
 
 def test_covering_array_covers() -> None:
     for a, b in itertools.combinations(range(4), 2):
-        assert {(c[a], c[b]) for c in CHOSEN} >= {(c[a], c[b]) for c in product()} or {a, b} == {0, 3}
-    assert len(CHOSEN) <= 80
+        wanted = {(c[a], c[b]) for c in product() if c[0] not in BY_NAME and c[1] != "single"}
+        assert {(c[a], c[b]) for c in CHOSEN} >= wanted or {a, b} == {0, 3}
+    assert {c[0] for c in CHOSEN} == {*ZOO}
+    assert len(CHOSEN) <= 90
 
 
 @functools.cache
@@ -118,10 +126,11 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
 
 
 def logical(step: Any, stored: Any) -> Any:
-    leaves = zip(step.layout.leaves, jax.tree.leaves(stored), strict=True)
-    return jax.tree.unflatten(
-        step.layout.tree, [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in leaves]
-    )
+    """A tree like the kept parameters as the model's own."""
+    kept = step.layout.kept
+    pairs = zip(kept.leaves, jax.tree.leaves(stored), strict=True)
+    whole = [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in pairs]
+    return jax.tree.unflatten(kept.model_tree, kept.of_model(whole))
 
 
 def local_bytes(tree: Any) -> int:
@@ -162,7 +171,8 @@ def check_ledger(step: Any, batch: Any, compiled: Any) -> None:
         # The CPU compiler drops the barriers that keep the gathers of one leaf apart; test_gpu.py has a compiler that
         # does not.
         merged = key[0] == "all-gather" and step.strategy.zero == 3
-        low = 0.49 / step.strategy.microbatches if merged else 1
+        # It also merges equal gradients: of two biases whose sum is all that a ResNet's block reads of them.
+        low = 0.49 / step.strategy.microbatches if merged else 0.98
         assert low * wanted.get(key, 0) <= found.get(key, 0) <= wanted.get(key, 0) + 64, (key, found, wanted)
 
 
@@ -208,7 +218,7 @@ def tuned(optimizer: str) -> Any:
 
 
 @pytest.mark.xdist_group("optimizers")
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])  # ZeRO-2 updates as ZeRO-1 does
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer(optimizer: str, strategy: str) -> None:
     """Optimizers that look at norms, shapes and rows of leaves see logical leaves, padded ones included."""

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.data import pad_rows
-from jaxpar.models import llama
+from jaxpar.models import llama, named
 
 ROWS = 16
 
@@ -171,7 +171,8 @@ class ResNet(nnx.Module):
     """Images float32 [B, H, W, 3] -> logits [B, 10]."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs) -> None:
-        self.stem = nnx.Conv(3, channels, (3, 3), strides=2, rngs=rngs)
+        # Without a bias: its gradient is zero before BatchNorm, and what is left of it is rounding, as in LinenResNet.
+        self.stem = nnx.Conv(3, channels, (3, 3), strides=2, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(channels, momentum=0.9, rngs=rngs)
         self.blocks = nnx.List([Residual(channels, rngs=rngs) for _ in range(2)])
         self.head = nnx.Linear(channels, 10, rngs=rngs)
@@ -277,5 +278,32 @@ def encoder_decoder() -> Entry:
     return Entry("encoder_decoder", model, batch, stacks=2)
 
 
-_ENTRIES = (gpt, gpt_linen, mlp, function, resnet, resnet_linen, gpt_dropout, gpt_masked, encoder_decoder)
+def gpt2_dropout() -> Entry:
+    model = named("gpt-tiny", vocab=61, dim=30, heads=3, layers=3, context=12, dropout=0.3).model
+    return Entry("gpt2_dropout", model, {"tokens": random_tokens(61, 11)}, stacks=1)
+
+
+def resnet_bottleneck() -> Entry:
+    model = named("resnet-tiny", width=13, channels=3, blocks=(1, 1), bottleneck=True).model
+    return Entry("resnet_bottleneck", model, images(), stacks=0)
+
+
+def mlp_stack() -> Entry:
+    return Entry("mlp_stack", named("mlp-tiny", hidden=131, layers=3, channels=3).model, images(), stacks=1)
+
+
+_ENTRIES = (
+    gpt,
+    gpt_linen,
+    mlp,
+    function,
+    resnet,
+    resnet_linen,
+    gpt_dropout,
+    gpt_masked,
+    encoder_decoder,
+    gpt2_dropout,
+    resnet_bottleneck,
+    mlp_stack,
+)
 ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}

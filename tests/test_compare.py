@@ -1,0 +1,84 @@
+"""`make compare`, small: two strategies, three steps; the table, the record and the pictures."""
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STRATEGIES = ("dp", "zero3")
+STEPS = 3
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+    """What it prints, its folder, its record."""
+    out = tmp_path_factory.mktemp("compare")
+    data = out / "text"
+    data.write_bytes(bytes(range(256)) * 40)
+    small = ["--rows", "8", "--length", "16", "--data", str(data), "--out", str(out), "--steps", str(STEPS)]
+    done = run(*small, "--strategies", *STRATEGIES)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, out, json.loads((out / "compare.json").read_text())
+
+
+def test_table(compared: tuple[str, Path, dict[str, Any]]) -> None:
+    printed, _, record = compared
+    assert max(map(len, printed.splitlines())) <= 80
+    rows = [line.split() for line in printed.splitlines() if line.startswith(STRATEGIES)]
+    assert [row[0] for row in rows] == ["dp", "dp", "zero3"]
+    assert "8 simulated devices on" in re.sub(r"\s+", " ", printed)
+    zero3 = record["strategies"]["zero3"]
+    params, _, _, temporaries, collectives, sent, ratio = rows[-1][3:10]
+    assert float(params) == pytest.approx(zero3["memory"]["each device"]["params"] / 1e6, abs=0.005)
+    assert float(temporaries) == pytest.approx(zero3["memory"]["each device"]["temporaries"] / 1e6, abs=0.005)
+    assert int(collectives) == sum(check["expected_count"] for check in zero3["checks"])
+    assert float(sent) == pytest.approx(sum(zero3["sent"].values()) / 1e6, abs=0.005)
+    assert ratio == "1.000"
+
+
+def test_strategies_agree(compared: tuple[str, Path, dict[str, Any]]) -> None:
+    *_, record = compared
+    assert tuple(record["strategies"]) == STRATEGIES
+    first = np.array(record["strategies"]["dp"]["losses"])
+    assert len(first) == STEPS
+    for found in record["strategies"].values():
+        np.testing.assert_allclose(found["losses"], first, rtol=1e-5)
+        assert found["worst_gradient"]["error"] < 1e-5
+        assert len(found["seconds"]) == STEPS
+        assert min(found["seconds"]) > 0
+
+
+def test_dp_makes_five_exchanges_through_its_server(compared: tuple[str, Path, dict[str, Any]]) -> None:
+    *_, record = compared
+    dp = record["strategies"]["dp"]
+    assert [t["kind"] for t in dp["transfers"]] == ["scatter", "broadcast", "gather", "scatter", "gather"]
+    assert sum(dp["sent"].values()) == dp["sent_expected"]
+    assert dp["memory"]["server"]["total"] > dp["memory"]["others"]["total"]
+
+
+def test_pictures(compared: tuple[str, Path, dict[str, Any]]) -> None:
+    _, out, _ = compared
+    for theme, paper in ("", 1.0), ("-dark", 0.07):
+        image = matplotlib.image.imread(out / f"compare{theme}.png")
+        assert image[0, 0, :3] == pytest.approx(paper, abs=0.04)
+        assert len(np.unique(image[::8, ::8, :3].reshape(-1, 3), axis=0)) > 20  # ink, lines, bars
+        assert ET.parse(out / f"compare{theme}.svg").getroot().tag.endswith("svg")
+
+
+def test_a_misspelt_strategy_is_named_before_anything_compiles() -> None:
+    done = run("--strategies", "ddp", "zero33")
+    assert done.returncode != 0
+    assert "did you mean 'zero3'" in re.sub(r"[\s│]+", " ", done.stderr)  # whatever the box breaks

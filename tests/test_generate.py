@@ -1,0 +1,89 @@
+"""Text is continued token by token, on the devices where the parameters live."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.models import gpt, named, text
+from jaxpar.models.llama import Config, Llama
+
+
+class Sums(nnx.Module):
+    """Always sure: after tokens a, b, c it says (1 a + 2 b + 3 c) modulo 31, whatever comes later."""
+
+    def __init__(self) -> None:
+        self.config = Config(vocab=31, context=9)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        weights = 1 + jnp.arange(tokens_BT.shape[1])
+        return jax.nn.one_hot(jnp.cumsum(tokens_BT * weights, axis=1) % 31, 31)
+
+
+@pytest.mark.parametrize("window", [2, 4, 9, None])
+def test_generation_is_the_most_probable_token_after_token(window: int | None) -> None:
+    prompt = np.asarray([[3, 1, 4], [1, 5, 9]])
+    expected = prompt.tolist()
+    for row in expected:
+        for _ in range(8):
+            row.append(sum(i * token for i, token in enumerate(row[-(window or 9) :], 1)) % 31)
+    found = text.generate(Sums(), prompt, 8, jax.random.key(0), temperature=0, window=window)
+    assert found.dtype == jnp.int32
+    assert found.tolist() == expected
+
+
+def test_generation_on_eight_devices_is_that_of_one_and_traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = named("llama-tiny", dim=64, layers=2, dropout=0.5)
+    step = jp.make_train_step(model.model, optax.sgd(0.1), "zero3")
+    state = step.init(jax.random.key(0))
+    module, prompt, key = step.model(state), np.asarray([[1, 2, 3]]), jax.random.key(1)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
+    found = model.generate(module, prompt, 6, key)
+
+    def never(self: Llama, tokens_BT: jax.Array) -> jax.Array:
+        raise AssertionError("traced again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "__call__", never)
+        np.testing.assert_array_equal(model.generate(step.model(state), prompt, 6, key), found)
+        assert not np.array_equal(model.generate(module, prompt, 6, jax.random.key(2)), found)
+    module.eval()  # as it was generated with
+    nnx.update(module, jax.device_put(nnx.state(module), jax.devices()[0]))
+    np.testing.assert_array_equal(model.generate(module, prompt, 6, key), found)
+
+
+def test_generation_draws_from_the_softmax_at_a_temperature() -> None:
+    class Fixed(nnx.Module):
+        def __init__(self) -> None:
+            self.config, self.odds = Config(vocab=3), nnx.Param(jnp.log(jnp.asarray([1.0, 4.0, 16.0])))
+
+        def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(self.odds[...], (*tokens_BT.shape, 3))
+
+    prompt = np.zeros((4000, 1))
+    for temperature, weights in ((1.0, [1, 4, 16]), (2.0, [1, 2, 4])):
+        drawn = text.generate(Fixed(), prompt, 2, jax.random.key(0), temperature)[:, 1:]
+        shares = np.bincount(np.ravel(drawn), minlength=3) / drawn.size
+        np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": [1, 2]}, r"prompt has shape \[2\], needs \[rows, tokens\]"),
+        ({"prompt": [[]]}, r"prompt has shape \[1, 0\], needs \[rows, tokens\] with one token or more"),
+        ({"count": 0}, r"count=0 adds nothing; use 1 or more"),
+        ({"window": 13}, r"window=13 must lie in 1 to 12, the model's context"),
+    ],
+)
+def test_generation_says_what_it_needs(change: dict[str, Any], message: str) -> None:
+    model = nnx.eval_shape(
+        lambda: gpt.GPT(gpt.Config(vocab=61, dim=30, heads=3, layers=3, context=12), rngs=nnx.Rngs(0))
+    )
+    with pytest.raises(ValueError, match=message):
+        text.generate(model, **({"prompt": [[1]], "count": 1, "key": jax.random.key(0)} | change))
