@@ -105,11 +105,10 @@ def test_gradients_are_reduced_in_float32(llama: Compiled) -> None:
 def test_gathers_of_layers_are_hidden_by_compute(llama: Compiled) -> None:
     gathers = [one for loop in llama.loops(WIDTHS.layers) for one in loop if one.kind == "all-gather"]
     assert {one.dtype for one in gathers} == {"bfloat16"}
-    assert all(one.asynchronous for one in gathers)
     large = [one for one in gathers if one.bytes > LARGE * WIDTHS.layers]
     hidden = sum(one.bytes for one in large if one.overlapped)
     if llama.step.strategy.zero == 3:  # ZeRO-2 gathers after its update, when there is nothing left to compute
-        assert hidden > 0.5 * sum(one.bytes for one in large)
+        assert hidden > 0.75 * sum(one.bytes for one in large)
 
 
 def piped(strategy: str) -> int:
