@@ -19,7 +19,8 @@ class Access:
     """
 
     def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy):
-        self.leaves, self.policy, self.whole_at_rest = layout.kept.units, layout.policy, "params" not in rule.sharded
+        self.leaves, self.policy = [leaf.local for leaf in layout.kept.units], layout.policy
+        self.whole_at_rest = "params" not in rule.sharded
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]

@@ -20,6 +20,7 @@ from . import jaxpr as jx
 from .access import Access
 from .layers import Program, slice_program
 from .layout import Layout
+from .localise import RULES, localise
 from .model import Mean, Model, Replicated, couplings
 from .parallel import rule_of
 from .parallel.cut import shareable
@@ -46,7 +47,7 @@ class Local:
     """The loss of one model under one strategy, as a function of local values.
 
     `axes` are the mesh axes over which rows are spread and that have several devices, name -> size. With a pipeline,
-    `schedule` is its schedule.
+    `schedule` is its schedule. `gathered` has what tensor ranks gather for want of a rule: where, and bytes.
     """
 
     model: Model
@@ -54,6 +55,7 @@ class Local:
     strategy: Strategy
     axes: dict[str, int]
     schedule: Schedule | None = None
+    gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     _programs: dict[Any, tuple[Program, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -63,6 +65,16 @@ class Local:
         for size in self.axes.values():
             n *= size
         return n
+
+    @property
+    def ranks(self) -> int:
+        """The number of tensor ranks."""
+        return self.layout.mesh.shape["tensor"]
+
+    @property
+    def traced_axes(self) -> dict[str, int]:
+        """The mesh axes that a traced program may name: what it is on one rank of `tensor`."""
+        return self.axes | ({"tensor": self.ranks} if self.ranks > 1 else {})
 
     def program(self, variables: Any, batch: Any, key: jax.Array | None) -> tuple[Program, Any]:
         """The sliced loss for one microbatch (abstract or not), and the tree of its outputs. Sliced once."""
@@ -92,7 +104,18 @@ class Local:
         whole = [leaf.dim == 0 for leaf in units]
         own = [leaf.layers is not None for leaf in units]
         with couplings() as noted:
-            program, out = slice_program(fun, params, rest, self.axes, whole, self.strategy.remat, own, kept.families)
+            program, out = slice_program(
+                fun,
+                params,
+                rest,
+                self.traced_axes,
+                whole,
+                self.strategy.remat,
+                own,
+                kept.families,
+                self._rewrite if self.ranks > 1 else lambda flat: flat,
+                self.strategy.sequence,
+            )
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
         if self.schedule is not None:
             self._check_pipe(program, out)
@@ -104,6 +127,17 @@ class Local:
         self._check(program, out, len(jax.tree.leaves(rest)))
         self._warn(program)
         return program, out
+
+    def _rewrite(self, flat: jx.Flat) -> jx.Flat:
+        """The program of one tensor rank."""
+        units = self.layout.kept.units
+        dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
+        fun, gathered = localise(flat, dims, [leaf.path for leaf in units], self.ranks, self.strategy.sequence, RULES)
+        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+        parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
+        local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
+        self.gathered.update(gathered)
+        return local
 
     def _check_pipe(self, program: Program, out: Any) -> None:
         """Raises ValueError where a pipeline cannot run the model."""

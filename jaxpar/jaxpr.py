@@ -6,8 +6,9 @@ supported range of jax spell some parameters of `scan` differently, and this is 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 from jax.interpreters import partial_eval as pe
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
+from . import kernels
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("remat2", "checkpoint", "remat")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 
 
@@ -76,7 +79,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if name in _CALLS or (name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))):
+            if (name in CALLS and kernels.of(eqn) is None) or (name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
                 walk(inner, inner_consts, inner_env)
@@ -111,6 +114,20 @@ def build(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) ->
 def run(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Callable[..., list[Any]]:
     """The function from values of `invars` to values of `outvars` that some equations compute."""
     return jec.jaxpr_as_fun(build(eqns, invars, outvars))
+
+
+def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
+    """An equation's primitive on other values, with other parameters where `changes` says so."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def standing(eqn: Any) -> Iterator[None]:
+    """Within it, what is traced stands where an equation stands in the user's program."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
@@ -221,7 +238,7 @@ def _mark(eqn: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
                 return outs
             inputs = inputs[:n] + carry + inputs[n + k :]
     inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    if inner is not None and (name in _CALLS or name in REMATS or name in _CUSTOM):
+    if inner is not None and (name in CALLS or name in REMATS or name in CUSTOM):
         return _inner(inner, inputs, stop)
     return [True] * len(eqn.outvars)
 

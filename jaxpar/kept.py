@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -76,7 +77,14 @@ class Kept:
         """The kept leaves, and then, one by one, the layers of those that are rolled: what a program may read."""
         layers = [
             replace(
-                leaf, path=self.models[i].path, shape=self.models[i].shape, dim=at, layers=None, stage=0, rolled=False
+                leaf,
+                path=self.models[i].path,
+                shape=self.models[i].shape,
+                dim=at,
+                layers=None,
+                stage=0,
+                rolled=False,
+                tensor=self.models[i].tensor,
             )
             for leaf, members in zip(self.leaves, self.origin, strict=True)
             if leaf.rolled
@@ -125,8 +133,17 @@ class Kept:
         return out
 
 
-def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | None, pipe: Pipe) -> Kept:
-    """An abstract parameter tree, kept for `shards` devices and a pipeline. Raises ValueError on a tree without any."""
+def make_leaves(
+    params: Any,
+    shards: int,
+    trainable: Callable[[str], bool] | None,
+    pipe: Pipe,
+    split: Mapping[str, int] = MappingProxyType({}),
+    ranks: int = 1,
+) -> Kept:
+    """An abstract parameter tree, kept for `shards` devices, a pipeline, and `ranks` over which dims are `split` (by
+    path). Raises ValueError on a tree without any.
+    """
     names, shapes, trains = [], [], []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = name_of(path)
@@ -142,7 +159,7 @@ def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | Non
         needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
         raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
 
-    alike = [(name, (x.shape, x.dtype, t)) for name, x, t in zip(names, shapes, trains, strict=True)]
+    alike = [(name, (x.shape, x.dtype, t, split.get(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
     # Paths with a slash of their own may be two parameters' at once.
     found = (
         []
@@ -176,15 +193,27 @@ def make_leaves(params: Any, shards: int, trainable: Callable[[str], bool] | Non
         order, tree = jax.tree.flatten(nested)
         flat, origin = [flat[i] for i in order], [origin[i] for i in order]
     own = own_leaves(flat) if pipe.ranks > 1 else frozenset()
+    dims = {at: split[name] for at, name in enumerate(names) if name in split}
     leaves = [
-        place(path, shape, shapes[at[0]].dtype, shards, trains[at[0]], pipe, path in own, is_rolled)
+        place(
+            path,
+            shape,
+            shapes[at[0]].dtype,
+            shards,
+            trains[at[0]],
+            pipe,
+            path in own,
+            is_rolled,
+            dims[at[0]] + is_rolled if at[0] in dims else None,
+            ranks,
+        )
         for (path, shape, is_rolled), at in zip(flat, origin, strict=True)
     ]
     as_is = {
         at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if not leaf.rolled and leaf.shape == leaf.logical
     }
     models = tuple(
-        as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe)
+        as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
     )
     return Kept(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as jx
+from .localise.edges import saves_no_gather
 from .hoist import split
 from .pieces import Access, Segment, Stack, Unit, add
 from .roll import NotAlike, roll
@@ -147,6 +148,8 @@ def slice_program(
     remat: Any = "none",
     own: Sequence[bool] = (),
     families: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
+    rewrite: Callable[[jx.Flat], jx.Flat] = lambda flat: flat,
+    sequence: bool = False,
 ) -> tuple[Program, Any]:
     """Trace `fun(params, rest)` and cut it.
 
@@ -160,6 +163,9 @@ def slice_program(
         stages, and slices no others; no other stack slices them.
       families: for each loop over alike layers, its leaves: the stack, which `fun` does not read, and its layers,
         which it reads. Where the layers are the same program, the program has a stack instead.
+      rewrite: what the traced program is changed into before it is cut (the program of one tensor rank).
+      sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
+        its backward, but gathered again.
 
     Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
@@ -170,6 +176,7 @@ def slice_program(
             flat = _rolled(flat, family, len(params), axes)
         except NotAlike as why:
             unrolled.append((family[0][0], str(why)))
+    flat = rewrite(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]
     index = {v: i for i, v in enumerate(leaves)}
@@ -199,7 +206,7 @@ def slice_program(
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, floating, index, kept(eqn), active, axes, remat)
+            piece = _stack(eqn, floating, index, kept(eqn), active, axes, remat, sequence)
             cut = piece if eqn is main else cut
         else:
             defined = {v for e in groups[number] for v in e.outvars}
@@ -306,6 +313,7 @@ def _stack(
     active: set[Any],
     axes: dict[str, int],
     remat: Any,
+    sequence: bool,
 ) -> Stack:
     parts = jx.scan_parts(eqn)
     sliced = _sliced(eqn, floating, index, whole)
@@ -346,8 +354,10 @@ def _stack(
     fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
     pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
     consts = list(flat.consts)
-    if remat != "none":
-        policy = {"layer": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(remat, remat)
+    if remat != "none" or sequence:
+        keep: Any = jax.checkpoint_policies.everything_saveable if remat == "none" else remat
+        policy = {"layer": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(keep, keep)
+        policy = saves_no_gather(policy) if sequence and policy is not None else policy
         rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
     unit = Unit(
         leaves,

@@ -12,7 +12,7 @@ last. The other leaves serve every rank, and are sharded over `pipe` and `fsdp` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,8 @@ class Leaf:
         then [layers, ...] or, with chunks, [chunks, layers / chunks, ...], where zeros may follow the last layer.
       stage: the dim of such a leaf that is over `pipe`.
       shard: the mesh axes over which `dim` is sharded.
+      tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
+      ranks: the number of these.
       rolled: whether it is a stack of leaves that the model has one by one, of layers in a Python loop (`roll.py`);
         its path has a `*` in place of their number.
     """
@@ -54,6 +56,14 @@ class Leaf:
     stage: int = 0
     shard: tuple[str, ...] = ("fsdp",)
     rolled: bool = False
+    tensor: int | None = None
+    ranks: int = 1
+
+    @property
+    def local(self) -> Leaf:
+        """The leaf as one tensor rank has it: its part is a leaf like any other."""
+        part = tuple(n // self.ranks if d == self.tensor else n for d, n in enumerate(self.shape))
+        return self if self.tensor is None else replace(self, shape=part, tensor=None, ranks=1)
 
     @property
     def logical(self) -> tuple[int, ...]:
@@ -70,6 +80,8 @@ class Leaf:
         axes: list[Any] = [None] * len(self.shape)
         if self.layers is not None:
             axes[self.stage] = "pipe"
+        if self.tensor is not None:
+            axes[self.tensor] = "tensor"
         if sharded and self.dim is not None:
             one, *more = self.shard
             axes[self.dim] = self.shard if more else one
@@ -140,32 +152,48 @@ def place(
     pipe: Pipe = _NO_PIPE,
     own: bool = False,
     rolled: bool = False,
+    tensor: int | None = None,
+    ranks: int = 1,
 ) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
 
-    `own` leaves belong to the stages.
+    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`.
     """
     layers, first_dim, axes = None, 0, ("fsdp",)
     if own:
         layers, shape = shape[0], pipe.shape(shape)
         first_dim = 1 if pipe.chunks == 1 else 2
+        tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
     stacked = not own and (rolled or may_stack(shape))
-    dims = range(1 if stacked else first_dim, len(shape))
+    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
     dim = next((d for d in dims if shape[d] and shape[d] % shards == 0), None) if shards > 1 else None
     note = ""
     if dim is None and shards > 1:
-        if dims and math.prod(shape) >= PAD_FROM:
+        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks):
             dim = max(dims, key=lambda d: shape[d])
             note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
-        elif stacked and not rolled and shape[0] and shape[0] % shards == 0:
+        elif stacked and not rolled and tensor != 0 and shape[0] and shape[0] % shards == 0:
             dim = 0
         else:
-            note = f"replicated: no dim of {shape} divides by {shards}, and it is small"
+            rest = "no dim" if tensor is None else f"no dim but {tensor}, which is on tensor,"
+            note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
     return Leaf(
-        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, layers, max(first_dim - 1, 0), axes, rolled
+        path,
+        shape,
+        jnp.dtype(dtype),
+        dim,
+        padded,
+        trainable,
+        note,
+        layers,
+        max(first_dim - 1, 0),
+        axes,
+        rolled,
+        tensor,
+        1 if tensor is None else ranks,
     )
 
 

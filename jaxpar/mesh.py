@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
+import warnings
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from .strategy import AXES, SIZED, Strategy
+from .strategy import AXES, Strategy
 
 
 def simulate(devices: int) -> None:
@@ -48,11 +50,6 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
         if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
             raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
-        unused = next((a for a in mesh.axis_names if a not in SIZED and mesh.shape[a] > 1), None)
-        if unused:
-            raise ValueError(
-                f"mesh has {unused}={mesh.shape[unused]}, which no strategy uses yet; use the axes {', '.join(SIZED)}"
-            )
         devices = list(mesh.devices.flat)
     else:
         given = jax.devices() if mesh is None else mesh
@@ -62,7 +59,8 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             or not all(isinstance(d, jax.Device) for d in given)
         ):
             raise ValueError(f"mesh={given!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]")
-        devices = list(given)
+        # Host by host, so that the innermost axes stay inside one where they fit.
+        devices = sorted(given, key=lambda d: d.process_index)
         if len(set(devices)) < len(devices):
             raise ValueError(f"mesh={given!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
         if strategy.single:
@@ -77,6 +75,13 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
                 raise ValueError(
                     f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree"
                 )
+    here = min(collections.Counter(d.process_index for d in devices).values())
+    if sizes["tensor"] > 1 and here % sizes["tensor"]:
+        warnings.warn(
+            f"tensor={sizes['tensor']} does not divide the {here} devices of a host, so that its all-reduces, several "
+            f"for each layer, leave the host; use tensor={math.gcd(here, sizes['tensor'])}, and fsdp or pipe for the rest",
+            stacklevel=2,
+        )
     shape = tuple(sizes.values())
     assert math.prod(shape) == len(devices)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

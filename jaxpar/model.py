@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,10 @@ class Model:
         above and the new variables (BatchNorm statistics and the like).
       wrap: params -> the tree that users see (`step.params`); `unwrap` is the reverse.
       bind: `bind(params, variables)`, the user's module with these values (`step.model`).
+      rules: the model's own table of what `tensor` splits, such as {"ffn/up/kernel": -1} (`parallel/tensor.py`). It is
+        complete: what it does not name is whole, unless the annotations name it. Without one, jaxpar's presets serve.
+      names: the model's annotations, for `tensor`: `names()` is, by leaf path, a name, None or a tuple of names for
+        each dim, logical ones ("mlp") or mesh axes.
     """
 
     init: Callable[..., Any]
@@ -63,6 +67,8 @@ class Model:
     wrap: Callable[[Any], Any] = lambda params: params
     unwrap: Callable[[Any], Any] = lambda tree: tree
     bind: Callable[[Any, Any], Any] | None = None
+    rules: Mapping[str, int | str | None] | None = None
+    names: Callable[[], Mapping[str, tuple[Any, ...]]] = dict
 
     def __post_init__(self) -> None:
         for name in ("init", "loss"):

@@ -18,11 +18,12 @@ from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
 from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
-from .leaves import Leaf, Pipe
+from .leaves import Leaf, Pipe, name_of
 from .mesh import make_mesh
 from .model import Model
 from .parallel import rule_of
 from .parallel.schedules import Schedule
+from .parallel.tensor import Rules, tensor_dims
 from .precision import LossScale, Policy
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
@@ -40,6 +41,7 @@ def make_train_step(
     strategy: Strategy | str = "single",
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
+    rules: Rules | None = None,
 ) -> Step:
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -50,6 +52,8 @@ def make_train_step(
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
         gradients, no optimizer state. All floating-point leaves if None.
+      rules: for `tensor`, which dim of which parameter is split: patterns of paths, or logical names of the model's
+        annotations (`parallel/tensor.py`). They come before what the model and jaxpar know themselves.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try.
     """
@@ -69,13 +73,15 @@ def make_train_step(
     kind = Step
     if strategy.server:
         from .server import ServerStep as kind  # stands on this module
-    return kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable)
+    return kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable, rules)
 
 
 class Step:
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
-    def __init__(self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any):
+    def __init__(
+        self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
+    ):
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
@@ -83,7 +89,10 @@ class Step:
         shards = 1 if strategy.server else mesh.shape["fsdp"]
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks))
+        flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+        parts = mesh.shape["tensor"]
+        split = tensor_dims(flat, parts, rules, model.rules, model.names()) if parts > 1 else {}
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
         tuned = trained(seen, [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in seen], tree)

@@ -22,8 +22,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": -1, "zero": 3},
     "hsdp": {"data": "hosts", "fsdp": -1, "zero": 3},
     "pp": {"pipe": -1},
+    "tp": {"tensor": -1},
 }
-SIZED = ("pipe", "data", "fsdp")  # the axes that a strategy gives a size
 _CHOICES = {
     "schedule": ("1f1b", "gpipe"),
     "precision": ("f32", "bf16", "f16"),
@@ -45,6 +45,10 @@ class Strategy:
       schedule: the order of forwards and backwards in the pipeline, "1f1b" or "gpipe" (`parallel/schedules.py`).
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages.
+      tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
+        (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
+      sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over
+        `tensor` along the sequence (Korthikanti et al. 2022, section 4.2.2): as much is sent, less is kept.
       single: one device, whatever else is attached: the reference of every other strategy.
       server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
       microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with
@@ -54,7 +58,7 @@ class Strategy:
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
         "layer" (all), "dots" (all but matmuls), or a `jax.checkpoint` policy.
 
-    One of `pipe`, `data` and `fsdp` may be -1: what the others leave of the devices.
+    One of `pipe`, `data`, `fsdp` and `tensor` may be -1: what the others leave of the devices.
 
     >>> Strategy.parse("zero2,microbatches=4")
     Strategy('fsdp=-1,zero=2,microbatches=4')
@@ -68,6 +72,8 @@ class Strategy:
     pipe: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    tensor: int = 1
+    sequence: bool = False
     single: bool = False
     server: bool = False
     microbatches: int = 1
@@ -76,13 +82,13 @@ class Strategy:
     remat: str | Callable[..., bool] = "none"
 
     def __post_init__(self) -> None:
-        for axis in SIZED:
+        for axis in AXES:
             size = getattr(self, axis)
             if not (axis == "data" and size == "hosts") and (not _is_int(size) or (size < 1 and size != -1)):
                 raise ValueError(
                     f"{axis}={size!r} is not an axis size; use a whole number from 1, or -1 for what is left"
                 )
-        free = [axis for axis in SIZED if getattr(self, axis) == -1]
+        free = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(free) > 1:
             raise ValueError(
                 f"{'=-1 and '.join(free)}=-1: only one axis can be what the others leave; give the rest a size"
@@ -101,15 +107,17 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{_near(value, choices)}"
                 )
-        for name in ("single", "server"):
+        for name in ("single", "server", "sequence"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
-        for axis in ("fsdp", "pipe"):
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out")
+        for axis in ("fsdp", "pipe", "tensor"):
             if self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(
                     f"server=True with {axis}={size}: a central server shards nothing; use data={size} alone"
                 )
-        if self.single and (any(getattr(self, axis) != 1 for axis in SIZED) or self.server):
+        if self.single and (any(getattr(self, axis) != 1 for axis in AXES) or self.server):
             raise ValueError(
                 f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out"
             )
@@ -154,7 +162,7 @@ class Strategy:
         if self.single:
             return dict.fromkeys(AXES, 1)
         data: int = max(hosts, 2 if devices > 1 else 1) if self.data == "hosts" else self.data  # type: ignore[assignment]
-        known = {"pipe": self.pipe, "data": data, "fsdp": self.fsdp}
+        known = {"pipe": self.pipe, "data": data, "fsdp": self.fsdp, "tensor": self.tensor}
         given = ", ".join(f"{k}={v}" for k, v in known.items() if v not in (1, -1)) or "data=1, fsdp=1"
         free = [k for k, v in known.items() if v == -1]
         product = math.prod(v for v in known.values() if v != -1)
@@ -164,10 +172,10 @@ class Strategy:
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp = {devices}, set "
+                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp x tensor = {devices}, set "
                 f"one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
-        return {axis: known.get(axis, 1) for axis in AXES}
+        return {axis: known[axis] for axis in AXES}
 
     def _text(self, skip: str = "") -> str:
         parts = []

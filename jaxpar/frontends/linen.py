@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..leaves import name_of
 from ..model import Model, row_axes
 
 
@@ -23,6 +24,7 @@ class Apply:
         self._module, self._key, self._creating = module, key, creating
         self.variables, self.train, self._calls = variables, key is not None, 0
         self.asked: set[str] = set()
+        self.names: dict[str, tuple[Any, ...]] = {}  # what annotations call the dims of parameters
 
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
         """Call the module; see the class."""
@@ -49,19 +51,30 @@ class Apply:
             out, new = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         else:  # a second call, perhaps of another method, may create what the first did not
             out, new = self._module.apply(self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs)
+        boxed = jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=_is_boxed)
+        for path, box in boxed:
+            if isinstance(box, nn.Partitioned):
+                self.names.setdefault(name_of(path), tuple(box.names))
         new = nn.meta.unbox(dict(new))
         self.variables = _union(new, self.variables)
         return out, new
 
 
-def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any) -> Model:
-    """A model from a Linen module, which is neither annotated nor changed.
+def from_linen(
+    module: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    example: Any,
+    rules: Mapping[str, int | str | None] | None = None,
+) -> Model:
+    """A model from a Linen module, which is not changed and need not be annotated.
 
     Args:
       module: the module; its variables are created by tracing the loss on `example`.
       loss: `loss(apply, batch)` calls `apply(...)` as it would `module.apply` without the variables, and returns a
         scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
+      rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
+        to dims (`nn.with_partitioning`, `nn.with_logical_partitioning`) serve beside it.
 
     The collection `params` holds the parameters; other collections are state (BatchNorm statistics), the same on all
     replicas. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`, `nn.Dropout`,
@@ -76,9 +89,18 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
 
-    def init(key: jax.Array) -> tuple[Any, Any]:
+    def create(key: jax.Array) -> Apply:
         apply = Apply(module, {}, key, creating=True)
         loss(apply, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+        return apply
+
+    def names() -> dict[str, tuple[Any, ...]]:
+        found: dict[str, tuple[Any, ...]] = {}
+        jax.eval_shape(lambda key: found.update(create(key).names), jax.random.key(0))
+        return found
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        apply = create(key)
         if "params" not in apply.variables:
             raise ValueError(
                 f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?"
@@ -103,7 +125,11 @@ def from_linen(module: nn.Module, loss: Callable[[Any, Any], Any], example: Any)
     def bind(params: Any, variables: Any) -> Any:
         return module.bind({"params": params, **variables})
 
-    return Model(init, call, stateful=True, bind=bind)
+    return Model(init, call, stateful=True, bind=bind, rules=rules, names=names)
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.meta.AxisMetadata)
 
 
 def _interceptor(train: bool) -> Callable[..., Any]:

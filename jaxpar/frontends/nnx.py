@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,12 +13,18 @@ from jax.core import Tracer
 from ..model import Model, row_axes
 
 
-def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], Any]) -> Model:
-    """A model from an NNX module, which is neither annotated nor changed.
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    loss: Callable[[Any, Any], Any],
+    rules: Mapping[str, int | str | None] | None = None,
+) -> Model:
+    """A model from an NNX module, which is not changed and need not be annotated.
 
     Args:
       make: `make(rngs)` builds the module; called under `jax.jit`, so that parameters are created sharded.
       loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
+      rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
+        to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
 
     `nnx.Param`s are the parameters; every other variable is state, kept as the loss leaves it and the same on all
     replicas. `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers
@@ -78,7 +84,49 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], 
         params_tree.check(found)
         return out, others_tree.updated(variables, others)
 
-    return Model(init, call, stateful=True, wrap=params_tree.state, unwrap=params_tree.pure_checked, bind=bind)
+    return Model(
+        init,
+        call,
+        stateful=True,
+        wrap=params_tree.state,
+        unwrap=params_tree.pure_checked,
+        bind=bind,
+        rules=rules,
+        names=lambda: _annotations(param_state),
+    )
+
+
+def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
+    """By path of each annotated parameter, its names, one for each dim.
+
+    They may be fewer than the dims: `nnx.vmap` puts its dim in front, and names it only if it is told how
+    (`transform_metadata`); else the last dims have none, as in a PartitionSpec.
+    """
+    shapes, given = {}, {}
+    for path, variable in nnx.to_flat_state(state):
+        (leaf,) = jax.tree.leaves(variable)
+        shapes[path] = leaf.shape
+        sharding = variable.get_metadata().get("out_sharding")
+        sharding = getattr(sharding, "sharding", sharding)  # of a Format
+        names = getattr(sharding, "spec", sharding)  # of a NamedSharding
+        if names is not None:
+            given[path] = (names,) if isinstance(names, str) else tuple(names)
+    out = {}
+    for path, names in given.items():
+        missing = len(shapes[path]) - len(names)
+        stack = int(missing > 0 and _in_unnamed_stack(path, shapes, given))
+        out["/".join(map(str, path))] = (None,) * stack + names + (None,) * (missing - stack)
+    return out
+
+
+def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], given: dict[Any, Any]) -> bool:
+    """Whether all leaves of a module around this one share their first dim, to which no annotation gives a name."""
+    for n in range(1, len(path)):
+        below = [at for at in shapes if at[:n] == path[:n]]
+        stacked = len({shapes[at][:1] for at in below}) == 1 and (n == 1 or len(below) > 1)
+        if stacked and not any(len(given[at]) == len(shapes[at]) for at in below if at in given):
+            return True
+    return False
 
 
 class _Tree:

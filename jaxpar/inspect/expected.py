@@ -109,6 +109,7 @@ def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]
     mine = leaf.layers is not None  # of a stage
     n = math.prod(shape[a] for a in leaf.shard)
     ranks, layers = (shape["pipe"] if mine else 1), _layers(leaf)
+    leaf = leaf.local
     stored = math.prod(leaf.stored)
     sharded = shape["fsdp"] > 1 and leaf.dim is not None
     compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
@@ -143,7 +144,7 @@ def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]
 
 def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
     """What ZeRO-1 and 2 gather of an updated leaf."""
-    shape, mine = step.mesh.shape, leaf.layers is not None
+    leaf, shape, mine = leaf.local, step.mesh.shape, leaf.layers is not None
     if step.strategy.server or shape["fsdp"] == 1 or leaf.dim is None or not leaf.trainable or step.strategy.zero == 3:
         return
     dtype = step.policy.computed(leaf.dtype) if step.layout.copied else Policy.master(leaf.dtype)
@@ -171,7 +172,7 @@ _MARK.def_abstract_eval(lambda x, **_: x)
 
 class _Marker:
     def __init__(self, leaves: tuple[Leaf, ...]):
-        self.leaves = leaves
+        self.leaves = [leaf.local for leaf in leaves]
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
@@ -239,7 +240,7 @@ def _run(step: Step, batch: Any) -> _Run:
         outs, tape = program.forward(marker, leaves, values, grad=True)
         return outs, program.backward(marker, leaves, tape, {loss.total: jnp.float32(1)}, [None] * len(leaves))
 
-    jaxpr = jax.make_jaxpr(run, axis_env=list(step.local.axes.items()))(_leaves(step), jax.tree.leaves(rest))
+    jaxpr = jax.make_jaxpr(run, axis_env=list(step.local.traced_axes.items()))(_leaves(step), jax.tree.leaves(rest))
     m = step.strategy.microbatches
     uses, own = _counted(step, [(m, jaxpr)])
     return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
@@ -273,11 +274,11 @@ def _piped(step: Step, batch: Any) -> _Run:
 def _leaves(step: Step) -> list[Any]:
     """The units as a program reads them: of a stage's own leaf this rank's layers."""
     ranks = step.mesh.shape["pipe"]
+    units = [leaf.local for leaf in step.layout.kept.units]
     shapes = [
-        leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:])
-        for leaf in step.layout.kept.units
+        leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:]) for leaf in units
     ]
-    dtypes = [step.policy.computed(leaf.dtype) for leaf in step.layout.kept.units]
+    dtypes = [step.policy.computed(leaf.dtype) for leaf in units]
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import jax
 
+from ..localise import edges
 from .entry import KINDS, Place, merged
 from .entry import Collective as Collective
 from .hlo import read
@@ -36,6 +37,7 @@ PRIMITIVES = {
     "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
     **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
+    **edges.KINDS,
 }
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 

@@ -7,52 +7,88 @@ collectives, their sizes, groups and overlap do.
 """
 
 import importlib.util
-import pathlib
+import os
 import re
+from dataclasses import dataclass, field
 
 import jax
 from jax.experimental import topologies
 
+from .hardware import KINDS, Hardware
+from .hardware import peak_flops as peak_flops
+from .kinds import load, nearest
+
 DEVICES_PER_HOST = 8
-CONFIGS = {"H100": "h100_sxm.txtpb"}
 INSTALL = 'pip install "jaxpar[cuda12]"'
+INSTALL_TPU = 'pip install "jaxpar[tpu]"'
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices to compile for, and what they can do.
+
+    Attributes:
+      name: as it was asked for.
+      kind: of the devices, as `hardware.kind`.
+      hosts: how many hosts they are in; the network joins these.
+      per_host: devices of one host.
+      hardware: their numbers; of simulated CPU devices, none is known.
+      devices: all of them, in order of host, for `jax.sharding.Mesh` or `jaxpar.make_train_step(..., mesh=...)`. They
+        hold no arrays (CPU devices do): describe arguments by `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`.
+    """
+
+    name: str
+    kind: str
+    hosts: int
+    per_host: int
+    hardware: Hardware
+    devices: list[jax.Device] = field(repr=False)
+
+
+def target(name: str, hardware: Hardware | None = None) -> Target:
+    """Devices by name.
+
+    Args:
+      name: one of
+        "8xH100": count and kind, which fill hosts of `Hardware.per_host`, 8, or are fewer, on one host;
+        "32x4xH100": 32 hosts of 4;
+        "64xcluster.toml": of the kind that this file describes, see `jaxpar.inspect.kinds.load`;
+        "v5e:4x4": a slice of TPUs, by its shape;
+        "cpu:8": so many of the CPU devices that `jaxpar.simulate` made.
+      hardware: the kind that the name ends in, where the table lacks it; from `load` or `capture`.
+
+    Raises:
+      ValueError: the name is not understood, its kind is not known, the count does not fill its hosts, no slice has
+        this shape, or there are fewer CPU devices.
+      ImportError: the compiler for it is not installed; says how to install it.
+      RuntimeError: JAX started without `JAX_PLATFORMS=cpu`, and so without the compiler for GPUs.
+    """
+    if cpu := re.fullmatch(r"cpu:(\d+)", name):
+        return _cpu(name, int(cpu[1]))
+    if tpu := re.fullmatch(r"(\w+):\d+(?:x\d+)*", name):
+        return _tpu(name, _known(name, tpu[1], hardware))
+    match = re.fullmatch(r"([1-9]\d*)x(?:([1-9]\d*)x)?([^\d:].*)", name)
+    if match is None:
+        raise ValueError(
+            f"target={name!r} is not a count and a known kind; use for example '8xH100', '32x8xH100' (hosts of 8), "
+            "'v5e:4x4' or 'cpu:8'"
+        )
+    first, second, kind = match.groups()
+    known = load(kind) if kind.endswith(".toml") and hardware is None else _known(name, kind, hardware)
+    if second:
+        return _gpu(name, known, int(first), int(second))
+    count, full = int(first), known.per_host
+    hosts, rest = divmod(count, full)
+    if hosts and rest:
+        raise ValueError(
+            f"target={name!r}: {count} devices do not fill hosts of {full}; use {hosts * full} or {(hosts + 1) * full}"
+        )
+    return _gpu(name, known, hosts or 1, full if hosts else count)
 
 
 def gpu_topology(name: str = "8xH100") -> list[jax.Device]:
-    """Compile-only GPUs, in order of host; 8 to a host, so "64xH100" is 8 hosts joined by InfiniBand.
-
-    Args:
-      name: count and kind, as "8xH100".
-
-    Returns:
-      The devices, for `jax.sharding.Mesh` or `jaxpar.make_train_step(..., mesh=...)`. They hold no arrays: describe
-      arguments by `jax.ShapeDtypeStruct(shape, dtype, sharding=...)`.
-
-    Raises:
-      ValueError: the name is not understood, or the count does not fill its hosts.
-      ImportError: the CUDA compiler is not installed; says how to install it.
-      RuntimeError: JAX started without `JAX_PLATFORMS=cpu`, and so without the compiler.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x(\w+)", name)
-    if match is None or match[2] not in CONFIGS:
-        raise ValueError(f"target={name!r} is not a count and a known kind; use for example '8x{next(iter(CONFIGS))}'")
-    count = int(match[1])
-    hosts, rest = divmod(count, DEVICES_PER_HOST)
-    if hosts and rest:
-        raise ValueError(
-            f"target={name!r}: {count} devices do not fill hosts of {DEVICES_PER_HOST}; use {hosts * DEVICES_PER_HOST} "
-            f"or {(hosts + 1) * DEVICES_PER_HOST}"
-        )
-    if missing := missing_compiler():
-        raise ImportError(f"target={name!r} needs the CUDA compiler, and {missing}; {INSTALL}")
-    shape = f"1x{hosts or 1}x{DEVICES_PER_HOST if hosts else count}"  # slices x hosts x devices
-    config = pathlib.Path(__file__).with_name(CONFIGS[match[2]]).read_text()
-    try:
-        return list(topologies.get_topology_desc("", "cuda", target_config=config, topology=shape).devices)
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"target={name!r}: JAX started without the CUDA compiler, as it found no GPU; set JAX_PLATFORMS=cpu first"
-        ) from error
+    """The devices of `target(name)`."""
+    return target(name).devices
 
 
 def missing_compiler() -> str:
@@ -68,29 +104,65 @@ def _found(name: str) -> bool:
     return (not parent or _found(parent)) and importlib.util.find_spec(name) is not None
 
 
-# Dense peaks of matrix products in TFLOP/s: bf16 and f16; TF32, in which XLA multiplies float32. By the beginning of
-# `device_kind`, the longest that fits. From NVIDIA's data sheets (A100 2021, H100 2023, H200 2024, HGX B200 2025, of
-# its 8 GPUs), which print twice as much, "with sparsity".
-_PEAKS = {
-    "NVIDIA A100": (312, 156),
-    "NVIDIA H100": (989.4, 494.7),
-    "NVIDIA H100 PCIe": (756, 378),
-    "NVIDIA H100 NVL": (835, 417.5),
-    "NVIDIA H200": (989.4, 494.7),
-    "NVIDIA H200 NVL": (835, 417.5),
-    "NVIDIA B200": (2250, 1125),
-}
+def _known(name: str, kind: str, hardware: Hardware | None) -> Hardware:
+    if hardware is not None:
+        if hardware.kind != kind:
+            raise ValueError(f"target={name!r} is of {kind!r}, and hardware of {hardware.kind!r}; give both one name")
+        return hardware
+    if kind not in KINDS:
+        raise ValueError(
+            f"target={name!r}: {kind!r} is no known kind{nearest(kind)}; describe another in a file, and name it: "
+            "'8xcluster.toml'"
+        )
+    return KINDS[kind]
 
 
-def peak_flops(device_kind: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device in dense matrix products; None where it is not known.
+def _gpu(name: str, hardware: Hardware, hosts: int, per_host: int) -> Target:
+    if not hardware.config:
+        raise ValueError(
+            f"target={name!r}: {hardware.kind} has no config for the compiler; "
+            + (f"name a slice of TPUs by its shape, as '{hardware.kind}:4x4'" if _is_tpu(hardware) else "give it one")
+        )
+    if missing := missing_compiler():
+        raise ImportError(f"target={name!r} needs the CUDA compiler, and {missing}; {INSTALL}")
+    shape = f"1x{hosts}x{per_host}"  # slices x hosts x devices
+    try:
+        found = topologies.get_topology_desc("", "cuda", target_config=hardware.target_config, topology=shape)
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"target={name!r}: JAX started without the CUDA compiler, as it found no GPU; set JAX_PLATFORMS=cpu first"
+        ) from error
+    return Target(name, hardware.kind, hosts, per_host, hardware, list(found.devices))
 
-    Args:
-      device_kind: as `jax.Device.device_kind` has it.
-      precision: of a `Strategy`, "f32" (TF32 on these GPUs), "bf16" or "f16".
 
-    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
-    989400000000000.0
-    """
-    known = max((kind for kind in _PEAKS if device_kind.startswith(kind)), key=len, default=None)
-    return None if known is None else 1e12 * _PEAKS[known][precision == "f32"]
+def _tpu(name: str, hardware: Hardware) -> Target:
+    if not _is_tpu(hardware):
+        raise ValueError(f"target={name!r}: {hardware.kind} are no TPUs, which have shapes; use '8x{hardware.kind}'")
+    if not _found("libtpu"):
+        raise ImportError(f"target={name!r} needs the TPU compiler, and package libtpu is not installed; {INSTALL_TPU}")
+    # Outside Google's cloud, libtpu would wait for the metadata server of the machine that it takes this one for.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        devices = list(topologies.get_topology_desc(name, "tpu").devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"target={name!r} is no slice that the compiler knows: {error}") from error
+    return _of_hosts(name, hardware, devices)
+
+
+def _is_tpu(hardware: Hardware) -> bool:
+    return hardware.device_kind.startswith("TPU")
+
+
+def _cpu(name: str, count: int) -> Target:
+    devices = jax.devices("cpu")
+    if not 0 < count <= len(devices):
+        raise ValueError(
+            f"target={name!r}: {len(devices)} CPU devices are there; call jaxpar.simulate({max(count, 1)}) right after "
+            "`import jaxpar`, before the first array"
+        )
+    return _of_hosts(name, Hardware(kind="cpu", device_kind=devices[0].device_kind, per_host=count), devices[:count])
+
+
+def _of_hosts(name: str, hardware: Hardware, devices: list[jax.Device]) -> Target:
+    hosts = len({device.process_index for device in devices})
+    return Target(name, hardware.kind, hosts, len(devices) // hosts, hardware, devices)

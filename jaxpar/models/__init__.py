@@ -80,7 +80,7 @@ def named(name: str, **changes: Any) -> Named:
         if change not in sizes:
             raise ValueError(f"{name} has no size {change!r}{_nearest(change, sizes)}")
     config = dataclasses.replace(family.SIZES[name], **changes)
-    model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss)
+    model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss, family.RULES)
     return Named(name, kind, config, model, text.generate if kind == "text" else None)
 
 

@@ -66,6 +66,10 @@ SIZES = {
     "gpt2-xl": Config(dim=1600, layers=48, heads=25),
 }
 
+# What `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): whole heads, parts of the feed-forward and of
+# the vocabulary. Biases follow their kernels; positions are whole.
+RULES = {"(query|key|value|up)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2}
+
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
     """A projection with GPT-2's initial values: normal(0.02), less where `branches` outputs add up in the residual."""

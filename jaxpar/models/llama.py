@@ -98,6 +98,9 @@ SIZES = {
     "llama3.2-3b": _llama32(dim=3072, layers=28, heads=24, ffn=8192),
 }
 
+# What `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): whole heads, parts of `ffn` and of `vocab`.
+RULES = {"(query|key|value|gate|up|head)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2}
+
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
     """A bias-free projection with unit gain, or 1 / sqrt(branches) where `branches` outputs add up in the residual."""
@@ -207,3 +210,7 @@ class Llama(nnx.Module):
         embedding_VD = self.embedding[...]
         x_BTD = self.norm(run(self.layers, embedding_VD[tokens_BT], angles))
         return x_BTD @ embedding_VD.T if self.head is None else self.head(x_BTD)
+
+
+from .huggingface import from_hf as from_hf  # noqa: E402  # stands on what is above
+from .huggingface import to_hf as to_hf  # noqa: E402

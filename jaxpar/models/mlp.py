@@ -50,6 +50,10 @@ class Config:
 
 SIZES = {"mlp-tiny": Config(), "mlp-large": Config(size=28, hidden=4096, layers=8)}
 
+# What `tensor` splits: input features, over which the ranks sum. The layers of a scan are all split alike, so that none
+# can leave its features in parts for the next.
+RULES = {"kernel": -2}
+
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs) -> nnx.Linear:
     # He et al. 2015, arXiv:1502.01852: about as much signal comes out as went in.

@@ -103,6 +103,8 @@ SIZES = {
     "resnet50": Config(blocks=(3, 4, 6, 3), bottleneck=True),
 }
 
+RULES: dict[str, int] = {}  # `tensor` splits nothing: convolutions are whole
+
 
 class Convolution(nnx.Module):
     """A convolution without bias, and BatchNorm (Ioffe & Szegedy 2015, arXiv:1502.03167)."""

@@ -1,0 +1,331 @@
+"""What the equation of each primitive becomes for one tensor rank, where some of its inputs are split.
+
+A rule gets the rewriting, the equation and its inputs, and returns for each output the rank's value and the dim along
+which that is split (None: whole). It returns None where it knows no better than to gather its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import edges
+from .. import jaxpr as jx
+from .localiser import Found, Localiser, Placed, Rule
+
+RULES: dict[str, Rule] = {}
+
+# Elementwise, of operands of one shape, or with 1 in its place, or scalars.
+ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
+convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter
+not or population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+""".split()
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of some primitives."""
+
+    def register(fun: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, fun))
+        return fun
+
+    return register
+
+
+def _shape(eqn: Any) -> tuple[int, ...]:
+    return eqn.outvars[0].aval.shape
+
+
+def _dim(inputs: Sequence[Placed]) -> int:
+    """The dim of the first split input; of one that is no parameter, if there is any."""
+    split = [x for x in inputs if x.dim is not None]
+    dim = next((x for x in split if not x.weight), split[0]).dim
+    assert dim is not None
+    return dim
+
+
+@rule(*ELEMENTWISE)
+def _elementwise(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    dim = _dim(inputs)
+    alike = lambda x: not x.shape or x.shape[dim] == 1 != _shape(eqn)[dim]
+    values = [work.entered(x) if alike(x) else work.part(x, dim) for x in inputs]
+    return [(jx.bind(eqn, values)[0], dim)]
+
+
+@rule("optimization_barrier", "psum", "pmax", "pmin", "ppermute", "pbroadcast")
+def _each(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Every input by itself; over other axes than `tensor`."""
+    return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
+
+
+@rule("all_gather", "reduce_scatter")
+def _over_other_axes(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    at = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension"))
+    if not eqn.params["tiled"] or at == x.dim:
+        return None
+    return [(jx.bind(eqn, [x.value])[0], x.dim)]
+
+
+# -- shape -------------------------------------------------------------------------------------------------------------
+
+
+@rule("broadcast_in_dim")
+def _broadcast(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    x, *_ = inputs
+    assert x.dim is not None
+    dim = eqn.params["broadcast_dimensions"][x.dim]
+    return [(jx.bind(eqn, [x.value], shape=work.local(_shape(eqn), dim))[0], dim)]
+
+
+@rule("reshape")
+def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A split dim stays split as the outermost of the dims that it becomes, or that it is merged with."""
+    x, *_ = inputs
+    shape = _shape(eqn)
+    assert x.dim is not None
+    before = math.prod(x.shape[: x.dim])
+    dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
+    if not dims or eqn.params["dimensions"] is not None:
+        return None
+    (dim,) = dims
+    if shape[dim] % work.ranks:
+        given = f"dim {x.dim} of {list(x.shape)}, split because of {x.origin}," if x.origin else f"{list(x.shape)}"
+        raise ValueError(
+            f"tensor={work.ranks} does not divide {shape[dim]}: {given} becomes {list(shape)} at {jx.where(eqn)}, and "
+            f"whole {'heads' if len(shape) > len(x.shape) else 'parts'} belong to a rank; use a tensor= that divides "
+            f"{shape[dim]}, or leave the leaf whole: rules={{{x.origin!r}: None}}"
+        )
+    return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+
+
+@rule("transpose")
+def _transpose(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    return [(jx.bind(eqn, [x.value])[0], list(eqn.params["permutation"]).index(x.dim))]
+
+
+@rule("squeeze")
+def _squeeze(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    return [(jx.bind(eqn, [x.value])[0], _without(x.dim, eqn.params["dimensions"]))]
+
+
+def _without(dim: int | None, dims: Sequence[int]) -> int:
+    """What a dim is called when others are gone."""
+    assert dim is not None
+    return dim - sum(d < dim for d in dims)
+
+
+@rule("concatenate")
+def _concatenate(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    dim = _dim(inputs)
+    if dim == eqn.params["dimension"]:
+        return None
+    return [(jx.bind(eqn, [work.part(x, dim) for x in inputs])[0], dim)]
+
+
+@rule("pad")
+def _pad(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, fill = inputs
+    if x.dim is None or tuple(eqn.params["padding_config"][x.dim]) != (0, 0, 0):
+        return None
+    return [(jx.bind(eqn, [x.value, work.entered(fill)])[0], x.dim)]
+
+
+@rule("rev")
+def _rev(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _along(work, eqn, inputs, eqn.params["dimensions"])
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _along(work, eqn, inputs, [eqn.params["axis"]])
+
+
+@rule("sort")
+def _sort(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _along(work, eqn, inputs, [eqn.params["dimension"]])
+
+
+@rule("top_k")
+def _top_k(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _along(work, eqn, inputs, [eqn.params.get("axis", len(inputs[0].shape) - 1) % len(inputs[0].shape)])
+
+
+@rule("split")
+def _split(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _along(work, eqn, inputs, [eqn.params["axis"]])
+
+
+def _along(work: Localiser, eqn: Any, inputs: Sequence[Placed], dims: Sequence[int]) -> Found | None:
+    """An equation that mixes elements along `dims` alone."""
+    dim = _dim(inputs)
+    if dim in dims:
+        return None
+    return [(value, dim) for value in jx.bind(eqn, [work.part(x, dim) for x in inputs])]
+
+
+@rule("slice")
+def _slice(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    starts, limits, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    assert x.dim is not None
+    if starts[x.dim] != 0 or limits[x.dim] != x.shape[x.dim] or (strides and strides[x.dim] != 1):
+        return None
+    limits = tuple(n // work.ranks if d == x.dim else n for d, n in enumerate(limits))
+    return [(jx.bind(eqn, [x.value], limit_indices=limits)[0], x.dim)]
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, *starts = inputs
+    sizes = eqn.params["slice_sizes"]
+    if x.dim is None or sizes[x.dim] != x.shape[x.dim]:
+        return None
+    return [(jx.bind(eqn, [x.value, *map(work.whole, starts)], slice_sizes=work.local(sizes, x.dim))[0], x.dim)]
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, update, *starts = inputs
+    dim = _dim([x, update])
+    if x.shape[dim] != update.shape[dim]:
+        return None
+    return [(jx.bind(eqn, [work.part(x, dim), work.part(update, dim), *map(work.whole, starts)])[0], dim)]
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    (value,) = jx.bind(eqn, [x.value])
+    if x.dim not in eqn.params["axes"]:
+        return [(value, _without(x.dim, eqn.params["axes"]))]
+    if eqn.primitive.name == "reduce_sum":
+        return [(edges.leave(value, work.ranks), None)]
+    every = edges.unsplit(value[None], 0, work.ranks)  # [ranks, ...]: the same reduction over the ranks' results
+    return [(jx.bind(eqn, [every], axes=(0,))[0], None)]
+
+
+@rule("argmax", "argmin")
+def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    (axis,) = eqn.params["axes"]
+    (at,) = jx.bind(eqn, [x.value])
+    if x.dim != axis:
+        return [(at, _without(x.dim, [axis]))]
+    best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
+    at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
+    every, places = (edges.unsplit(y[None], 0, work.ranks) for y in (best, at))
+    (rank,) = jx.bind(eqn, [every], axes=(0,))
+    return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
+
+
+# -- matmuls -----------------------------------------------------------------------------------------------------------
+
+
+@rule("dot_general")
+def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Column-parallel where a free dim is split, row-parallel where a contracted one is."""
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    contracted, batch = (left_contracted, right_contracted), (left_batch, right_batch)
+
+    def role(side: int) -> tuple[str, int]:
+        dim = inputs[side].dim
+        if dim in contracted[side]:
+            return "contracted", list(contracted[side]).index(dim)
+        if dim in batch[side]:
+            return "batch", list(batch[side]).index(dim)
+        return "free", side
+
+    split = [side for side in (0, 1) if inputs[side].dim is not None]
+    # Where both are split and not alike, a parameter keeps its split, and else what is larger.
+    keep = max(split, key=lambda side: (inputs[side].weight, math.prod(inputs[side].shape)))
+    other = 1 - keep
+    kind, at = role(keep)
+    values: list[Any] = [None, None]
+    values[keep] = inputs[keep].value
+    if kind == "free":
+        values[other] = work.entered(inputs[other])
+        free = [d for d in range(len(inputs[keep].shape)) if d not in (*contracted[keep], *batch[keep])]
+        before = len(batch[keep])
+        if keep == 1:
+            before += len(inputs[0].shape) - len(left_contracted) - len(left_batch)
+        return [(jx.bind(eqn, values)[0], before + free.index(inputs[keep].dim))]
+    values[other] = work.part(inputs[other], {"contracted": contracted, "batch": batch}[kind][other][at])
+    (value,) = jx.bind(eqn, values)
+    if kind == "batch":
+        return [(value, at)]
+    return [work.summed(value, _shape(eqn), inputs[keep].weight or inputs[other].weight, eqn)]
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@rule("gather")
+def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    table, indices = inputs
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batch = [d for d in range(len(_shape(eqn))) if d not in numbers.offset_dims]  # in order of the dims of the indices
+    if table.dim is None:
+        assert indices.dim is not None
+        if indices.dim == len(indices.shape) - 1 or indices.dim in numbers.start_indices_batching_dims:
+            return None
+        return [(jx.bind(eqn, [work.entered(table), indices.value])[0], batch[indices.dim])]
+    if table.dim in numbers.operand_batching_dims:
+        at = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
+        return [(jx.bind(eqn, [table.value, work.part(indices, at)])[0], batch[at])]
+    if indices.dim is not None:
+        return None
+    if table.dim not in numbers.start_index_map:
+        whole = [d for d in range(len(table.shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+        if table.dim not in whole:
+            return None
+        dim = numbers.offset_dims[whole.index(table.dim)]
+        changed = work.local(sizes, table.dim)
+        return [(jx.bind(eqn, [table.value, indices.value], slice_sizes=changed)[0], dim)]
+    if table.dim not in numbers.collapsed_slice_dims:
+        return None
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    if fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return None
+    return [_look_up(work, eqn, table, indices, batch, fills)]
+
+
+def _look_up(
+    work: Localiser, eqn: Any, table: Placed, indices: Placed, batch: Sequence[int], fills: bool
+) -> tuple[jax.Array, int | None]:
+    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
+    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
+    """
+    assert table.dim is not None
+    shape, column = _shape(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
+    size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
+    wanted = indices.value[..., column]
+    missing = (wanted < 0) | (wanted >= size)
+    own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
+    mine = (own >= 0) & (own < each) & (~missing if fills else True)
+    changed = indices.value.at[..., column].set(jnp.where(mine, own, 0))
+    (found,) = jx.bind(eqn, [table.value, changed])
+    spread = lambda x: jnp.broadcast_to(
+        jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape
+    )
+    found = jnp.where(spread(mine), found, jnp.zeros_like(found))
+    value, dim = work.summed(found, shape, table.weight, eqn)
+    if fills:  # as jnp.take does with indices that are out of bounds
+        gone, fill = Placed(spread(missing), None, shape), eqn.params["fill_value"]
+        value = jnp.where(
+            gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value
+        )
+    return value, dim

@@ -1,0 +1,127 @@
+"""Tensors in the files of a Hugging Face model: read one by one, and written a file at a time.
+
+A model is `model.safetensors`, or several such files beside `model.safetensors.index.json`, which says where each
+tensor is; older ones are `pytorch_model.bin`, or several. A safetensors file is mapped into memory, so that nothing is
+read before it is asked for (https://github.com/huggingface/safetensors#format). It holds no code, and neither is code
+of a .bin file run: it is read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, knows bfloat16
+import numpy as np
+
+
+class Tensor(NamedTuple):
+    """A tensor that is read when it is asked for: its shape, and `read()`, which gives a NumPy array."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def tensor_of(x: Any) -> Tensor:
+    """A torch tensor (on any device) or an array. Of torch on the CPU and of NumPy nothing is copied."""
+    return Tensor(tuple(x.shape), lambda: _numpy(x))
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of the model in a folder, by name. They can be read until the context is left.
+
+    Raises ValueError where there is no model, or not all of it, and where the package to read it with is missing.
+    """
+    file, part_of = _found(folder)
+    parts = [file]
+    if file.name.endswith(".index.json"):
+        parts = [folder / name for name in sorted(set(json.loads(file.read_text())["weight_map"].values()))]
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ValueError(f"{folder} lacks {missing[0]}, which {file.name} names; download the model once more")
+    tensors: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            tensors |= part_of(part, stack)
+        yield tensors
+
+
+def write(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_size: int) -> None:
+    """Safetensors files of at most `max_shard_size` bytes each, unless a single tensor has more.
+
+    Arrays that are not contiguous are copied file by file. Raises ValueError where the folder holds weights already.
+    """
+    # The other file might be read first, and a file that is overwritten might be mapped by who reads from it.
+    if there := sorted(file.name for pattern in ("*.safetensors*", "*.bin*") for file in folder.glob(pattern)):
+        raise ValueError(f"{folder} already holds {there[0]}; choose another folder, or remove the weights in it")
+    save_file = _needed("safetensors.numpy").save_file
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_size:
+            shards, size = [*shards, []], 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, names in zip(files, shards, strict=True):
+        # By its metadata transformers tells whose layout of weights it is.
+        save_file({name: np.ascontiguousarray(tensors[name]) for name in names}, folder / file, {"format": "pt"})
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _found(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], dict[str, Tensor]]]:
+    kinds = {"model.safetensors": _safetensors, "pytorch_model.bin": _torch}
+    # The order in which transformers looks for them.
+    for name, part_of in kinds.items():
+        for file in (folder / name, folder / f"{name}.index.json"):
+            if file.exists():
+                return file, part_of
+    raise ValueError(
+        f"{folder} holds no model: neither {' nor '.join(kinds)}, nor one in several files with {next(iter(kinds))}"
+        ".index.json; download all files of the model"
+    )
+
+
+def _safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    part = stack.enter_context(_needed("safetensors").safe_open(file, framework="np"))
+    return {
+        name: Tensor(tuple(part.get_slice(name).get_shape()), lambda name=name: part.get_tensor(name))
+        for name in part.keys()  # noqa: SIM118  # it has this method, and is no dict
+    }
+
+
+def _torch(file: Path, _: contextlib.ExitStack) -> dict[str, Tensor]:
+    state = _needed("torch").load(file, map_location="cpu", mmap=True, weights_only=True)
+    return {name: tensor_of(x) for name, x in state.items()}
+
+
+def _numpy(x: Any) -> np.ndarray:
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    torch = _needed("torch")
+    x = x.detach().cpu()
+    if x.dtype == torch.bfloat16:  # which torch does not hand to NumPy
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def _needed(module: str) -> Any:
+    """A package that only files of Hugging Face need, imported when one is read or written."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        install = "torch" if package == "torch" else '"jaxpar[hf]"'
+        raise ValueError(f"these weights need {package}, which is not installed: pip install {install}") from error
