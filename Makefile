@@ -4,6 +4,7 @@
 #   make test       format, types, docs, tests
 #   make battery    every strategy x every model, not only the covering array of `make test`
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
+#   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
 
 VENV ?= .venv
@@ -22,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train compare test battery lint format types docs bench gpu-compiler setup clean
+.PHONY: train compare test battery lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -57,6 +58,8 @@ setup: $(VENV)/.installed
 
 gpu-compiler: $(VENV)/.gpu-compiler
 
+hf: $(VENV)/.hf
+
 $(VENV)/.installed: pyproject.toml
 ifeq ($(PYTHON),)
 	$(error jaxpar needs Python 3.11 to 3.14, and PATH has none; install one, or name it: make PYTHON=/path/to/python3.12)
@@ -77,6 +80,11 @@ $(VENV)/.packages: $(VENV)/.installed Makefile
 $(VENV)/.gpu-compiler: $(VENV)/.installed
 	@jax=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("jaxlib"))') && \
 	$(INSTALL) --no-deps jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax nvidia-cuda-nvcc-cu12 'nvidia-cudnn-cu12<10'
+	@touch $@
+
+# On Linux this torch brings CUDA (some GB); PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it without.
+$(VENV)/.hf: $(VENV)/.installed
+	@$(INSTALL) torch==2.13.0 'transformers>=4.57,<6'
 	@touch $@
 
 clean:

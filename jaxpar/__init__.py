@@ -1,10 +1,12 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
 from . import collectives
+from .attention import attention
 from .data import pad_rows
 from .frontends.linen import from_linen
 from .frontends.nnx import from_nnx
 from .inspect.verify import verify
+from .kernels import local_kernel
 from .loop import Hook, Loop, Units
 from .mesh import simulate
 from .model import Mean, Model, Replicated, all_rows
@@ -24,9 +26,11 @@ __all__ = [
     "Trainer",
     "Units",
     "all_rows",
+    "attention",
     "collectives",
     "from_linen",
     "from_nnx",
+    "local_kernel",
     "make_train_step",
     "pad_rows",
     "simulate",

@@ -5,33 +5,16 @@ Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import numbers
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from .flash import Options, dot, even, refusal, visible
 from .kernels import local_kernel
 
 IMPLEMENTATIONS = (None, "cudnn", "xla")
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What is static in a call, and which arrays follow query, key and value."""
-
-    causal: bool
-    window: int | None
-    scale: float | None
-    implementation: str | None
-    segments: int  # arrays of ids: 0, 1 (for queries and keys alike) or 2
-    masked: bool
-    keys: int | None = None  # how many of the keys count; None: all
 
 
 def attention(
@@ -93,183 +76,28 @@ def attention(
     given = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
     more = {name: x for name, x in given.items() if x is not None}
     scale = None if scale is None else float(scale)
-    options = _Options(causal, window, scale, implementation, len(more) - ("mask" in more), "mask" in more)
+    options = Options(causal, window, scale, implementation, len(more) - ("mask" in more), "mask" in more)
     split = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
     in_dims = (2, 2, 2, *(split.get(name) for name in more))
     return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *more.values())
 
 
-def _attention(options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
-    even = (*(x.shape[1] + x.shape[1] % 2 for x in (query, key)),)
-    refusal = "" if options.implementation == "xla" else _refusal(query.shape, key.shape, query.dtype.name)
-    if refusal and options.implementation == "cudnn":
+def _attention(options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+    refused = "" if options.implementation == "xla" else refusal(query.shape, key.shape, query.dtype.name)
+    if refused and options.implementation == "cudnn":
         raise ValueError(
-            f"implementation='cudnn' for {query.dtype.name} {list(query.shape)}: {refusal} Use bfloat16 or float16 and "
-            "another head_dim, or implementation='xla'"
+            f"implementation='cudnn' for query {query.dtype} {list(query.shape)}: {refused}; use bfloat16 and a head_dim "
+            "that it takes, or implementation='xla'"
         )
-    if options.implementation == "xla" or refusal:
-        out = jax.checkpoint(functools.partial(_dot, "xla", options))(query, key, value, *more)
+    if options.implementation == "xla" or refused:
+        out = jax.checkpoint(functools.partial(dot, "xla", options))(query, key, value, *more)
     else:
-        out = _even(options, query, key, value, *more)
+        out = even(options, query, key, value, *more)
     if options.masked or options.segments == 2:
-        seen = _visible(options, query.shape[1], key.shape[1], *more)
+        seen = visible(options, query.shape[1], key.shape[1], *more)
         seen = (jnp.tril(seen) if options.causal else seen).any(-1)  # [B or 1, H or 1, T]
         out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, 0)
     return out
-
-
-def _dot(name: str, options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> Any:
-    """JAX's attention, by one of its implementations. A query that sees no key gets the mean of some values."""
-    visible, window, lengths = None, None, None
-    if more:
-        visible = _visible(options, query.shape[1], key.shape[1], *more)
-    else:
-        window = options.window and (options.window - 1, 0)
-        lengths = options.keys and jnp.full(key.shape[0], options.keys, jnp.int32)
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=visible,
-        scale=options.scale,
-        is_causal=options.causal,
-        local_window_size=window,
-        key_value_seq_lengths=lengths,
-        implementation=name,
-    )
-
-
-def _visible(options: _Options, t: int, s: int, *more: jax.Array) -> jax.Array:
-    """The keys that each query may see but for causality, bool [B or 1, H or 1, T, S]."""
-    i, j = jnp.arange(t)[:, None], jnp.arange(s)
-    visible = jnp.full((1, 1, t, s), True)
-    if options.segments:
-        visible &= more[0][:, None, :, None] == more[options.segments - 1][:, None, None, :]
-    if options.masked:
-        visible &= more[-1]
-    if options.window is not None:
-        visible &= j > i - options.window
-    if options.keys is not None:
-        visible &= j < options.keys
-    return visible
-
-
-def _even(options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
-    """Flash attention of even lengths, which cuDNN's backward demands: a query is added and dropped, a key hidden."""
-    t, s = query.shape[1], key.shape[1]
-    if t % 2 or s % 2:
-        query, key, value = (_pad(x, 1, x.shape[1] % 2) for x in (query, key, value))
-        ids, masks = more[: options.segments], more[options.segments :]
-        ids = (*(_pad(x, 1, x.shape[1] % 2) for x in ids),)
-        # A dim of size 1 is for all queries or keys, or is the one that `keys` leaves.
-        masks = (*(_pad(_pad(m, 2, t % 2 and m.shape[2] > 1), 3, s % 2 and m.shape[3] > 1) for m in masks),)
-        more = (*ids, *masks)
-        # Causality hides the key as well, and cuDNN skips what it hides.
-        options = options if options.causal else dataclasses.replace(options, keys=s)
-    return _flash(options)(query, key, value, *more)[:, :t]
-
-
-@functools.cache
-def _flash(options: _Options) -> Callable[..., jax.Array]:
-    """cuDNN's attention where the program is compiled for CUDA, XLA's elsewhere, with one set of residuals for both."""
-    xla = functools.partial(_dot, "xla", options)
-
-    def xla_forward(query: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return xla(query, *others), jnp.zeros(_statistics(query), jnp.float32)
-
-    def xla_backward(
-        out: jax.Array,
-        statistics: jax.Array,
-        given: jax.Array,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *more: jax.Array,
-    ) -> Any:
-        return jax.vjp(lambda *qkv: xla(*qkv, *more), query, key, value)[1](given)
-
-    forward = _in_rows(functools.partial(_cudnn_forward, options), xla_forward)
-    backward = _in_rows(functools.partial(_cudnn_backward, options), xla_backward)
-
-    @jax.custom_vjp
-    def flash(*arrays: jax.Array) -> jax.Array:
-        return forward(*arrays)[0]
-
-    def kept(*arrays: jax.Array) -> tuple[jax.Array, Any]:
-        out, statistics = forward(*arrays)
-        return out, (out, statistics, arrays)
-
-    def pulled(residuals: Any, given: jax.Array) -> Any:
-        out, statistics, arrays = residuals
-        return (*backward(out, statistics, given, *arrays), *(None for _ in arrays[3:]))
-
-    flash.defvjp(kept, pulled)
-    return flash
-
-
-def _cudnn_forward(options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> Any:
-    out, pull = jax.vjp(lambda *qkv: _dot("cudnn", options, *qkv, *more), query, key, value)
-    # What cuDNN's backward needs beside arguments and result: the logarithm of the softmax's denominator.
-    return out, next(x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(query), jnp.float32))
-
-
-def _cudnn_backward(
-    options: _Options,
-    out: jax.Array,
-    statistics: jax.Array,
-    given: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *more: jax.Array,
-) -> Any:
-    # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
-    # first take the place of its own, and the compiler drops what nobody reads.
-    again, pull = jax.vjp(lambda *qkv: _dot("cudnn", options, *qkv, *more), query, key, value)
-    leaves, tree = jax.tree.flatten(pull)
-    first = lambda x: out if x is again else statistics if (x.shape, x.dtype) == (statistics.shape, jnp.float32) else x
-    return jax.tree.unflatten(tree, map(first, leaves))(given)
-
-
-def _statistics(query: jax.Array) -> tuple[int, ...]:
-    b, t, h, _ = query.shape
-    return b, h, t
-
-
-def _in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays [B, ...] (masks: or 1) by platform. What `vmap` adds become rows, as cuDNN needs them."""
-    mapped = jax.custom_batching.custom_vmap(
-        lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=default)
-    )
-
-    @mapped.def_vmap
-    def rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
-        b = max(x.shape[1 if on else 0] for x, on in zip(arrays, batched, strict=True))
-
-        def rows(x: jax.Array, on: bool) -> jax.Array:
-            x = x if on else x[None]
-            return jnp.broadcast_to(x, (size, b, *x.shape[2:])).reshape(size * b, *x.shape[2:])
-
-        outs = mapped(*map(rows, arrays, batched))
-        return jax.tree.map(lambda y: y.reshape(size, b, *y.shape[1:]), outs), jax.tree.map(lambda _: True, outs)
-
-    return mapped
-
-
-@functools.cache
-def _refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
-    """Why JAX would not let cuDNN compute this, in its own words; "" where it would."""
-    even = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
-    plain = _Options(False, None, None, None, 0, False)
-    try:
-        jax.eval_shape(functools.partial(_cudnn_forward, plain), even(query), even(key), even(key))
-    except RuntimeError as error:  # NotImplementedError is one
-        return f"{error}"
-    return ""
-
-
-def _pad(x: jax.Array, dim: int, by: int) -> jax.Array:
-    return jnp.pad(x, [(0, by if i == dim else 0) for i in range(x.ndim)]) if by else x
 
 
 def _check(

@@ -41,7 +41,7 @@ class Kernel:
 
 
 def local_kernel(
-    fun: Callable[..., Any], in_dims: Sequence[int | None], out_dims: int | None | Sequence[int | None]
+    fun: Callable[..., Any], in_dims: Sequence[int | None], out_dims: int | Sequence[int | None] | None
 ) -> Callable[..., Any]:
     """Marks a kernel as computable part by part, so that tensor parallelism runs it on the parts of each rank.
 

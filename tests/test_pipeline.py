@@ -7,7 +7,6 @@ pair of choices stands in one of them.
 
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,13 +17,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from test_transparency import logical
+from cells import check, covering
 from zoo import LinenLayer, cross_entropy, random_tokens
 
 import jaxpar as jp
-from jaxpar.inspect.expected import expected
-from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify import TOLERANCE, Reference, differences
+from jaxpar.inspect.verify import Reference
 from jaxpar.models import llama
 
 VOCAB, LENGTH = 31, 7
@@ -130,21 +127,7 @@ def product() -> Iterator[Cell]:
             yield Cell(model, pipe, schedule, chunks, count, beside, remat)
 
 
-def covering() -> list[Cell]:
-    """Cells in which every pair of choices occurs, found greedily."""
-    every = list(product())
-    random.Random(0).shuffle(every)
-    pairs = {
-        cell: {((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(len(cell)), 2)} for cell in every
-    }
-    missing, chosen = set().union(*pairs.values()), []
-    while missing:
-        chosen.append(max(every, key=lambda cell: len(pairs[cell] & missing)))
-        missing -= pairs[chosen[-1]]
-    return chosen
-
-
-CHOSEN = covering()
+CHOSEN = covering(product())
 
 
 def cells() -> Iterator[Any]:
@@ -184,21 +167,4 @@ def test_cell(cell: Cell) -> None:
     devices = jax.devices()[: strategy.pipe * strategy.data * strategy.fsdp]  # type: ignore[operator]
     step = jp.make_train_step(model, SGD, strategy, mesh=devices)
     batch = batch_of(step.local.replicas * m)
-    state = step.init(jax.random.key(0))
-    stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
-    assert stored == step.layout.bytes["params"]
-
-    compiled = step.compile(batch)
-    state, _ = compiled(state, batch)
-    momentum = logical(step, state.optimizer[0].trace)
-    for _ in range(STEPS - 1):
-        state, _ = compiled(state, batch)
-    grads, params = reference(cell.model, step.local.replicas * m)
-    found = differences("gradient", momentum, grads)
-    found += differences("parameter", model.unwrap(step.params(state)), params)
-    worst = max(found, key=lambda d: d.error)
-    assert worst.error <= TOLERANCE["f32"], worst
-
-    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
-    for value in ("count", "bytes"):
-        assert written.by("kind", "axes", "dtype", value=value) == closed.by("kind", "axes", "dtype", value=value)
+    check(step, model, batch, STEPS, *reference(cell.model, step.local.replicas * m))

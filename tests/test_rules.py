@@ -20,7 +20,8 @@ from jaxpar.models import gpt, llama, mlp, named
 from jaxpar.parallel.tensor import tensor_dims, unsplit
 
 Leaves = list[tuple[str, tuple[int, ...]]]
-LLAMA = {"vocab": 62, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 42}
+LLAMA: dict[str, Any] = {"vocab": 62, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 42}
+QKV = ("query", "key", "value")
 GPT = {"vocab": 62, "dim": 30, "layers": 3, "heads": 6, "context": 12}
 
 
@@ -50,14 +51,14 @@ LLAMA_DIMS = {
 }
 GPT_DIMS = {
     "embedding": 0,
-    **below("layers/attention", {f"{name}/kernel": 2 for name in ("query", "key", "value")} | {"out/kernel": 1}),
-    **below("layers/attention", {f"{name}/bias": 1 for name in ("query", "key", "value")}),
+    **below("layers/attention", {f"{name}/kernel": 2 for name in QKV} | {"out/kernel": 1}),
+    **below("layers/attention", {f"{name}/bias": 1 for name in QKV}),
     **below("layers", {"up/kernel": 2, "up/bias": 1, "down/kernel": 1}),
 }
 # Flax's attention: kernels [D, H, h] and [H, h, D], biases [H, h].
 ATTENTION_DIMS = {
-    **{f"{name}/kernel": 1 for name in ("query", "key", "value")},
-    **{f"{name}/bias": 0 for name in ("query", "key", "value")},
+    **{f"{name}/kernel": 1 for name in QKV},
+    **{f"{name}/bias": 0 for name in QKV},
     "out/kernel": 0,
 }
 STACKED_ATTENTION_DIMS = {path: dim + 1 for path, dim in ATTENTION_DIMS.items()}
@@ -92,40 +93,40 @@ def linen(module: nn.Module, shape: tuple[int, ...] = (2, 5, 18), **kwargs: Any)
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    {
-        "llama": (lambda: named("llama-tiny", **LLAMA).model, LLAMA_DIMS),
-        "llama, tied": (
-            lambda: named("llama-tiny", **LLAMA, tied=True).model,
-            {path: dim for path, dim in LLAMA_DIMS.items() if path != "head/kernel"},
-        ),
-        "gpt": (lambda: named("gpt-tiny", **GPT).model, GPT_DIMS),
-        # As many layers as features: a bias [L, D] of a row-parallel kernel [L, F, D] stays whole all the same.
-        "gpt, L = F": (lambda: named("gpt-tiny", **{**GPT, "dim": 6, "layers": 24}).model, GPT_DIMS),
-        "mlp": (
-            lambda: named("mlp-tiny", hidden=34).model,
-            {"into/kernel": 0, "layers/linear/kernel": 1, "out/kernel": 0},
-        ),
-        "llama of the user's": (lambda: from_nnx(lambda r: llama.Llama(llama.Config(**LLAMA), rngs=r)), LLAMA_DIMS),
-        "gpt of the user's": (lambda: from_nnx(lambda r: gpt.GPT(gpt.Config(**GPT), rngs=r)), GPT_DIMS),
-        "nnx attention": (lambda: from_nnx(Block), below("attention", ATTENTION_DIMS)),
-        "nnx attention, no biases": (
-            lambda: from_nnx(lambda r: Block(r, use_bias=False)),
-            below("attention", {p: d for p, d in ATTENTION_DIMS.items() if "bias" not in p}),
-        ),
-        "nnx attention, stacked": (
-            lambda: from_nnx(lambda r: Block(r, layers=3)),
-            below("attention", STACKED_ATTENTION_DIMS),
-        ),
-        "nnx attention alone": (
-            lambda: from_nnx(lambda r: nnx.MultiHeadAttention(6, 18, decode=False, rngs=r)),
-            ATTENTION_DIMS,
-        ),
-        "linen attention": (lambda: linen(nn.SelfAttention(num_heads=6)), ATTENTION_DIMS),
-        "linen attention, scanned": (lambda: linen(LinenScanned()), below("layers/attention", STACKED_ATTENTION_DIMS)),
-    }.values(),
-)
+MODELS: dict[str, tuple[Any, dict[str, int]]] = {
+    "llama": (lambda: named("llama-tiny", **LLAMA).model, LLAMA_DIMS),
+    "llama, tied": (
+        lambda: named("llama-tiny", **LLAMA, tied=True).model,
+        {path: dim for path, dim in LLAMA_DIMS.items() if path != "head/kernel"},
+    ),
+    "gpt": (lambda: named("gpt-tiny", **GPT).model, GPT_DIMS),
+    # As many layers as features: a bias [L, D] of a row-parallel kernel [L, F, D] stays whole all the same.
+    "gpt, L = F": (lambda: named("gpt-tiny", **{**GPT, "dim": 6, "layers": 24}).model, GPT_DIMS),
+    "mlp": (
+        lambda: named("mlp-tiny", hidden=34).model,
+        {"into/kernel": 1, "into/bias": 0, "layers/linear/kernel": 1, "out/kernel": 0},
+    ),
+    "llama of the user's": (lambda: from_nnx(lambda r: llama.Llama(llama.Config(**LLAMA), rngs=r)), LLAMA_DIMS),
+    "gpt of the user's": (lambda: from_nnx(lambda r: gpt.GPT(gpt.Config(**GPT), rngs=r)), GPT_DIMS),
+    "nnx attention": (lambda: from_nnx(Block), below("attention", ATTENTION_DIMS)),
+    "nnx attention, no biases": (
+        lambda: from_nnx(lambda r: Block(r, use_bias=False)),
+        below("attention", {p: d for p, d in ATTENTION_DIMS.items() if "bias" not in p}),
+    ),
+    "nnx attention, stacked": (
+        lambda: from_nnx(lambda r: Block(r, layers=3)),
+        below("attention", STACKED_ATTENTION_DIMS),
+    ),
+    "nnx attention alone": (
+        lambda: from_nnx(lambda r: nnx.MultiHeadAttention(6, 18, decode=False, rngs=r)),
+        ATTENTION_DIMS,
+    ),
+    "linen attention": (lambda: linen(nn.MultiHeadDotProductAttention(num_heads=6)), ATTENTION_DIMS),
+    "linen attention, scanned": (lambda: linen(LinenScanned()), below("layers/attention", STACKED_ATTENTION_DIMS)),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), MODELS.values(), ids=MODELS)
 def test_models_are_split_as_megatron_splits_them(make: Any, expected: dict[str, int]) -> None:
     assert dims(make()) == expected
 
@@ -209,7 +210,7 @@ def test_presets_know_common_names(leaves: Any) -> None:
     assert tensor_dims(shapes, 2) == {path: dim for path, (_, dim) in leaves.items() if dim is not None}
 
 
-ZEROS, NORMAL = nnx.initializers.zeros_init(), nnx.initializers.normal()
+ZEROS, ONES, NORMAL = nnx.initializers.zeros_init(), nnx.initializers.ones_init(), nnx.initializers.normal()
 
 
 class Annotated(nnx.Module):
@@ -228,12 +229,17 @@ class Annotated(nnx.Module):
         def attention(rngs: nnx.Rngs) -> nnx.MultiHeadAttention:
             # Of [D, H, h] two dims are named, the first; the initialiser sees [D, H h].
             init = nnx.with_partitioning(NORMAL, ("embed", "heads"))
-            return nnx.MultiHeadAttention(6, 18, kernel_init=init, decode=False, rngs=rngs)
+            back = nnx.with_partitioning(NORMAL, ("heads",))
+            return nnx.MultiHeadAttention(6, 18, kernel_init=init, out_kernel_init=back, decode=False, rngs=rngs)
 
         def stack(make: Any, **metadata: str) -> Any:
             return nnx.split_rngs(splits=3)(nnx.vmap(make, transform_metadata=metadata))(rngs)
 
+        def both(rngs: nnx.Rngs) -> nnx.Sequential:
+            return nnx.Sequential(layer(rngs), attention(rngs))
+
         self.one = layer(rngs)
+        self.both = stack(both, partition_name="layers")
         self.named = stack(layer, partition_name="layers")
         self.unnamed = stack(layer)
         self.attention = attention(rngs)
@@ -253,8 +259,14 @@ NNX_NAMES = {
     "named/bias": ("layers", "mlp"),
     "unnamed/kernel": (None, "embed", "mlp"),
     "unnamed/bias": (None, "mlp"),
-    **{f"attention/{name}/kernel": ("embed", "heads", None) for name in ("query", "key", "value", "out")},
-    **{f"attentions/{name}/kernel": (None, "embed", "heads", None) for name in ("query", "key", "value", "out")},
+    **{f"attention/{name}/kernel": ("embed", "heads", None) for name in QKV},
+    **{f"attentions/{name}/kernel": (None, "embed", "heads", None) for name in QKV},
+    **{f"both/layers/1/{name}/kernel": ("layers", "embed", "heads", None) for name in QKV},
+    "both/layers/1/out/kernel": ("layers", "heads", None, None),
+    "both/layers/0/kernel": ("layers", "embed", "mlp"),
+    "both/layers/0/bias": ("layers", "mlp"),
+    "attention/out/kernel": ("heads", None, None),
+    "attentions/out/kernel": (None, "heads", None, None),
     "axis": (None, ("fsdp", "tensor")),
     "spec": ("tensor", None),
     "norm/scale": ("tp",),
@@ -267,11 +279,11 @@ def test_nnx_annotations() -> None:
     assert NNX_NAMES.keys() <= dict(leaves_of(model)).keys()
     expected = {
         **{"one/kernel": 1, "one/bias": 0, "named/kernel": 2, "named/bias": 1, "unnamed/kernel": 2, "unnamed/bias": 1},
-        **{f"attention/{name}/kernel": 1 for name in ("query", "key", "value", "out")},
-        **{f"attentions/{name}/kernel": 2 for name in ("query", "key", "value", "out")},
         # Biases are not annotated; those of [H, h] follow their kernels [D, H, h].
-        **{f"attention/{name}/bias": 0 for name in ("query", "key", "value")},
-        **{f"attentions/{name}/bias": 1 for name in ("query", "key", "value")},
+        **below("attention", ATTENTION_DIMS),
+        **below("attentions", STACKED_ATTENTION_DIMS),
+        **below("both/layers/1", STACKED_ATTENTION_DIMS),
+        **{"both/layers/0/kernel": 2, "both/layers/0/bias": 1},
         **{"axis": 1, "spec": 0},
     }
     assert dims(model) == expected
@@ -285,7 +297,7 @@ def test_rules_for_names_of_dims() -> None:
     assert without == {"axis": 1, "spec": 0}
     other = dims(model, size=3, rules={"embed": "tensor", "axis|spec": None})  # where both are named, the user's
     assert {other[path] for path in ("one/kernel", "attention/query/kernel")} == {0}
-    assert {other[path] for path in ("named/kernel", "unnamed/kernel", "attentions/out/kernel")} == {1}
+    assert {other[path] for path in ("named/kernel", "unnamed/kernel", "attentions/key/kernel")} == {1}
     assert other["one/bias"] == 0  # "mlp", as before
     leaf = dims(model, rules={"one/kernel": 0, "embed": None})  # a path comes before a name
     assert leaf["one/kernel"] == 0
@@ -299,11 +311,11 @@ class LinenAnnotated(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         logical, physical = nn.with_logical_partitioning, nn.with_partitioning
-        init = logical(NORMAL, ("embed", "heads"))
-        x = nn.SelfAttention(num_heads=6, kernel_init=init, name="attention")(x)
+        init, back = logical(NORMAL, ("embed", "heads")), logical(NORMAL, ("heads",))
+        x = nn.MultiHeadDotProductAttention(6, kernel_init=init, out_kernel_init=back, name="attention")(x)
         x = nn.Dense(42, kernel_init=logical(NORMAL, ("embed", "mlp")), name="wide")(x)
         x = nn.Dense(18, kernel_init=physical(NORMAL, ("tensor", None)), name="narrow")(x)
-        return nn.LayerNorm(scale_init=logical(nn.initializers.ones, ("embed",)), name="norm")(x), None
+        return nn.LayerNorm(scale_init=logical(ONES, ("embed",)), name="norm")(x), None
 
 
 class LinenAnnotatedStack(nn.Module):
@@ -323,7 +335,8 @@ class LinenAnnotatedStack(nn.Module):
 def test_linen_annotations() -> None:
     model = linen(LinenAnnotatedStack())
     one = {
-        **{f"attention/{name}/kernel": ("embed", "heads") for name in ("query", "key", "value", "out")},
+        **{f"attention/{name}/kernel": ("embed", "heads") for name in QKV},
+        "attention/out/kernel": ("heads",),
         **{"wide/kernel": ("embed", "mlp"), "narrow/kernel": ("tensor", None), "norm/scale": ("embed",)},
     }
     stacked = {path: ("layers", *names) for path, names in one.items()}
@@ -332,8 +345,7 @@ def test_linen_annotations() -> None:
     assert model.names() == expected
     assert expected.keys() <= dict(leaves_of(model)).keys()
     one_dims = {
-        **{f"attention/{name}/kernel": 1 for name in ("query", "key", "value", "out")},
-        **{f"attention/{name}/bias": 0 for name in ("query", "key", "value")},
+        **below("attention", ATTENTION_DIMS),
         **{"wide/kernel": 1, "wide/bias": 0, "narrow/kernel": 0},
     }
     assert dims(model) == below("last", one_dims) | below("layers", {path: dim + 1 for path, dim in one_dims.items()})
@@ -348,29 +360,31 @@ def test_models_without_annotations_have_no_names() -> None:
 FFN: Leaves = [("ffn/up/kernel", (3, 24, 42)), ("ffn/up/bias", (3, 42)), ("ffn/down/kernel", (3, 42, 24))]
 
 
-@pytest.mark.parametrize(
-    ("rules", "own", "expected"),
-    {
-        "the user's come first and add": (
-            {"down/kernel": None, "up/kernel": 1},
-            None,
-            {"ffn/up/kernel": 1},
-        ),
-        "a bias that is named": ({"up/bias": None}, None, {"ffn/up/kernel": 2, "ffn/down/kernel": 1}),
-        "none add nothing": ({}, None, {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1}),
-        "the model's table is complete": (None, {"down/kernel": 1}, {"ffn/down/kernel": 1}),
-        "the user's beside the model's": (
-            {"up/kernel": -1},
-            {"down/kernel": -2, "of another size": 0},
-            {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1},
-        ),
-        "a regular expression": ({"(up|down)/kernel": 1}, {}, {"ffn/up/kernel": 1, "ffn/down/kernel": 1}),
-        "one dim said twice": ({"up/kernel": 2, "ffn/.*/kernel": -1}, {}, None),
-    }.values(),
-)
-def test_order_of_rules(rules: Any, own: Any, expected: dict[str, int] | None) -> None:
-    if expected is None:
-        expected = {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 2}
+ORDER: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    "the user's come first and add": (
+        {"down/kernel": None, "up/kernel": 1},
+        None,
+        {"ffn/up/kernel": 1},
+    ),
+    "a bias that is named": ({"up/bias": None}, None, {"ffn/up/kernel": 2, "ffn/down/kernel": 1}),
+    "none add nothing": ({}, None, {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1}),
+    "the model's table is complete": (None, {"down/kernel": 1}, {"ffn/down/kernel": 1}),
+    "the user's beside the model's": (
+        {"up/kernel": -1},
+        {"down/kernel": -2, "of another size": 0},
+        {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1},
+    ),
+    "a regular expression": ({"(up|down)/kernel": 1}, {}, {"ffn/up/kernel": 1, "ffn/down/kernel": 1}),
+    "one dim said twice": (
+        {"up/kernel": 2, "ffn/.*/kernel": -1},
+        {},
+        {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "own", "expected"), ORDER.values(), ids=ORDER)
+def test_order_of_rules(rules: Any, own: Any, expected: dict[str, int]) -> None:
     assert tensor_dims(FFN, 2, rules, own) == expected
 
 
@@ -395,12 +409,12 @@ def test_a_path_ends_at_components() -> None:
         ({"mlp": "tensor"}, ("rules: 'mlp': 'tensor'", "the model is not annotated", "{'ffn/up/kernel': -1}")),
         (
             {"up/(kernel": -1},
-            ("rules: 'up/(kernel' is no regular expression", "escape what stands for itself: 'up/\\\\(kernel'"),
+            ("rules: 'up/(kernel' is no regular expression", "for itself: 'up/\\\\(kernel'"),
         ),
         ({"fnn/up/kernel": -1}, ("rules: 'fnn/up/kernel' matches the end of no", "did you mean 'ffn/up/kernel'?")),
         (
             {"zzz": None},
-            ("rules: 'zzz' matches the end of no", "largest leaves are ffn/up/kernel [3, 24, 42], ffn/down"),
+            ("rules: 'zzz' matches the end of no", "leaves are ffn/up/kernel [3, 24, 42], ffn/down"),
         ),
         ({"up/.*": -3}, ("rules: 'up/.*': -3 is no dim of ffn/up/bias [3, 42]; use -2 to 1, or None",)),
         ({"up/kernel": 3}, ("rules: 'up/kernel': 3 is no dim of ffn/up/kernel [3, 24, 42]; use -3 to 2, or None",)),
@@ -415,8 +429,8 @@ def test_a_path_ends_at_components() -> None:
         (
             {"up/kernel": 0},
             (
-                "ffn/up/kernel [3, 24, 42] has 3 on dim 0, which tensor=2 does not divide; pad it to 4, use tensor=1, or",
-                "leave it whole: rules={'ffn/up/kernel': None}",
+                "ffn/up/kernel [3, 24, 42] has 3 on dim 0, which tensor=2 does not divide; pad it to 4, use tensor=1,",
+                "or leave it whole: rules={'ffn/up/kernel': None}",
             ),
         ),
         (
@@ -434,6 +448,9 @@ def test_wrong_rules(rules: Any, parts: tuple[str, ...]) -> None:
         tensor_dims(FFN, 2, rules)
 
 
+RESNET = leaves_of(named("resnet-tiny").model)
+
+
 @pytest.mark.parametrize(
     ("leaves", "size", "kwargs", "parts"),
     [
@@ -445,6 +462,12 @@ def test_wrong_rules(rules: Any, parts: tuple[str, ...]) -> None:
                 "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, use "
                 "tensor=1, or leave it whole: rules={'ffn/up/kernel': None, 'head/kernel': None}",
             ),
+        ),
+        (  # a bias follows its kernel in this, too
+            [("up/bias", (41,)), ("up/kernel", (24, 41))],
+            2,
+            {},
+            ("up/kernel [24, 41] has 41 on dim 1", "leave it whole: rules={'up/kernel': None}"),
         ),
         ([("embedding", (62, 24))], 4, {}, ("pad it to 64, use tensor=2, or", "rules={'embedding': None}")),
         ([("x", ())], 2, {"rules": {"x": 0}}, ("'x': 0 is no dim of x []; it has none, use None",)),
@@ -535,11 +558,12 @@ def test_large_leaves_that_stay_whole_are_reported() -> None:
 
 def test_tables_of_our_models_name_all_that_they_can() -> None:
     """A typing error in a table would leave a leaf whole: each of its rules matches."""
-    for name, family, sizes in (
-        ("llama-tiny", llama, LLAMA),
-        ("gpt-tiny", gpt, GPT),
-        ("mlp-tiny", mlp, {"hidden": 34}),
-    ):
-        model = named(name, **sizes).model
+    ours: dict[str, tuple[Any, Any]] = {
+        "llama-tiny": (llama, LLAMA),
+        "gpt-tiny": (gpt, GPT),
+        "mlp-tiny": (mlp, {"hidden": 34}),
+    }
+    for name, (family, changes) in ours.items():
+        model = named(name, **changes).model
         assert model.rules is family.RULES
         assert tensor_dims(leaves_of(model), 2, family.RULES, {}) == dims(model)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cells import logical
 from zoo import ZOO, Entry
 
 import jaxpar as jp
@@ -123,14 +124,6 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     assert worst.error <= TOLERANCE["f32"], worst
 
     check_ledger(step, batch, None if chosen.server else compiled)
-
-
-def logical(step: Any, stored: Any) -> Any:
-    """A tree like the kept parameters as the model's own."""
-    kept = step.layout.kept
-    pairs = zip(kept.leaves, jax.tree.leaves(stored), strict=True)
-    whole = [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in pairs]
-    return jax.tree.unflatten(kept.model_tree, kept.of_model(whole))
 
 
 def local_bytes(tree: Any) -> int:

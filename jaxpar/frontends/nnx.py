@@ -120,12 +120,11 @@ def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], given: dict[Any, Any]) -> bool:
-    """Whether all leaves of a module around this one share their first dim, to which no annotation gives a name."""
+    """Whether the leaves of a module around this one share their first dim, to which no annotation gives a name."""
     for n in range(1, len(path)):
         below = [at for at in shapes if at[:n] == path[:n]]
-        stacked = len({shapes[at][:1] for at in below}) == 1 and (n == 1 or len(below) > 1)
-        if stacked and not any(len(given[at]) == len(shapes[at]) for at in below if at in given):
-            return True
+        if len({shapes[at][:1] for at in below}) == 1 and (n == 1 or len(below) > 1):
+            return not any(len(given[at]) == len(shapes[at]) for at in below if at in given)
     return False
 
 

@@ -144,14 +144,14 @@ def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]
 
 def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
     """What ZeRO-1 and 2 gather of an updated leaf."""
-    leaf, shape, mine = leaf.local, step.mesh.shape, leaf.layers is not None
+    shape, mine = step.mesh.shape, leaf.layers is not None
     if step.strategy.server or shape["fsdp"] == 1 or leaf.dim is None or not leaf.trainable or step.strategy.zero == 3:
         return
     dtype = step.policy.computed(leaf.dtype) if step.layout.copied else Policy.master(leaf.dtype)
     ranks = shape["pipe"] if mine else 1
     shard = tuple(a for a in leaf.shard if shape[a] > 1)
     count = _layers(leaf) // ranks if leaf.by_layer else 1
-    yield _entry("all-gather", shard, dtype, count, math.prod(leaf.stored) // ranks)
+    yield _entry("all-gather", shard, dtype, count, math.prod(leaf.local.stored) // ranks)
 
 
 def _layers(leaf: Leaf) -> int:

@@ -113,7 +113,7 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
         return jax.vjp(of_active, *(values[i] for i in at))
 
-    primal, _ = jx.trace(call, *avals)
+    primal = jx.flatten(next(eqn.params[name] for name in ("call_jaxpr", "fun_jaxpr") if name in eqn.params))
     if not at:
         return [(x.value, x.dim) for x in work.run(primal, inputs)]
     pair, (_, pull) = jx.trace(forward, *avals)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
+from ..attention import attention
 from . import text
 from .config import check
 from .stack import run, stack
@@ -94,7 +95,7 @@ class Attention(nnx.Module):
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
         )
-        return self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x_BTD.shape))
+        return self.out(attention(query, key, value).reshape(x_BTD.shape))
 
 
 class Layer(nnx.Module):

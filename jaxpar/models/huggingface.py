@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 from ..leaves import name_of
 from . import llama
 from .hf_config import to_config, to_dict
-from .hf_files import Tensor, opened, tensor_of, write
+from .hf_files import Tensor, fill, opened, tensor_of, write
 
 # `{}` is the layer's number. Kernels are the matrices to transpose.
 _NAMES = {
@@ -203,7 +203,7 @@ def _read(
             filled = np.empty((len(names), *_one(path, shape)), x.dtype if dtype is None else jnp.dtype(dtype))
         if dtype is None and x.dtype != filled.dtype:
             raise ValueError(f"{name} is {x.dtype} and {names[0]} {filled.dtype}; say dtype= of both")
-        filled[i] = x.T if path.endswith("kernel") else x
+        fill(filled[i], x.T if path.endswith("kernel") else x)
     assert filled is not None
     return filled.reshape(shape)
 

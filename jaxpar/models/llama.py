@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..attention import attention
 from . import text
 from .config import check
 from .stack import run, stack
@@ -157,7 +158,7 @@ class Attention(nnx.Module):
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
         )
-        mixed = jax.nn.dot_product_attention(rope(query, angles), rope(key, angles), value, is_causal=True)
+        mixed = attention(rope(query, angles), rope(key, angles), value)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
 
 

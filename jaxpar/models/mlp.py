@@ -50,9 +50,9 @@ class Config:
 
 SIZES = {"mlp-tiny": Config(), "mlp-large": Config(size=28, hidden=4096, layers=8)}
 
-# What `tensor` splits: input features, over which the ranks sum. The layers of a scan are all split alike, so that none
-# can leave its features in parts for the next.
-RULES = {"kernel": -2}
+# What `tensor` splits, always parts of `hidden`. The layers of a scan are all split alike, so that none can leave its
+# features in parts for the next.
+RULES = {"into/kernel": -1, "(linear|out)/kernel": -2}
 
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs) -> nnx.Linear:

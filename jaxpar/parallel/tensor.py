@@ -64,10 +64,10 @@ def tensor_dims(
         chosen = annotated | chosen
     elif own is None:
         chosen = _presets(shapes) | chosen
-    chosen = _biases(shapes, chosen) | chosen
 
+    _check_division(chosen, shapes, size)
+    chosen = _biases(shapes, chosen) | chosen
     dims = {path: dim for path in shapes if (dim := chosen.get(path)) is not None}
-    _check_division(dims, shapes, size)
     if size > 1 and not dims:
         raise ValueError(_nothing(shapes, size))
     return dims
@@ -209,11 +209,11 @@ def _biases(shapes: _Shapes, chosen: Mapping[str, int | None]) -> dict[str, int]
     return dims
 
 
-def _check_division(dims: Mapping[str, int], shapes: _Shapes, size: int) -> None:
-    bad = [path for path, dim in dims.items() if shapes[path][dim] % size]
+def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int) -> None:
+    bad = [(path, dim) for path in shapes if (dim := chosen.get(path)) is not None and shapes[path][dim] % size]
     if bad:
-        path, shape, dim = bad[0], shapes[bad[0]], dims[bad[0]]
-        whole = ", ".join(f"{end!r}: None" for end in dict.fromkeys(map(_end, bad)))
+        (path, dim), shape = bad[0], shapes[bad[0][0]]
+        whole = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in bad))
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
             f"{-(-shape[dim] // size) * size}, use tensor={math.gcd(shape[dim], size)}, or leave it whole: "

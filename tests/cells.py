@@ -1,0 +1,58 @@
+"""Covering arrays, and what a cell of a battery checks of a step."""
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.verify import TOLERANCE, differences
+
+
+def covering(product: Iterable[Any]) -> list[Any]:
+    """Cells (tuples of choices) in which every pair of choices that some cell has occurs, found greedily."""
+    every = list(product)
+    random.Random(0).shuffle(every)
+    pairs = {
+        cell: {((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(len(cell)), 2)} for cell in every
+    }
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(every, key=lambda cell: len(pairs[cell] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+def logical(step: Any, stored: Any) -> Any:
+    """A tree like the kept parameters as the model's own."""
+    kept = step.layout.kept
+    pairs = zip(kept.leaves, jax.tree.leaves(stored), strict=True)
+    whole = [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in pairs]
+    return jax.tree.unflatten(kept.model_tree, kept.of_model(whole))
+
+
+def check(step: Any, model: Any, batch: Any, steps: int, grads: Any, params: Any) -> None:
+    """The step's gradients (the momentum after the first of SGD's steps) and parameters after some steps against one
+    device's; bytes at rest; collectives of the jaxpr, by kind, axes, dtype, count and bytes.
+    """
+    state = step.init(jax.random.key(0))
+    stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+    assert stored == step.layout.bytes["params"]
+
+    compiled = step.compile(batch)
+    state, _ = compiled(state, batch)
+    momentum = model.unwrap(logical(step, state.optimizer[0].trace))
+    for _ in range(steps - 1):
+        state, _ = compiled(state, batch)
+    found = differences("gradient", momentum, grads)
+    found += differences("parameter", model.unwrap(step.params(state)), params)
+    worst = max(found, key=lambda d: d.error)
+    assert worst.error <= TOLERANCE["f32"], worst
+
+    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
+    for value in ("count", "bytes"):
+        assert written.by("kind", "axes", "dtype", value=value) == closed.by("kind", "axes", "dtype", value=value)
