@@ -86,8 +86,8 @@ def _attention(options: Options, query: jax.Array, key: jax.Array, value: jax.Ar
     refused = "" if options.implementation == "xla" else refusal(query.shape, key.shape, query.dtype.name)
     if refused and options.implementation == "cudnn":
         raise ValueError(
-            f"implementation='cudnn' for query {query.dtype} {list(query.shape)}: {refused}; use bfloat16 and a head_dim "
-            "that it takes, or implementation='xla'"
+            f"implementation='cudnn' for query {query.dtype} {list(query.shape)}: {refused}; use bfloat16 and another "
+            "head_dim, or implementation='xla'"
         )
     if options.implementation == "xla" or refused:
         out = jax.checkpoint(functools.partial(dot, "xla", options))(query, key, value, *more)

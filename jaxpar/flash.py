@@ -13,11 +13,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Name = Literal["cudnn", "xla"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class Options:
     keys: int | None = None  # how many of the keys count; None: all
 
 
-def dot(name: str, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+def dot(
+    name: Name, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+) -> jax.Array:
     """JAX's attention, by one of its implementations. A query that sees no key gets the mean of some values."""
     mask, window, lengths = None, None, None
     if more:
@@ -111,7 +115,7 @@ def _flash(options: Options) -> Callable[..., jax.Array]:
     return flash
 
 
-def _pull(name: str, options: Options, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+def _pull(name: Name, options: Options, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
     return jax.vjp(lambda *qkv: dot(name, options, *qkv, *arrays[3:]), *arrays[:3])
 
 
@@ -122,13 +126,14 @@ def _xla_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.A
 def _xla_backward(
     options: Options, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    return _pull("xla", options, arrays)[1](2 * given)
+    return _pull("xla", options, arrays)[1](given)
 
 
 def _cudnn_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     out, pull = _pull("cudnn", options, arrays)
     # What the backward pass needs beside arguments and result: the logarithm of the softmax's denominator.
-    return out, next(x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(arrays[0]), jnp.float32))
+    (statistics,) = (x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(arrays[0]), jnp.float32))
+    return out, statistics
 
 
 def _cudnn_backward(

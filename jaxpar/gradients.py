@@ -28,6 +28,7 @@ from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
 from .strategy import Strategy
 
+_LARGE = 1 << 20  # bytes
 Metrics = dict[str, jax.Array]
 Sums = dict[str, Mean]  # of each metric, over this device's rows
 
@@ -137,6 +138,13 @@ class Local:
         parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
         local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
         self.gathered.update(gathered)
+        for place, size in gathered.items():
+            if size >= _LARGE:
+                warnings.warn(
+                    f"tensor={self.ranks}: {place} has no rule for split values and gathers {size:,} bytes on every "
+                    "rank; leave the leaves that it uses whole (rules={...: None}), or wrap it by jp.local_kernel",
+                    stacklevel=2,
+                )
         return local
 
     def _check_pipe(self, program: Program, out: Any) -> None:

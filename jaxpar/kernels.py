@@ -8,6 +8,7 @@ parts of a rank. Elsewhere it is an ordinary `jit`: it runs, is differentiated, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -126,8 +127,20 @@ def of(eqn: Any) -> Kernel | None:
             f"kernel {_name(kernel.fun)} uses {len(eqn.invars) - len(kernel.in_dims)} traced arrays that are not its "
             "arguments; pass them, each with its dim in in_dims"
         )
-    same = len(eqn.outvars) == len(kernel.out_dims) and tuple(v.aval.ndim for v in eqn.invars) == kernel.ranks
-    return kernel if same else None
+    if tuple(v.aval.ndim for v in eqn.invars) != kernel.ranks:
+        return None
+    return kernel if len(eqn.outvars) == len(kernel.out_dims) else _of_some_results(kernel, eqn)
+
+
+def _of_some_results(kernel: Kernel, eqn: Any) -> Kernel | None:
+    """The kernel of an equation from which JAX has dropped the results that nobody uses."""
+    jaxpr = eqn.params["jaxpr"]
+    paths = getattr(jaxpr, "jaxpr", jaxpr).debug_info.result_paths or ()
+    kept = [int(found[1]) for path in paths if (found := re.fullmatch(r"result\[(\d+)\]", path))]
+    if len(kept) != len(eqn.outvars):
+        return None
+    some = lambda *arrays: tuple(kernel.fun(*arrays)[i] for i in kept)
+    return dataclasses.replace(kernel, fun=some, out_dims=tuple(kernel.out_dims[i] for i in kept))
 
 
 def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple[int, ...]) -> Kernel:

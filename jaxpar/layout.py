@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .kept import Kept
 from .leaves import PAD_FROM, Leaf, name_of
+from .parallel.tensor import unsplit
 from .precision import Policy
 
 
@@ -101,8 +102,15 @@ class Layout:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What a reader should know: leaf path -> why it is replicated or padded; large optimizer arrays likewise."""
+        """What a reader should know: leaf path -> why it is replicated or padded, or whole on every tensor rank; large
+        optimizer arrays likewise.
+        """
         notes = {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
+        if self.mesh.shape["tensor"] > 1:
+            shapes = [(leaf.path, leaf.shape) for leaf in self.kept.models]
+            split = {leaf.path: leaf.tensor for leaf in self.kept.models if leaf.tensor is not None}
+            for path, why in unsplit(shapes, split).items():
+                notes[path] = f"{notes[path]}; {why}" if path in notes else why
         if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=lambda x: isinstance(x, Stored)):
                 if x.leaf is None and math.prod(x.shape) >= PAD_FROM:

@@ -48,7 +48,8 @@ class Strategy:
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over
-        `tensor` along the sequence (Korthikanti et al. 2022, section 4.2.2): as much is sent, less is kept.
+        `tensor` along the sequence (Korthikanti et al. 2022, section 4.2.2): less is kept for the backward, which
+        gathers it again.
       single: one device, whatever else is attached: the reference of every other strategy.
       server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
       microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with

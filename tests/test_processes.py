@@ -40,7 +40,7 @@ for strategy in sys.argv[3:]:
     found[strategy] = [dict(step.mesh.shape), losses]
 print("RESULT", json.dumps(found))
 """
-STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2")
+STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2", "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2")
 
 
 def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
@@ -54,7 +54,7 @@ def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
 def model(strategy: str = "ddp") -> jp.Model:
     """Three scanned layers, or for a pipeline a Llama of bytes."""
     if "pipe" in strategy:
-        config = llama.Config(vocab=256, dim=16, layers=4, heads=2, kv_heads=1, ffn=24)
+        config = llama.Config(vocab=256, dim=16, layers=4, heads=2, kv_heads=2, ffn=24)
         return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
