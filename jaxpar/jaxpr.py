@@ -79,7 +79,9 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if (name in CALLS and kernels.of(eqn) is None) or (name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))):
+            if (name in CALLS and kernels.of(eqn) is None) or (
+                name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))
+            ):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
                 walk(inner, inner_consts, inner_env)

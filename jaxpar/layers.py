@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as jx
-from .localise.edges import saves_no_gather
 from .hoist import split
+from .localise.edges import saves_no_gather
 from .pieces import Access, Segment, Stack, Unit, add
 from .roll import NotAlike, roll
 

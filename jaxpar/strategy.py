@@ -112,7 +112,9 @@ class Strategy:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
-            raise ValueError("sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out")
+            raise ValueError(
+                "sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out"
+            )
         for axis in ("fsdp", "pipe", "tensor"):
             if self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(
@@ -173,8 +175,8 @@ class Strategy:
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp x tensor = {devices}, set "
-                f"one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
+                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp x tensor = "
+                f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return {axis: known[axis] for axis in AXES}
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cells import check, covering
 from flax import linen as nn
 from flax import nnx
-from cells import check, covering
 from zoo import LinenLayer, cross_entropy, random_tokens
 
 import jaxpar as jp

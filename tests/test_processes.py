@@ -40,7 +40,8 @@ for strategy in sys.argv[3:]:
     found[strategy] = [dict(step.mesh.shape), losses]
 print("RESULT", json.dumps(found))
 """
-STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2", "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2")
+FOUR_AXES = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2"
+STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2", FOUR_AXES)
 
 
 def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:

@@ -40,10 +40,8 @@ def test_cell(cell: Cell) -> None:
 
 @pytest.mark.parametrize("model", sorted({cell.model for cell in FOUR}))
 def test_four_axes_on_sixteen_devices(model: str) -> None:
-    program = "import sys; from tensor_cells import FOUR, check_cell; [check_cell(c) for c in FOUR if c.model == sys.argv[1]]"
+    program = "import sys, tensor_cells as t; [t.check_cell(c) for c in t.FOUR if c.model == sys.argv[1]]"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, model], env=env, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([sys.executable, "-c", program, model], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

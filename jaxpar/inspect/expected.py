@@ -275,9 +275,7 @@ def _leaves(step: Step) -> list[Any]:
     """The units as a program reads them: of a stage's own leaf this rank's layers."""
     ranks = step.mesh.shape["pipe"]
     units = [leaf.local for leaf in step.layout.kept.units]
-    shapes = [
-        leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:]) for leaf in units
-    ]
+    shapes = [leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:]) for leaf in units]
     dtypes = [step.policy.computed(leaf.dtype) for leaf in units]
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 

@@ -10,8 +10,8 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
-from .. import kernels
 from .. import jaxpr as jx
+from .. import kernels
 from .localiser import Found, Localiser, Placed
 from .rules import RULES as RULES
 from .rules import rule
@@ -42,10 +42,10 @@ def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
     # A carry may become split, or active, only after a step. From whole to split: it never returns.
     carried = [_again(x, x.value) for x in init]
+    found: list[Placed] = []
     while True:
-        found: list[Placed] = []
 
-        def step(values: Any, sliced: Any, carried: list[Placed] = carried) -> list[Any]:
+        def step(values: Any, sliced: Any) -> list[Any]:
             found[:] = body([_again(x, v) for x, v in zip(carried, values, strict=True)], sliced)
             return [x.value for x in found]
 

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import edges
 from .. import jaxpr as jx
+from . import edges
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Localiser:
 
     def whole(self, x: Placed) -> jax.Array:
         """For computation that every rank repeats."""
-        if x.dim is None:
+        if (dim := x.dim) is None:
             return x.value
-        return x.once("whole", lambda: edges.unsplit(x.value, x.dim, self.ranks))
+        return x.once("whole", lambda: edges.unsplit(x.value, dim, self.ranks))
 
     def entered(self, x: Placed) -> jax.Array:
         """All of it, for split computation."""
-        if x.dim is not None:
-            return x.once("entered", lambda: edges.gather(x.value, x.dim, self.ranks))
+        if (dim := x.dim) is not None:
+            return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
         if not x.active:
             return x.value
         return x.once("entered", lambda: edges.enter(x.value, self.ranks))
@@ -96,8 +96,8 @@ class Localiser:
     def _part(self, x: Placed, dim: int) -> jax.Array:
         if x.broadcast is not None:
             inner, dims = x.broadcast
-            at = dims.index(dim) if dim in dims else None
-            alike = at is None or inner.shape[at] == 1
+            at = dims.index(dim) if dim in dims else -1
+            alike = at < 0 or inner.shape[at] == 1
             small = self.entered(inner) if alike else self.part(inner, at)
             return jax.lax.broadcast_in_dim(small, self.local(x.shape, dim), dims)
         return edges.take(self.whole(x), dim, self.ranks)
@@ -184,9 +184,7 @@ def localise(
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < len(dims)
             active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(
-                Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else "")
-            )
+            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else ""))
         return [work.whole(x) for x in work.run(flat, args)]
 
     return fun, work.gathered

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import edges
 from .. import jaxpr as jx
+from . import edges
 from .localiser import Found, Localiser, Placed, Rule
 
 RULES: dict[str, Rule] = {}
@@ -24,9 +24,9 @@ RULES: dict[str, Rule] = {}
 ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter
-not or population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg
+nextafter not or population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """.split()
 
 
@@ -247,7 +247,7 @@ def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
             return "contracted", list(contracted[side]).index(dim)
         if dim in batch[side]:
             return "batch", list(batch[side]).index(dim)
-        return "free", side
+        return "free", dim or 0
 
     split = [side for side in (0, 1) if inputs[side].dim is not None]
     # Where both are split and not alike, a parameter keeps its split, and else what is larger.
@@ -262,7 +262,7 @@ def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         before = len(batch[keep])
         if keep == 1:
             before += len(inputs[0].shape) - len(left_contracted) - len(left_batch)
-        return [(jx.bind(eqn, values)[0], before + free.index(inputs[keep].dim))]
+        return [(jx.bind(eqn, values)[0], before + free.index(at))]
     values[other] = work.part(inputs[other], {"contracted": contracted, "batch": batch}[kind][other][at])
     (value,) = jx.bind(eqn, values)
     if kind == "batch":
@@ -289,7 +289,11 @@ def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     if indices.dim is not None:
         return None
     if table.dim not in numbers.start_index_map:
-        whole = [d for d in range(len(table.shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+        whole = [
+            d
+            for d in range(len(table.shape))
+            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        ]
         if table.dim not in whole:
             return None
         dim = numbers.offset_dims[whole.index(table.dim)]
@@ -318,14 +322,10 @@ def _look_up(
     mine = (own >= 0) & (own < each) & (~missing if fills else True)
     changed = indices.value.at[..., column].set(jnp.where(mine, own, 0))
     (found,) = jx.bind(eqn, [table.value, changed])
-    spread = lambda x: jnp.broadcast_to(
-        jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape
-    )
+    spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
     found = jnp.where(spread(mine), found, jnp.zeros_like(found))
     value, dim = work.summed(found, shape, table.weight, eqn)
     if fills:  # as jnp.take does with indices that are out of bounds
         gone, fill = Placed(spread(missing), None, shape), eqn.params["fill_value"]
-        value = jnp.where(
-            gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value
-        )
+        value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
     return value, dim
