@@ -41,10 +41,13 @@ def attention(
     backward pass (Rabe & Staats 2021, arXiv:2112.05682; Korthikanti et al. 2022, arXiv:2205.05198, section 5).
     `segment_ids` and `mask` cost cuDNN a bias [B, 1 or H, T, S] in the dtype of the query.
 
-    XLA computes on GPUs as well
+    XLA computes on GPUs as well:
+
     - float32 and float64: cuDNN takes bfloat16 and float16;
-    - a head_dim that is no multiple of 8, or over 128 (256, if traced where JAX sees a GPU of compute capability 9.0);
+    - a head_dim that is no multiple of 8, or over 128; over 256 where the program is traced beside a GPU of compute
+      capability 9.0 or more;
     - where JAX has no cuDNN: `pip install "jaxpar[cuda12]"` brings it.
+
     cuDNN needs compute capability 8.0: on older GPUs ask for "xla". It has no forward-mode derivatives.
 
     Args:

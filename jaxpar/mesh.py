@@ -79,8 +79,8 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
     if sizes["tensor"] > 1 and here % sizes["tensor"]:
         warnings.warn(
             f"tensor={sizes['tensor']} does not divide the {here} devices of a host, so that its all-reduces, "
-            f"several for each layer, leave the host; use tensor={math.gcd(here, sizes['tensor'])}, and fsdp or pipe for "
-            "the rest",
+            f"several for each layer, leave the host; use tensor={math.gcd(here, sizes['tensor'])}, and fsdp or pipe "
+            "for the rest",
             stacklevel=2,
         )
     shape = tuple(sizes.values())

@@ -173,7 +173,7 @@ def product() -> Iterator[Cell]:
     ):
         devices = tensor * (4 if beside.startswith("data=2,fsdp") else 2 if beside else 1)
         flat = model == "mlp"  # nothing to scan, nothing of three dims
-        if devices <= 8 and not (flat and (sequence or remat != "none" or "pipe" in beside)):
+        if devices <= 8 and not (flat and (sequence or remat != "none" or beside not in ("", "fsdp=2,zero=3"))):
             yield Cell(model, tensor, beside, sequence, remat)
 
 

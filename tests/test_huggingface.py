@@ -170,13 +170,14 @@ def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: 
 def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_path: Path) -> None:
     import torch
 
-    config = dataclasses.replace(CONFIGS["llama3"], ffn=512)  # so that something is large enough to be sharded
-    model, text = reference(hf, config), tokens(config, rows=8, length=12)
+    config = dataclasses.replace(CONFIGS["llama3"], vocab=54, ffn=512)  # so that something is large enough to be sharded
+    model, text = reference(hf, config), tokens(config, rows=8, length=13)
     model.save_pretrained(tmp_path / "before")
     _, params = from_hf(tmp_path / "before")
     parallel = jp.from_nnx(lambda rngs: Llama(config, rngs=rngs), llama.loss)
-    step = jp.make_train_step(parallel, optax.sgd(0.3, momentum=0.9), "fsdp")
-    assert "'fsdp'" in str(step.layout)
+    strategy = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2"
+    step = jp.make_train_step(parallel, optax.sgd(0.3, momentum=0.9), strategy)
+    assert "P('pipe', 'fsdp', 'tensor')" in str(step.layout)
     state = step.init(jax.random.key(0), params=params)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for _ in range(2):

@@ -321,7 +321,7 @@ def _look_up(
     own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
     mine = (own >= 0) & (own < each) & (~missing if fills else True)
     changed = indices.value.at[..., column].set(jnp.where(mine, own, 0))
-    (found,) = jx.bind(eqn, [table.value, changed])
+    (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
     spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
     found = jnp.where(spread(mine), found, jnp.zeros_like(found))
     value, dim = work.summed(found, shape, table.weight, eqn)
