@@ -170,7 +170,7 @@ def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: 
 def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_path: Path) -> None:
     import torch
 
-    config = dataclasses.replace(CONFIGS["llama3"], vocab=54, ffn=512)  # so that something is large enough to be sharded
+    config = dataclasses.replace(CONFIGS["llama3"], vocab=54, ffn=512)  # something is large enough to be sharded
     model, text = reference(hf, config), tokens(config, rows=8, length=13)
     model.save_pretrained(tmp_path / "before")
     _, params = from_hf(tmp_path / "before")
