@@ -19,6 +19,7 @@ from .distributed import Stop, spread
 from .feed import Data, held_out, rows_of, training, weight_of
 from .loop import Loop, Units, checked, claim
 from .model import Model
+from .parallel.tensor import Rules
 from .progress import Progress
 from .report import Report
 from .state import State
@@ -32,7 +33,7 @@ class Trainer:
     """Trains a model: `Trainer(model, optimizer, data, "fsdp", Loop(steps=1000, out=Path("runs/mine"))).run()`.
 
     Args:
-      model, optimizer, strategy, mesh, trainable: as for `make_train_step`.
+      model, optimizer, strategy, mesh, trainable, rules: as for `make_train_step`.
       data: global batches: a `jaxpar.data.Source`; or a function `data(start)` of an iterator that begins with batch
         `start`; or an iterable (see `feed.training`). With several hosts, all must yield the same batches.
       loop: how long, where to, and when to evaluate and save.
@@ -60,11 +61,12 @@ class Trainer:
         about: Mapping[str, Any] | None = None,
         mesh: Any = None,
         trainable: Callable[[str], bool] | None = None,
+        rules: Rules | None = None,
     ):
         self.loop, self.units, self.data = loop or Loop(), units or Units(), data
         self.held_out = data if held_out is None and hasattr(data, "held_out") else held_out
         self.about = {"seed": self.loop.seed, "rows": self.loop.rows, **(about or {})}
-        self.step = make_train_step(model, optimizer, strategy, mesh, trainable)
+        self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules)
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
             _check_rows(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Report()

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+import jaxpar as jp
 from jaxpar import jaxpr as jx
 from jaxpar.localise import RULES, localise
 
@@ -43,6 +45,13 @@ def _scanned(x: jax.Array, y: jax.Array) -> jax.Array:
     return carry[None] + ys
 
 
+def _tied(x: jax.Array) -> jax.Array:
+    """Signs, with the gradient of `x`."""
+    return jnp.sign(x) + (x - jax.lax.stop_gradient(x))
+
+
+# Split with x along dim 2; the second result is whole, and comes from what is whole.
+KERNEL = jp.local_kernel(lambda x, y, z: (jnp.sin(x) * y, z**2), (2, 2, None), (2, None))
 INDEX = np.array([[3, 0, -1], [1, 1, 2]])
 FAR = np.array([[3, 9, -1], [7, -30, 2]])
 CASES: dict[str, Callable[[Any, Any], Any]] = {
@@ -56,6 +65,21 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "flatten two": lambda x, y: x.reshape(24, 8) * y.reshape(24, 8),
     "reductions": lambda x, y: (x * y).sum(0) + (x * y).sum((1, 2)).max() + (x.mean(1) @ y[0].T @ y[1]).sum(0),
     "max and min": lambda x, y: x.max(0) + x.min((0, 1)) * y[0] + x.max() * y[0, 0] + x.max(1)[:, None].min(2).sum(),
+    "ties": lambda x, y: sum(_tied(x).max(a).sum() * y + _tied(x * y).min(a).sum() for a in (0, 1, 2, (0, 2))),
+    "small ids": lambda x, y: sum(jnp.take(x, np.uint8(INDEX % 4), a).sum() for a in range(3)) * y,
+    "out of bounds": lambda x, y: (x[FAR].sum() + x[:, FAR].sum() + x[..., FAR].sum()) * y,
+    "stack and tile": lambda x, y: (
+        jnp.stack([x, y], 1).sum(1) * jnp.tile(x, (1, 1, 2))[..., :8] + sum(jnp.unstack(x, axis=1)).sum()
+    ),
+    "name": lambda x, y: checkpoint_name(x * y, "named"),
+    "kernel": lambda x, y: KERNEL(x, y, x.sum(2))[0] * y + KERNEL(x, y, y[:, :, 0])[1].sum(),
+    "few heads of keys": lambda x, y: jp.attention(
+        x.reshape(1, 24, 4, 2), y.reshape(1, 24, 4, 2)[:, :, :1], y.reshape(1, 24, 4, 2)[:, :, 1:2]
+    ),
+    "split heads of keys": lambda x, y: jp.attention(y[..., None], x[:, :, :2, None] * 2, x[:, :, 2:4, None]),
+    "convolution by x": lambda x, y: jax.lax.conv_general_dilated(
+        y[:, :4], x[:, :4, :3], (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH")
+    ),
     "prod": lambda x, y: (1 + x / 9).prod(1) + (1 + x / 9).prod((0, 2))[:, None].sum() + y[:, 0],
     "softmax": lambda x, y: sum(jax.nn.softmax(x, a) * y + jax.nn.log_softmax(x * y, a) for a in range(3)),
     "logsumexp": lambda x, y: sum(jax.nn.logsumexp(x, a).sum() for a in range(3)) * y,
@@ -109,6 +133,9 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "scan, split later": _carried,
     "scan, split slices": _scanned,
     "cond": _branch,
+    "switch": lambda x, y: jax.lax.switch(
+        (y.sum() > 0).astype(int), [lambda x, w: x * 2, lambda x, w: x @ w], x, y[0, :, :].T @ y[1]
+    ),
     "fori_loop": lambda x, y: jax.lax.fori_loop(0, 3, lambda i, c: c * y + x, x),
     "gradient inside": lambda x, y: (
         jax.grad(lambda v: (jnp.sin(v) * x).sum())(y) + jax.grad(lambda v: (v**3 * y).sum())(x)

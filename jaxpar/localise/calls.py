@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -163,5 +164,48 @@ def _kernel(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     kernel = kernels.of(eqn)
     if kernel is None or not any(x.dim is not None and x.dim == d for x, d in zip(inputs, kernel.in_dims, strict=True)):
         return None
+    placed = [*zip(eqn.invars, kernel.in_dims, strict=True), *zip(eqn.outvars, kernel.out_dims, strict=True)]
+    if any(d is not None and v.aval.shape[d] % work.ranks for v, d in placed):
+        return None  # fewer heads of keys than ranks, say
     values = [work.entered(x) if d is None else work.part(x, d) for x, d in zip(inputs, kernel.in_dims, strict=True)]
-    return [(value, d) for value, d in zip(jax.tree.leaves(kernel.fun(*values)), kernel.out_dims, strict=True)]
+    outs = jax.tree.leaves(kernel.fun(*values))
+    # Each rank has all of a whole result, and so all of its cotangent; `entered` adds up what ranks make of it.
+    return [
+        (_shared(value, work.ranks) if d is None else value, d) for value, d in zip(outs, kernel.out_dims, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _shared(x: jax.Array, ranks: int) -> jax.Array:
+    """`x`, with a rank's share of its cotangent."""
+    return x
+
+
+@_shared.defjvp
+def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
+    return primals[0], (tangents[0] / ranks if jnp.issubdtype(primals[0].dtype, jnp.inexact) else tangents[0])
+
+
+@rule("cond")
+def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Each branch is rewritten. Whole outputs where branches disagree."""
+    index, *operands = inputs
+    branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
+    found: list[list[Placed]] = []
+
+    def placed(values: Sequence[Any]) -> list[Placed]:
+        return [_again(x, v) for x, v in zip(operands, values, strict=True)]
+
+    for flat in branches:
+        jax.eval_shape(lambda *values, flat=flat: found.append(work.run(flat, placed(values))), *_values(operands))
+    dims = [outs[0].dim if len({x.dim for x in outs}) == 1 else None for outs in zip(*found, strict=True)]
+
+    def branch(flat: jx.Flat) -> Callable[..., list[Any]]:
+        return lambda *values: [_as(work, x, d) for x, d in zip(work.run(flat, placed(values)), dims, strict=True)]
+
+    values = jax.lax.switch(work.whole(index), [branch(flat) for flat in branches], *_values(operands))
+    return list(zip(values, dims, strict=True))
+
+
+def _values(inputs: Sequence[Placed]) -> list[Any]:
+    return [x.value for x in inputs]

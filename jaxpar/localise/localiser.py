@@ -15,6 +15,7 @@ All of it is linear in what it moves, so that the rewritten loss is differentiat
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,7 @@ class Localiser:
             alike = at < 0 or inner.shape[at] == 1
             small = self.entered(inner) if alike else self.part(inner, at)
             return jax.lax.broadcast_in_dim(small, self.local(x.shape, dim), dims)
+        assert x.shape[dim] % self.ranks == 0, (x.shape, dim)
         return edges.take(self.whole(x), dim, self.ranks)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
@@ -108,14 +110,21 @@ class Localiser:
 
     def summed(self, value: jax.Array, shape: Sequence[int], residual: bool, eqn: Any) -> tuple[jax.Array, int | None]:
         """A partial sum made whole or, where it joins a residual stream [rows, sequence, ...], split along dim 1."""
-        if not (self.sequence and residual and len(shape) > 2):
+        if not (self.sequence and residual and len(shape) > 2 and shape[1] > 1):
             return edges.leave(value, self.ranks), None
         if shape[1] % self.ranks:
-            raise ValueError(
-                f"sequence=True splits the {shape[1]} positions of {list(shape)} ({jx.where(eqn)}) over tensor="
-                f"{self.ranks}, which does not divide them; use {-(-shape[1] // self.ranks) * self.ranks} positions, "
-                "or sequence=False"
+            near = -(-shape[1] // self.ranks) * self.ranks
+            if eqn.primitive.name == "gather":  # the embedding: all that follows would stay whole
+                raise ValueError(
+                    f"sequence=True splits the {shape[1]} positions of {list(shape)} ({jx.where(eqn)}) over tensor="
+                    f"{self.ranks}, which does not divide them; use {near} positions, or sequence=False"
+                )
+            warnings.warn(
+                f"sequence=True: {list(shape)} at {jx.where(eqn)} stays whole on each rank, since tensor={self.ranks} "
+                f"does not divide its dim 1; make it {near}",
+                stacklevel=2,
             )
+            return edges.leave(value, self.ranks), None
         return edges.scatter(value, 1, self.ranks), 1
 
     # -- equations -----------------------------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ class Localiser:
         if found is None:
             for x in inputs:
                 if x.dim is not None:
-                    where = f"{name} at {jx.where(eqn)}"
+                    where = f"{name} at {jx.where(eqn) or 'a function of JAX'}"
                     size = math.prod(x.shape) * jnp.result_type(x.value).itemsize
                     self.gathered[where] = max(size, self.gathered.get(where, 0))
             found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]

@@ -24,7 +24,7 @@ RULES: dict[str, Rule] = {}
 ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
 nextafter not or population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
 shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """.split()
@@ -94,16 +94,18 @@ def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     assert x.dim is not None
     before = math.prod(x.shape[: x.dim])
     dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
-    if not dims or eqn.params["dimensions"] is not None:
+    if len(dims) != 1 or eqn.params["dimensions"] is not None:
         return None
     (dim,) = dims
-    if shape[dim] % work.ranks:
-        given = f"dim {x.dim} of {list(x.shape)}, split because of {x.origin}," if x.origin else f"{list(x.shape)}"
+    heads = not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
+    if shape[dim] % work.ranks and heads:
         raise ValueError(
-            f"tensor={work.ranks} does not divide {shape[dim]}: {given} becomes {list(shape)} at {jx.where(eqn)}, and "
-            f"whole {'heads' if len(shape) > len(x.shape) else 'parts'} belong to a rank; use a tensor= that divides "
-            f"{shape[dim]}, or leave the leaf whole: rules={{{x.origin!r}: None}}"
+            f"tensor={work.ranks} does not divide {shape[dim]}: {list(x.shape)}, whose dim {x.dim} is split because of "
+            f"{x.origin}, becomes {list(shape)} at {jx.where(eqn)}, and whole heads (or groups) belong to a rank; use "
+            f"a tensor= that divides {shape[dim]}, or leave the leaf whole: rules={{{x.origin!r}: None}}"
         )
+    if shape[dim] % work.ranks:
+        return None
     return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
 
 
@@ -131,6 +133,33 @@ def _concatenate(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found |
     if dim == eqn.params["dimension"]:
         return None
     return [(jx.bind(eqn, [work.part(x, dim) for x in inputs])[0], dim)]
+
+
+@rule("stack")
+def _stack(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    dim = _dim(inputs)
+    return [(jx.bind(eqn, [work.part(x, dim) for x in inputs])[0], dim + (dim >= eqn.params["axis"]))]
+
+
+@rule("unstack")
+def _unstack(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    axis = eqn.params["axis"]
+    return None if x.dim == axis else [(value, _without(x.dim, [axis])) for value in jx.bind(eqn, [x.value])]
+
+
+@rule("tile")
+def _tile(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    assert x.dim is not None
+    return None if eqn.params["reps"][x.dim] != 1 else [(jx.bind(eqn, [x.value])[0], x.dim)]
+
+
+@rule("sharding_constraint")
+def _constraint(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """What a model asks of a mesh of its own says nothing here."""
+    (x,) = inputs
+    return [(x.value, x.dim)]
 
 
 @rule("pad")
@@ -214,8 +243,27 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return [(value, _without(x.dim, eqn.params["axes"]))]
     if eqn.primitive.name == "reduce_sum":
         return [(edges.leave(value, work.ranks), None)]
-    every = edges.unsplit(value[None], 0, work.ranks)  # [ranks, ...]: the same reduction over the ranks' results
-    return [(jx.bind(eqn, [every], axes=(0,))[0], None)]
+
+    def over_ranks(value: jax.Array) -> jax.Array:
+        every = edges.unsplit(value[None], 0, work.ranks)  # [ranks, ...]: the same reduction over the ranks' results
+        return jx.bind(eqn, [every], axes=(0,))[0]
+
+    if not (x.active and eqn.primitive.name in ("reduce_max", "reduce_min")):
+        return [(over_ranks(value), None)]
+
+    @jax.custom_jvp
+    def extreme(part: jax.Array) -> jax.Array:
+        return over_ranks(jx.bind(eqn, [part])[0])
+
+    @extreme.defjvp
+    def shared(primals: Any, tangents: Any) -> Any:  # elements that tie share it, on whatever ranks they are
+        (part,), (tangent,) = primals, tangents
+        best = extreme(part)
+        hit = (part == jnp.expand_dims(best, eqn.params["axes"])).astype(part.dtype)
+        total = lambda y: edges.leave(y.sum(eqn.params["axes"]), work.ranks)
+        return best, total(hit * tangent) / total(hit)
+
+    return [(extreme(x.value), None)]
 
 
 @rule("argmax", "argmin")
@@ -267,7 +315,26 @@ def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     (value,) = jx.bind(eqn, values)
     if kind == "batch":
         return [(value, at)]
-    return [work.summed(value, _shape(eqn), inputs[keep].weight or inputs[other].weight, eqn)]
+    return [work.summed(value, _shape(eqn), inputs[keep].weight != inputs[other].weight, eqn)]
+
+
+@rule("conv_general_dilated")
+def _convolution(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Split by rows, by output features, or by the input features of both operands."""
+    left, right = inputs
+    numbers = eqn.params["dimension_numbers"]
+    rows, features = numbers.lhs_spec[:2]
+    into, out_of = numbers.rhs_spec[:2]
+    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
+        return None
+    if right.dim is None and left.dim == rows:
+        return [(jx.bind(eqn, [left.value, work.entered(right)])[0], numbers.out_spec[0])]
+    if right.dim == into:
+        return [(jx.bind(eqn, [work.entered(left), right.value])[0], numbers.out_spec[1])]
+    if right.dim == out_of or (right.dim is None and left.dim == features):
+        (value,) = jx.bind(eqn, [work.part(left, features), work.part(right, out_of)])
+        return [(edges.leave(value, work.ranks), None)]
+    return None
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------
@@ -289,6 +356,8 @@ def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     if indices.dim is not None:
         return None
     if table.dim not in numbers.start_index_map:
+        if sizes[table.dim] != table.shape[table.dim]:
+            return None
         whole = [
             d
             for d in range(len(table.shape))
@@ -304,11 +373,11 @@ def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     if fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return None
-    return [_look_up(work, eqn, table, indices, batch, fills)]
+    return [_look_up(work, eqn, table, indices, batch)]
 
 
 def _look_up(
-    work: Localiser, eqn: Any, table: Placed, indices: Placed, batch: Sequence[int], fills: bool
+    work: Localiser, eqn: Any, table: Placed, indices: Placed, batch: Sequence[int]
 ) -> tuple[jax.Array, int | None]:
     """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
     others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
@@ -316,16 +385,20 @@ def _look_up(
     assert table.dim is not None
     shape, column = _shape(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
     size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
-    wanted = indices.value[..., column]
+    mode, modes = eqn.params["mode"], lax.GatherScatterMode
+    places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # 256 is no uint8
+    wanted = places[..., column]
     missing = (wanted < 0) | (wanted >= size)
     own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
-    mine = (own >= 0) & (own < each) & (~missing if fills else True)
-    changed = indices.value.at[..., column].set(jnp.where(mine, own, 0))
+    mine = (own >= 0) & (own < each) & (~missing if mode == modes.FILL_OR_DROP else True)
+    changed = places.at[..., column].set(jnp.where(mine, own, 0))
     (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
     spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
     found = jnp.where(spread(mine), found, jnp.zeros_like(found))
+    if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of what is out of bounds dropped
+        found = jnp.where(spread(missing), lax.stop_gradient(found), found)
     value, dim = work.summed(found, shape, table.weight, eqn)
-    if fills:  # as jnp.take does with indices that are out of bounds
+    if mode == modes.FILL_OR_DROP:  # as jnp.take does with indices that are out of bounds
         gone, fill = Placed(spread(missing), None, shape), eqn.params["fill_value"]
         value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
     return value, dim
