@@ -35,7 +35,7 @@ test: lint types docs $(VENV)/.packages
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 battery: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_collectives.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py
 
 lint: setup
 	$(BIN)/ruff check .

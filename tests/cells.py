@@ -35,11 +35,16 @@ def logical(step: Any, stored: Any) -> Any:
     return jax.tree.unflatten(kept.model_tree, kept.of_model(whole))
 
 
-def check(step: Any, model: Any, batch: Any, steps: int, grads: Any, params: Any) -> None:
-    """The step's gradients (the momentum after the first of SGD's steps) and parameters after some steps against one
-    device's; bytes at rest; collectives of the jaxpr, by kind, axes, dtype, count and bytes.
+def initial(model: Any) -> Any:
+    """The parameters of key 0, on the host: drawing them would be half of a cell's compilation."""
+    return jax.tree.map(np.asarray, jax.jit(model.create)(jax.random.key(0))[0])
+
+
+def check(step: Any, model: Any, first: Any, batch: Any, steps: int, grads: Any, params: Any) -> None:
+    """From the parameters `first`: the step's gradients (the momentum after the first of SGD's steps) and parameters
+    after some steps against one device's; bytes at rest; collectives of the jaxpr, by kind, axes, dtype, count, bytes.
     """
-    state = step.init(jax.random.key(0))
+    state = step.init(jax.random.key(0), params=first)
     stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
     assert stored == step.layout.bytes["params"]
 

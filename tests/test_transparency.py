@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import logical
+from cells import initial, logical
 from zoo import ZOO, Entry
 
 import jaxpar as jp
@@ -81,9 +81,8 @@ def test_covering_array_covers() -> None:
 
 
 @functools.cache
-def initial(name: str) -> Any:
-    """The parameters of key 0, on the host: drawing them is half of a cell's compilation."""
-    return jax.tree.map(np.asarray, jax.jit(entry(name).model.create)(jax.random.key(0))[0])
+def first(name: str) -> Any:
+    return initial(entry(name).model)
 
 
 @functools.cache
@@ -108,7 +107,7 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     model, batch = entry(name).model, entry(name).batch
     chosen = dataclasses.replace(jp.Strategy.parse(strategy), microbatches=microbatches, remat=remat)
     step = jp.make_train_step(model, SGD, chosen)
-    state = step.init(jax.random.key(0), params=initial(name))
+    state = step.init(jax.random.key(0), params=first(name))
     check_layout(step, state)
 
     compiled = step if chosen.server else step.compile(batch)
