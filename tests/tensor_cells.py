@@ -25,12 +25,12 @@ Built = tuple[jp.Model, dict[str, int] | None]  # and the rules that it needs, i
 
 
 def _config(**choices: Any) -> llama.Config:
-    return llama.Config(vocab=VOCAB, dim=64, layers=LAYERS, heads=16, kv_heads=8, ffn=24, **choices)
+    return llama.Config(vocab=VOCAB, dim=64, layers=5, heads=16, kv_heads=8, ffn=24, **choices)
 
 
 def scanned() -> Built:
-    """`nnx.scan`, grouped queries, a tied embedding, dropout, a loss that is a `jp.Mean`."""
-    return jp.from_nnx(lambda rngs: llama.Llama(_config(tied=True, dropout=0.2), rngs=rngs), llama.loss), None
+    """`nnx.scan`, grouped queries, a tied embedding, a loss that is a `jp.Mean`."""
+    return jp.from_nnx(lambda rngs: llama.Llama(_config(tied=True), rngs=rngs), llama.loss), None
 
 
 class Block(nnx.Module):
@@ -142,14 +142,7 @@ class Cell(NamedTuple):
     remat: str
 
 
-BESIDE = (
-    "",
-    "data=2,microbatches=2",
-    "data=2,fsdp=2,zero=1",
-    "fsdp=2,zero=2,microbatches=2",
-    "fsdp=2,zero=3",
-    "pipe=2,microbatches=3",
-)
+BESIDE = ("", "data=2,fsdp=2,zero=1", "fsdp=2,zero=2,microbatches=2", "pipe=2,microbatches=3")
 # On 16 devices: all four axes, every ZeRO stage, schedules and chunks.
 FOUR = tuple(
     Cell(model, tensor, beside, sequence, remat)
@@ -158,10 +151,9 @@ FOUR = tuple(
         ("loop", 2, "pipe=2,data=2,fsdp=2,zero=1,microbatches=2,schedule=gpipe", True, "none"),
         ("linen", 2, "pipe=2,data=2,fsdp=2,zero=2,microbatches=3", False, "none"),
         ("function", 2, "pipe=2,data=2,fsdp=2,zero=3,microbatches=2", True, "dots"),
-        ("scanned", 2, "pipe=2,chunks=2,fsdp=2,zero=1,microbatches=3", False, "dots"),
+        ("scanned", 2, "pipe=2,chunks=2,fsdp=2,zero=1,microbatches=4", False, "dots"),
         ("loop", 4, "pipe=2,fsdp=2,zero=3,microbatches=2", True, "layer"),
         ("linen", 8, "pipe=2,microbatches=2", True, "layer"),
-        ("function", 4, "pipe=2,data=2,microbatches=2", False, "none"),
         ("scanned", 4, "data=2,fsdp=2,zero=2,microbatches=2", True, "none"),
     )
 )
@@ -173,7 +165,7 @@ def product() -> Iterator[Cell]:
     ):
         devices = tensor * (4 if beside.startswith("data=2,fsdp") else 2 if beside else 1)
         flat = model == "mlp"  # nothing to scan, nothing of three dims
-        if devices <= 8 and not (flat and (sequence or remat != "none" or beside not in ("", "fsdp=2,zero=3"))):
+        if devices <= 8 and not (flat and (sequence or remat != "none" or "pipe" in beside)):
             yield Cell(model, tensor, beside, sequence, remat)
 
 
@@ -209,5 +201,5 @@ def check_cell(cell: Cell) -> None:
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:count], rules=rules)
     blocks = step.local.replicas * strategy.microbatches
     rows = 24 if blocks == 8 else 12
-    random = cell.model in ("scanned", "linen")
-    check(step, model, first(cell.model), batch_of(rows), STEPS, *reference(cell.model, blocks if random else 1, rows))
+    blocks = blocks if cell.model == "linen" else 1  # which has dropout
+    check(step, model, first(cell.model), batch_of(rows), STEPS, *reference(cell.model, blocks, rows))

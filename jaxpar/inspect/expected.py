@@ -150,7 +150,7 @@ def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
     dtype = step.policy.computed(leaf.dtype) if step.layout.copied else Policy.master(leaf.dtype)
     ranks = shape["pipe"] if mine else 1
     shard = tuple(a for a in leaf.shard if shape[a] > 1)
-    count = _layers(leaf) // ranks if leaf.by_layer else 1
+    count = _layers(leaf.local) // ranks if leaf.by_layer else 1
     yield _entry("all-gather", shard, dtype, count, math.prod(leaf.local.stored) // ranks)
 
 
