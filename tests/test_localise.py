@@ -159,7 +159,11 @@ def whole(name: str) -> Callable[..., Any]:
     return lambda x, y: jnp.sum(jnp.asarray(CASES[name](x, y)) * 1.0)
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.battery), 2], ids=lambda dim: f"dim {dim}")
+BATTERY = pytest.mark.battery
+DIMS = [pytest.param(0, marks=BATTERY), pytest.param(1, marks=BATTERY), 2]
+
+
+@pytest.fixture(scope="module", params=DIMS, ids=lambda dim: f"dim {dim}")
 def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
     """Value and gradients of every case, on whole arrays and on two ranks."""
     dim, random = request.param, np.random.default_rng(0)
