@@ -1,4 +1,6 @@
 """The program of one tensor rank, from a loss on whole arrays."""
 
-from .calls import RULES as RULES
+from . import calls as calls
+from . import sums as sums
 from .localiser import localise as localise
+from .rules import RULES as RULES

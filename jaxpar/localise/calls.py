@@ -14,7 +14,6 @@ import numpy as np
 from .. import jaxpr as jx
 from .. import kernels
 from .localiser import Found, Localiser, Placed
-from .rules import RULES as RULES
 from .rules import rule
 
 
