@@ -18,7 +18,7 @@ from jax import lax
 from . import collectives
 from . import jaxpr as jx
 from .access import Access
-from .layers import Program, slice_program
+from .layers import Program, positions, slice_program
 from .layout import Layout
 from .localise import RULES, localise
 from .model import Mean, Model, Replicated, couplings
@@ -26,6 +26,7 @@ from .parallel import rule_of
 from .parallel.cut import shareable
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
+from .refusals import check_pipe, check_replicas, warn_precision
 from .strategy import Strategy
 
 _LARGE = 1 << 20  # bytes
@@ -114,23 +115,25 @@ class Local:
                 self.strategy.remat,
                 own,
                 kept.families,
-                self._rewrite if self.ranks > 1 else lambda flat: flat,
+                self._rewrite,
                 self.strategy.sequence,
             )
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
         if self.schedule is not None:
-            self._check_pipe(program, out)
+            check_pipe(program, out, self.layout, self.strategy)
         if self.strategy.remat != "none" and not program.stacks:
             raise ValueError(
                 f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan "
                 "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
             )
-        self._check(program, out, len(jax.tree.leaves(rest)))
-        self._warn(program)
+        check_replicas(program, out, len(jax.tree.leaves(rest)), frozenset(self.axes))
+        warn_precision(program, self.layout.policy.compute, self.strategy.precision)
         return program, out
 
     def _rewrite(self, flat: jx.Flat) -> jx.Flat:
         """The program of one tensor rank."""
+        if self.ranks == 1:
+            return flat
         units = self.layout.kept.units
         dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
         fun, gathered = localise(flat, dims, [leaf.path for leaf in units], self.ranks, self.strategy.sequence, RULES)
@@ -146,76 +149,6 @@ class Local:
                     stacklevel=2,
                 )
         return local
-
-    def _check_pipe(self, program: Program, out: Any) -> None:
-        """Raises ValueError where a pipeline cannot run the model."""
-        ranks = self.layout.mesh.shape["pipe"]
-        if program.main is None and program.unrolled:
-            index, why = program.unrolled[0]
-            raise ValueError(
-                f"pipe={ranks} spreads layers that are the same program, and those of {self.layout.leaves[index].path} "
-                f"differ: {why}; make them alike, or use data or fsdp for pipe"
-            )
-        if program.main is None:
-            raise ValueError(
-                f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
-                f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use data or fsdp for pipe"
-            )
-        chunks = self.strategy.chunks
-        if program.main.length < ranks * chunks:
-            raise ValueError(
-                f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages and the model's stack has "
-                f"{program.main.length} layers; use at most {program.main.length} stages"
-            )
-        if program.main.reverse:
-            raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
-        positions = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
-        given = set(program.inputs)
-        for path, at in jax.tree_util.tree_leaves_with_path(positions[1]):
-            if program.outputs[at] not in given:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise ValueError(
-                    f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
-                    "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
-                )
-
-    def _warn(self, program: Program) -> None:
-        """Say so where a low precision does not reach the matmuls."""
-        low, name = self.layout.policy.compute, self.strategy.precision
-        by_dtype = jx.matmuls(program.eqns)
-        total = sum(flops for flops, _ in by_dtype.values())
-        flops, where = by_dtype.get("float32", (0, ""))
-        if low != jnp.float32 and flops > 0.5 * total:
-            warnings.warn(
-                f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at "
-                f"{where}: an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to "
-                f"jnp.{low.name}",
-                stacklevel=2,
-            )
-
-    def _check(self, program: Program, out: Any, inputs: int) -> None:
-        """Raises ValueError where the result of a step would depend on how the rows are spread."""
-        _, variables = out
-        positions = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
-        if program.depends(program.leaves, positions[0]["loss"].count):
-            raise ValueError(
-                "the count of the loss's jp.Mean depends on the parameters; count rows or tokens of the batch"
-            )
-        if not self.axes:
-            return
-        fed = program.inputs[-inputs:][
-            len(jax.tree.leaves(variables)) :
-        ]  # batch and key differ from replica to replica
-        for (path, _), at in zip(
-            jax.tree_util.tree_leaves_with_path(variables), jax.tree.leaves(positions[1]), strict=True
-        ):
-            if program.depends(fed, at, frozenset(self.axes)):
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise ValueError(
-                    f"variable {name} is updated from this replica's rows alone, so replicas would drift apart; "
-                    "average what it is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar "
-                    "switches to all rows"
-                )
 
     def split(self, batch: Any) -> Any:
         """Local rows [m r, ...] -> [m, r, ...] for m microbatches; marked leaves are repeated."""
@@ -256,8 +189,7 @@ class Local:
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), key)
         access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
         stored = self.layered(stored)
-        tree = jax.tree.structure(out)
-        loss = jax.tree.unflatten(tree, list(range(tree.num_leaves)))[0]["loss"]
+        tree, loss = jax.tree.structure(out), positions(out)[0]["loss"]
         first = collectives.index(tuple(self.axes)) * m
         keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
         seed = scale / self._count(program, loss.count, variables, batches, keys)
@@ -305,7 +237,7 @@ class Local:
             return jax.tree.leaves((variables, jax.tree.map(at, batches), None if keys is None else at(keys)))
 
         part, rows = self._part(program, variables, batches, keys)
-        loss = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))[0]["loss"]
+        loss = positions(out)[0]["loss"]
         if part is not None and seeds and not program.depends(program.inputs, loss.count):
             # Counts that are constants: one for a mean over the rows of each part, or the size of an array of rows.
             whole, mine = (p.only(loss.count)(f(jnp.int32(0))) for p, f in ((program, values), (part, rows)))

@@ -225,6 +225,12 @@ def slice_program(
     ), out
 
 
+def positions(out: Any) -> Any:
+    """For each output of a program its position, in the tree of what the traced function returns."""
+    tree = jax.tree.structure(out)
+    return jax.tree.unflatten(tree, list(range(tree.num_leaves)))
+
+
 def _rolled(flat: jx.Flat, family: Sequence[tuple[int, Sequence[int]]], params: int, axes: dict[str, int]) -> jx.Flat:
     """A program with the layers of a family as one scan. Raises NotAlike."""
     stacks = [flat.invars[i] for i, _ in family]

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from ..collectives import scatter_pieces
 from ..jaxpr import build, live, opened, trace
+from ..layers import positions
 from ..leaves import Leaf
 from ..model import Replicated
 from ..parallel.schedules import Phase
@@ -226,15 +227,11 @@ class _Run:
     last: bool
 
 
-def _loss(out: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))[0]["loss"]
-
-
 def _run(step: Step, batch: Any) -> _Run:
     """One microbatch after another."""
     rest = _abstract(step, batch)
     program, out = step.local.program(*rest)
-    loss, marker = _loss(out), _Marker(step.layout.kept.units)
+    loss, marker = positions(out)[0]["loss"], _Marker(step.layout.kept.units)
 
     def run(leaves: list[Any], values: list[Any]) -> Any:
         outs, tape = program.forward(marker, leaves, values, grad=True)
@@ -253,7 +250,7 @@ def _piped(step: Step, batch: Any) -> _Run:
     m, ticks = schedule.microbatches, schedule.microbatches * schedule.chunks + schedule.ranks - 1
     variables, rows, key = _abstract(step, batch)
     program, out = step.local.program(variables, rows, key)
-    loss = _loss(out)
+    loss = positions(out)[0]["loss"]
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
     def tick(forward: bool, backward: bool, epilogue: bool) -> Any:
