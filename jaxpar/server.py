@@ -14,6 +14,8 @@ from . import collectives
 from .access import Access
 from .batches import batch_specs
 from .gradients import Metrics, Sums, block_key, metrics_of
+from .layers import positions
+from .mesh import compiler_options
 from .pieces import Saved
 from .precision import LossScale
 from .state import State
@@ -111,7 +113,9 @@ class ServerStep(Step):
         if key not in self._jitted:
             self.check(batch)
             programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
-            self._jitted[key] = {name: jax.jit(fun) for name, fun in (programs | {"both": self._both}).items()}
+            options = compiler_options(self.mesh)
+            programs |= {"both": self._both}
+            self._jitted[key] = {name: jax.jit(fun, compiler_options=options) for name, fun in programs.items()}
         return self._jitted[key]
 
     def _losses(self, state: State, batch: Any) -> Sums:
@@ -150,8 +154,7 @@ class ServerStep(Step):
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Saved, seeds: jax.Array) -> Any:
             program, out, access, _ = self._sliced(variables, batch, key)
             stored = self.local.layered(stored)
-            tree = jax.tree.structure(out)
-            loss = jax.tree.unflatten(tree, list(range(tree.num_leaves)))[0]["loss"]
+            loss = positions(out)[0]["loss"]
             tapes = _first(tapes)
 
             def micro(grads: Any, tape: Saved) -> Any:

@@ -19,7 +19,7 @@ from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
 from .leaves import Leaf, Pipe, name_of
-from .mesh import make_mesh
+from .mesh import compiler_options, make_mesh
 from .model import Model
 from .parallel import rule_of
 from .parallel.schedules import Schedule
@@ -289,7 +289,13 @@ class Step:
                 "evaluate": (self._evaluate, None, ()),
                 "gradients": (self._value_and_grad, None, ()),
             }[name]
-            self._jitted[key] = jax.jit(fun, in_shardings=(state, rows), out_shardings=outs, donate_argnums=donate)
+            self._jitted[key] = jax.jit(
+                fun,
+                in_shardings=(state, rows),
+                out_shardings=outs,
+                donate_argnums=donate,
+                compiler_options=compiler_options(self.mesh),
+            )
         return self._jitted[key]
 
     # -- the programs, under jit ---------------------------------------------------------------------------------------
