@@ -3,7 +3,8 @@
 import itertools
 import random
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -25,6 +26,23 @@ def covering(product: Iterable[Any]) -> list[Any]:
         chosen.append(max(every, key=lambda cell: len(pairs[cell] & missing)))
         missing -= pairs[chosen[-1]]
     return chosen
+
+
+@dataclass
+class Compiled:
+    """A compiled step, its text, memory and ledger, for the tests that look at programs."""
+
+    step: Any
+    batch: Any
+    text: str
+    memory: Any
+    ledger: Ledger
+
+    @classmethod
+    def of(cls, step: Any, batch: Any) -> Self:
+        program = step.compile(batch)
+        text = program.as_text()
+        return cls(step, batch, text, program.memory_analysis(), Ledger.from_hlo(text, step.mesh))
 
 
 def logical(step: Any, stored: Any) -> Any:

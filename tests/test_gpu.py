@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from cells import Compiled
 
 import jaxpar as jp
 from jaxpar.inspect.entry import Collective, Place
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.hlo import Module
-from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets import gpu_topology
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -29,14 +28,7 @@ WIDTHS = handwritten.Config()  # Llama-3-8B, 8 layers
 LARGE = 1 << 20  # bytes; a norm's gather takes less time than the compiler would need to hide it
 
 
-@dataclass
-class Compiled:
-    step: Any
-    batch: Any
-    text: str
-    memory: Any
-    ledger: Ledger
-
+class Loops(Compiled):
     def loops(self, trips: int) -> list[list[Collective]]:
         """The collectives, each for itself, of every loop of so many iterations."""
         module = Module(self.text, tuple(self.step.mesh.shape.items()))
@@ -44,11 +36,9 @@ class Compiled:
         return [list(module.walk(body, Place(times=trips, in_loop=True))) for body in bodies]
 
 
-def compiled(model: jp.Model, strategy: str, batch: Any) -> Compiled:
+def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:
     step = jp.make_train_step(model, optax.adamw(3e-4), f"{strategy},precision=bf16", mesh=gpu_topology("8xH100"))
-    program = step.compile(batch)
-    text = program.as_text()
-    return Compiled(step, batch, text, program.memory_analysis(), Ledger.from_hlo(text, step.mesh))
+    return Loops.of(step, batch)
 
 
 def params(*strategies: str) -> list[Any]:
@@ -57,13 +47,13 @@ def params(*strategies: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=params("zero2", "zero3"))
-def llama(request: pytest.FixtureRequest) -> Compiled:
+def llama(request: pytest.FixtureRequest) -> Loops:
     init, loss = handwritten.model_fns(WIDTHS)
     batch = {"tokens": jax.ShapeDtypeStruct((8, WIDTHS.sequence + 1), jnp.int32)}
     return compiled(jp.Model(init=init, loss=loss), f"{request.param},remat=layer", batch)
 
 
-def assert_bytes_as_expected(found: Compiled) -> None:
+def assert_bytes_as_expected(found: Loops) -> None:
     """Bytes by kind, axes and dtype: the closed form, but for scalars that the optimizer reduces (clipping, norms)."""
     fields = "kind", "axes", "dtype"
     scalars = "all-reduce", ("fsdp",), "float32"
@@ -72,22 +62,22 @@ def assert_bytes_as_expected(found: Compiled) -> None:
     assert theirs == ours
 
 
-def test_bytes_equal_the_closed_form(llama: Compiled) -> None:
+def test_bytes_equal_the_closed_form(llama: Loops) -> None:
     assert_bytes_as_expected(llama)
 
 
-def test_temporaries_are_those_of_a_step_written_by_hand(llama: Compiled) -> None:
+def test_temporaries_are_those_of_a_step_written_by_hand(llama: Loops) -> None:
     program = handwritten.compile_step(llama.step.strategy.zero, gpu_topology("8xH100"), WIDTHS)
     assert llama.memory.temp_size_in_bytes <= 1.05 * program.memory_analysis().temp_size_in_bytes
 
 
-def test_arguments_are_those_of_the_layout(llama: Compiled) -> None:
+def test_arguments_are_those_of_the_layout(llama: Loops) -> None:
     bytes_ = llama.step.layout.bytes
     assert llama.memory.argument_size_in_bytes == pytest.approx(bytes_["params"] + bytes_["optimizer"], rel=5e-3)
     assert llama.memory.alias_size_in_bytes == pytest.approx(llama.memory.output_size_in_bytes, rel=5e-3)  # in place
 
 
-def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Compiled) -> None:
+def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Loops) -> None:
     scatters = [[one for one in loop if one.kind == "reduce-scatter"] for loop in llama.loops(WIDTHS.layers)]
     (backward,) = [loop for loop in scatters if loop]
     layers = sum(math.prod(leaf.shape) for leaf in llama.step.layout.leaves if leaf.path.startswith("layers"))
@@ -97,12 +87,12 @@ def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Compile
     assert hidden > 0.5 * 4 * layers
 
 
-def test_gradients_are_reduced_in_float32(llama: Compiled) -> None:
+def test_gradients_are_reduced_in_float32(llama: Loops) -> None:
     reductions = [one for one in llama.ledger if one.kind in ("all-reduce", "reduce-scatter")]
     assert {one.dtype for one in reductions} == {"float32"}
 
 
-def test_gathers_of_layers_are_hidden_by_compute(llama: Compiled) -> None:
+def test_gathers_of_layers_are_hidden_by_compute(llama: Loops) -> None:
     gathers = [one for loop in llama.loops(WIDTHS.layers) for one in loop if one.kind == "all-gather"]
     assert {one.dtype for one in gathers} == {"bfloat16"}
     large = [one for one in gathers if one.bytes > LARGE * WIDTHS.layers]

@@ -6,15 +6,13 @@ from the sizes of the model, and not read from the program.
 
 import functools
 import re
-from dataclasses import dataclass
-from typing import Any
 
 import optax
 import pytest
+from cells import Compiled
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
-from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets import gpu_topology
 from jaxpar.models import named
 
@@ -28,14 +26,7 @@ RUNS = TICKS * CONFIG.layers // PIPE  # of a layer on one rank, forwards
 SMALL = 1 << 20
 
 
-@dataclass
-class Compiled:
-    step: Any
-    batch: Any
-    text: str
-    memory: Any
-    ledger: Ledger
-
+class Traffic(Compiled):
     def over(self, *axes: str) -> dict[str, tuple[int, int]]:
         """Of collectives over these axes that move a megabyte at once: kind -> count and bytes."""
         large = [one for one in self.ledger if one.axes == axes and one.bytes > SMALL * (one.count or 1)]
@@ -45,15 +36,12 @@ class Compiled:
 
 
 @functools.cache
-def compiled(sequence: bool) -> Compiled:
+def compiled(sequence: bool) -> Traffic:
     text = f"tensor={TENSOR},sequence={sequence},fsdp={FSDP},pipe={PIPE},microbatches={MICROBATCHES}"
     step = jp.make_train_step(
         LLAMA.model, optax.adamw(3e-4), f"{text},precision=bf16,remat=layer", gpu_topology("64xH100")
     )
-    batch = LLAMA.example(FSDP * MICROBATCHES, LENGTH)
-    program = step.compile(batch)
-    hlo = program.as_text()
-    return Compiled(step, batch, hlo, program.memory_analysis(), Ledger.from_hlo(hlo, step.mesh))
+    return Traffic.of(step, LLAMA.example(FSDP * MICROBATCHES, LENGTH))
 
 
 BOTH = [pytest.param(s, marks=pytest.mark.xdist_group(f"gpu tensor {s}"), id=f"sequence={s}") for s in (False, True)]

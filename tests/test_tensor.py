@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from cells import covering
-from tensor_cells import FOUR, Cell, check_cell, product
+from tensor_cells import FOUR, SGD, Cell, batch_of, built, check_cell, first, product
+
+import jaxpar as jp
 
 CHOSEN = covering(product())
 
@@ -36,6 +39,20 @@ def test_covering_array_is_small() -> None:
 @pytest.mark.parametrize("cell", cells())
 def test_cell(cell: Cell) -> None:
     check_cell(cell)
+
+
+@pytest.mark.xdist_group("tensor loop")
+def test_collectives_beside_a_loop_keep_their_order() -> None:
+    """XLA's schedule for concurrency hung or aborted this step within ten runs (jax 0.10.2)."""
+    model, rules = built("loop")
+    strategy = "tensor=2,sequence=True,fsdp=2,zero=2,microbatches=2"
+    step = jp.make_train_step(model, SGD, strategy, jax.devices()[:4], rules)
+    state, batch = step.init(jax.random.key(0), params=first("loop")), batch_of(12)
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("model", sorted({cell.model for cell in FOUR}))

@@ -8,7 +8,9 @@ _WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False"
 
 
 def check(config: Any) -> None:
-    """Raise ValueError where a field of a config is not of the type of its default, or an integer is less than 1."""
+    """Raise ValueError where a field of a config is not of the type of its default, an integer is less than 1, or
+    `dropout` is no probability.
+    """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), type(field.default)
         if kind is tuple:
@@ -19,6 +21,8 @@ def check(config: Any) -> None:
             fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real)
         if not fits:
             raise ValueError(f"{field.name}={value!r}: use {_WORDS[kind]}, such as {field.default}")
+    if not 0 <= (dropout := getattr(config, "dropout", 0)) < 1:
+        raise ValueError(f"{dropout=} must lie in [0, 1); use 0 to switch it off")
 
 
 def _is_size(value: Any) -> bool:

@@ -35,8 +35,6 @@ class Config:
         if self.dim % self.heads:
             near = self.heads * max(1, round(self.dim / self.heads))
             raise ValueError(f"dim={self.dim} does not split into heads={self.heads}; try dim={near}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1); use 0 to switch it off")
 
     @property
     def head_dim(self) -> int:

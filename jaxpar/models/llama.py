@@ -48,8 +48,6 @@ class Config:
         if self.heads % self.kv_heads:
             divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {divisors}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1); use 0 to switch it off")
 
     @property
     def head_dim(self) -> int:
