@@ -5,6 +5,7 @@ from .attention import attention
 from .data import pad_rows
 from .frontends.linen import from_linen
 from .frontends.nnx import from_nnx
+from .inspect.plan import plan
 from .inspect.verify import verify
 from .kernels import local_kernel
 from .loop import Hook, Loop, Units
@@ -33,6 +34,7 @@ __all__ = [
     "local_kernel",
     "make_train_step",
     "pad_rows",
+    "plan",
     "simulate",
     "verify",
 ]

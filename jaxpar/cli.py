@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import re
 import sys
@@ -21,8 +22,10 @@ from jax.experimental import multihost_utils
 
 from . import __version__, distributed
 from .data import Text
+from .feed import training
 from .loop import Hook
-from .options import PASSING, Options, model_of, read, trainer_of
+from .options import PASSING, CheckOptions, Options, model_of, optimizer_of, read, trainer_of
+from .step import make_train_step
 from .strategy import Strategy
 from .trainer import Trainer
 
@@ -32,6 +35,8 @@ Train any Flax model under any parallelism strategy, and see what it costs.
 
 commands:
   train               train a model by name, or see what that would take
+  check               prove that a strategy takes effect, on devices here or not
+  plan                rank strategies for devices that need not be here
   timeline            draw the schedule of a pipeline, before anything runs
   bench collectives   measure this machine's collectives as nccl-tests does
 
@@ -65,6 +70,12 @@ def run(words: list[str]) -> None:
             print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
         case ["train", *rest]:
             train(_parse(Options, "train", rest, _default(rest)))
+        case ["check", *rest]:
+            check(_parse(CheckOptions, "check", rest, _default(rest, CheckOptions)))
+        case ["plan", *rest]:
+            from .inspect import plan_text
+
+            plan_text.main(_parse(plan_text.Options, "plan", rest))
         case ["timeline", *rest]:
             from .inspect import timeline  # only this command needs it
 
@@ -76,7 +87,7 @@ def run(words: list[str]) -> None:
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
-            _unknown(word, ["train", "timeline", "bench collectives", "--help", "--version"])
+            _unknown(word, ["train", "check", "plan", "timeline", "bench collectives", "--help", "--version"])
 
 
 def _parse(options: type, command: str, words: list[str], default: Any = None) -> Any:
@@ -92,7 +103,7 @@ def _unknown(given: str, known: list[str]) -> NoReturn:
     )
 
 
-def _default(words: list[str]) -> Options:
+def _default(words: list[str], cls: type[Options] = Options) -> Options:
     """What the command line adds to: the options of --config, or with --resume those of the run in --out."""
     look = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--out"):
@@ -101,11 +112,11 @@ def _default(words: list[str]) -> Options:
     try:
         given, _ = look.parse_known_args(words)
     except argparse.ArgumentError:
-        return Options()  # tyro says what is wrong
+        return cls()  # tyro says what is wrong
     path = given.config
     if path is None and given.resume and given.out and (given.out / "config.yaml").exists():
         path = given.out / "config.yaml"
-    return Options() if path is None else Options(**read(Options, path))
+    return cls() if path is None else cls(**read(cls, path))
 
 
 def train(options: Options) -> None:
@@ -132,6 +143,30 @@ def train(options: Options) -> None:
         else:
             say("a sample, after the beginning of the held-out text:")
             say(_sample(trainer, options, source.corpus.held_out[: options.length // 2], model.generate))
+
+
+def check(options: CheckOptions) -> None:
+    """`jaxpar check`: compiles the step that the options name, and prints what its strategy promised and what was
+    found. Exits with 1 where a promise is broken.
+    """
+    from .inspect import check as proofs  # only this command needs it
+    from .inspect.targets import target
+
+    Strategy.parse(options.strategy)  # before anything that takes time
+    devices = None
+    if options.target is None:
+        distributed.join(options.coordinator, options.processes, options.process)
+        distributed.attach(options.devices)
+    else:
+        jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+        devices = target(options.target).devices
+    model, source = model_of(options)
+    step = make_train_step(model.model, optimizer_of(options), options.strategy, devices)
+    batch = next(training(source, options.rows, options.seed))
+    proof = proofs.check(step, batch)
+    print(json.dumps(proof.json(), indent=1) if options.json else proof)  # noqa: T201
+    if not proof.ok:
+        sys.exit(1)
 
 
 def _placed(options: Options) -> Options:

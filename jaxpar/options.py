@@ -98,6 +98,20 @@ class Options(Loop):
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in (*PASSING, *FREE)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """Prove that a strategy takes effect, with the words of `jaxpar train`: nothing is trained.
+
+    The training step is compiled, and every promise of the strategy compared with the program: bytes of each array of
+    the state, collectives by kind and axes. Exits with 1 where one is broken.
+    """
+
+    target: str | None = None
+    """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    json: bool = False
+    """print JSON instead of a table"""
+
+
 def read(cls: type, path: Path | str) -> dict[str, Any]:
     """The fields of a dataclass that a YAML file names, in their types. Raises ValueError naming what is wrong."""
     path = Path(path)
@@ -144,8 +158,7 @@ def _is_number(value: Any) -> bool:
 
 def model_of(options: Options) -> tuple[Named, data.Text | images.Images]:
     """The model and the data. Raises ValueError for an unknown model or size, and where data is missing or unfit."""
-    name, *parts = options.model.split(",")
-    changes = dict(_change(part, options.model) for part in parts)
+    name, changes = _name_of(options.model)
     model = named(name, **changes)
     if model.kind == "text":
         if options.length > model.config.context:
@@ -156,6 +169,17 @@ def model_of(options: Options) -> tuple[Named, data.Text | images.Images]:
         return model, data.text(options.data, options.length, model.config.vocab)
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size)
     return named(name, **{**source.sizes, **changes}), source
+
+
+def named_of(text: str) -> Named:
+    """A model by name, with sizes to change behind it. Raises ValueError for an unknown model or size."""
+    name, changes = _name_of(text)
+    return named(name, **changes)
+
+
+def _name_of(text: str) -> tuple[str, dict[str, Any]]:
+    name, *parts = text.split(",")
+    return name, dict(_change(part, text) for part in parts)
 
 
 def _change(part: str, text: str) -> tuple[str, Any]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .alike import sees_kept
 from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
+from .fit import misfit
 from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
@@ -42,6 +43,7 @@ def make_train_step(
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
     rules: Rules | None = None,
+    check: bool = False,
 ) -> Step:
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -54,6 +56,9 @@ def make_train_step(
         gradients, no optimizer state. All floating-point leaves if None.
       rules: for `tensor`, which dim of which parameter is split: patterns of paths, or logical names of the model's
         annotations (`parallel/tensor.py`). They come before what the model and jaxpar know themselves.
+      check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
+        program does what the strategy promises: see `inspect/check.py`. ValueError names each promise that is broken,
+        and nothing has run. Nothing is compiled twice for it.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try.
     """
@@ -73,11 +78,15 @@ def make_train_step(
     kind = Step
     if strategy.server:
         from .server import ServerStep as kind  # stands on this module
-    return kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable, rules)
+    step = kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable, rules)
+    step.proves = check
+    return step
 
 
 class Step:
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
+
+    proves = False  # whether what is compiled is checked before it runs
 
     def __init__(
         self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
@@ -106,6 +115,7 @@ class Step:
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.local = Local(model, self.layout, strategy, axes, schedule)
         self._jitted: dict[Any, Any] = {}
+        self._proven: set[Any] = set()
 
     def _home(self) -> Mesh:
         """The mesh on which the state lives."""
@@ -197,6 +207,8 @@ class Step:
         Returns metrics as float32 scalars: `loss` (of all rows, before the update), `grad_norm`, `skipped` (steps
         skipped so far, float16), and the loss's own.
         """
+        if self.proves:
+            self._prove(batch)
         return self._run("train", state, batch)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
@@ -239,12 +251,16 @@ class Step:
         batch = jax.eval_shape(lambda x: x, batch)
         traced = self._function("train", batch).trace(self.abstract_state(), batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
-        return traced.lower(lowering_platforms=(platform,)).compile()
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
+        if self.proves:
+            self._prove(batch, compiled)
+        return compiled
 
     def explain(self, batch: Any) -> Explanation:
         """What the training step holds and sends per device: print it, or take `.json()`. Nothing runs.
 
-        Memory and the ledger of the compiled program, the ledger beside its closed form, what is not sharded and why.
+        Memory, matrix products and collectives of the compiled program, the collectives beside their closed form, what
+        is not sharded and why, what the update moves.
 
         Args:
           batch: as for `compile`.
@@ -269,7 +285,27 @@ class Step:
             if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
                 self._jitted[kind] = run
             batch = placed
-        return run(state, batch)
+        try:
+            return run(state, batch)
+        except (TypeError, ValueError) as error:  # jax does not say which array of the state it means
+            if wrong := misfit(state, self.abstract_state()):
+                raise ValueError(wrong) from error
+            raise
+
+    def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
+        """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
+        leaves, tree = jax.tree.flatten(batch)
+        kind = (tree, *(np.shape(x) for x in leaves))
+        if kind in self._proven:
+            return
+        from .inspect.check import check  # stands on this module
+
+        self._proven.add(kind)  # it compiles, where nothing is compiled yet
+        try:
+            check(self, batch if compiled else globalise(batch, self.mesh), compiled).require()
+        except ValueError:
+            self._proven.discard(kind)
+            raise
 
     def check(self, batch: Any) -> None:
         """Raise ValueError unless the batch's rows fit the strategy."""

@@ -1,18 +1,24 @@
 """step.explain: memory, ledger, exchanges of a server and closed forms, as text and as JSON."""
 
+import functools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
 from jax import lax
 
 import jaxpar as jp
-from jaxpar.inspect.explain import Explanation, size
+from jaxpar.inspect.explain import Explanation, leaves_host, size
+from jaxpar.inspect.explain_picture import held
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.memory import saved
 from jaxpar.server import Live, ServerStep
 
 DEVICES, LAYERS, DIM = 8, 4, 32
@@ -56,7 +62,24 @@ def test_of_one_program(strategy: str, shards: int) -> None:
         assert check.written_count == check.expected_count
         assert 0 <= check.found - check.expected <= 64, check
     assert list(found.notes) == (["odd"] if shards > 1 else [])
+    # Forward, and two products of each layer backwards, of this device's rows.
+    assert found.flops == {"float32": 3 * LAYERS * 2 * (16 // found_devices(step)) * DIM * DIM}
+    assert found.exposed == sum(one.bytes for one in found.ledger)  # the CPU hides nothing
+    assert found.across == frozenset()
+    assert {check.strategy for check in found.checks} == SERVES[strategy]
     shown(found)
+
+
+SERVES = {
+    "single": set(),
+    "ddp": {"data parallel"},
+    "zero3": {"scalars", "ZeRO-3"},
+    "hsdp": {"scalars", "ZeRO-3", "data parallel"},
+}
+
+
+def found_devices(step: Any) -> int:
+    return step.local.replicas
 
 
 def shown(found: Explanation) -> None:
@@ -65,6 +88,8 @@ def shown(found: Explanation) -> None:
     assert text.count("closed form") == bool(found.checks) + bool(found.transfers)
     assert all(path in text for path in found.notes)
     plain = json.loads(json.dumps(found.json(), allow_nan=False))
+    assert plain["flops"] == found.flops
+    assert {row["across_hosts"] for row in plain["ledger"]} <= {False}
     assert plain["memory"].keys() == found.memory.keys()
     assert [c["found"] for c in plain["checks"]] == [c.found for c in found.checks]
 
@@ -109,6 +134,119 @@ def test_exchanges_are_those_that_run(microbatches: int, monkeypatch: pytest.Mon
     step(step.init(jax.random.key(0)), BATCH)
     assert [(kind, what) for kind, what, _ in moves] == [(t.kind, t.what) for t in step.explain(BATCH).transfers]
     assert [devices for *_, devices in moves] == [DEVICES, DEVICES, 1, DEVICES, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "values"),
+    [
+        ("zero3,remat=layer", LAYERS),  # what goes into each layer
+        ("ddp,remat=layer,microbatches=2", LAYERS),
+        ("pipe=2,data=4,microbatches=2,remat=layer", 3 * LAYERS // 2),  # 3 slots, each of half the layers
+    ],
+)
+def test_saved_activations_by_hand(strategy: str, values: int) -> None:
+    """Of one microbatch; besides, those at the end: the last layer's output and its square's derivative."""
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy)
+    row = 16 // step.local.replicas // step.strategy.microbatches * DIM * 4
+    found = saved(step, BATCH) / row
+    assert values <= found <= values + (0 if step.local.schedule else 4)
+    whole = saved(jp.make_train_step(MODEL, optax.sgd(0.1), strategy.replace("remat=layer", "remat=none")), BATCH) / row
+    assert whole >= found + values  # the tanh of each layer too
+
+
+def test_parts_of_memory_add_up() -> None:
+    for strategy in ("zero3", "dp"):
+        for memory in explained(strategy).memory.values():
+            parts = held(memory)
+            assert all(part >= 0 for part in parts.values())
+            assert sum(parts.values()) == max(memory.total, memory.params + memory.grads + memory.optimizer)
+
+
+def test_collectives_that_leave_a_host() -> None:
+    """Two hosts of four devices: data is across, fsdp and tensor inside; devices in another order turn it around."""
+
+    def mesh(hosts: np.ndarray) -> Any:
+        devices = np.vectorize(lambda host: SimpleNamespace(process_index=host), otypes=[object])(hosts)
+        return SimpleNamespace(devices=devices, axis_names=("pipe", "data", "fsdp", "tensor"))
+
+    outer = mesh(np.arange(8).reshape(1, 2, 2, 2) // 4)
+    wanted = {("data",): True, ("fsdp",): False, ("fsdp", "tensor"): False, ("data", "fsdp"): True, ("pipe",): False}
+    assert {axes: leaves_host(outer, axes) for axes in wanted} == wanted
+    assert leaves_host(outer, ("2 of data+fsdp",))
+    inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
+    assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
+
+
+def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:
+    h = batch["x"]
+    for number, layer in enumerate(params["layers"]):
+        h = h + (jnp.sin if odd and number == 1 else jnp.tanh)(h @ layer["w"])
+    return jnp.square(h).mean()
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_loops_that_are_rolled_and_why_one_is_not(odd: bool) -> None:
+    layers = lambda key: {"layers": [{"w": w} for w in jax.random.normal(key, (LAYERS, DIM, DIM)) / DIM**0.5]}
+    model = jp.Model(init=layers, loss=functools.partial(loop, odd=odd))
+    found = jp.make_train_step(model, optax.sgd(0.1), "zero3").explain(BATCH)
+    assert list(found.loops) == ["layers/*/w"]
+    (text,) = found.loops.values()
+    assert text.startswith(f"{LAYERS} layers of a Python loop")
+    assert (text.rpartition(", ")[2] == "one stack") == (not odd)
+    assert ("sin" in text) == odd
+    assert "layers/*/w" in str(found)
+
+
+def test_an_update_that_has_to_move_leaves_is_explained() -> None:
+    """LAMB looks at norms of the model's own leaves; 3 layers on 2 ranks are kept as 4, a leaf that XLA then gathers:
+    "involuntary full rematerialization" in its log.
+    """
+    init = lambda key: {"w": jax.random.normal(key, (3, DIM, 40)), "v": jax.random.normal(key, (3, 40, DIM))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        layer = lambda h, p: (h + jnp.tanh(h @ p["w"]) @ p["v"], None)
+        return jnp.square(lax.scan(layer, batch["x"], params)[0]).mean()
+
+    make = lambda optimizer: jp.make_train_step(
+        jp.Model(init=init, loss=loss), optimizer, "pipe=2,fsdp=4,microbatches=2"
+    )
+    found = make(optax.lamb(1e-3)).explain(BATCH)
+    (remark,) = (r for r in found.remarks if r.startswith("The update sends"))
+    assert found.moves[0].leaf in ("w", "v")
+    assert f" of {found.moves[0].leaf} [" in remark
+    assert "a number of layers that 2 divides" in remark
+    assert any(check.strategy == "beside the closed form" for check in found.checks)
+    plain = make(optax.adamw(1e-3)).explain(BATCH)
+    assert plain.moves == ()
+    assert not any("The update sends" in remark for remark in plain.remarks)
+
+
+def test_a_batch_that_lies_elsewhere_is_remarked() -> None:
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), "zero3")
+    there = jax.device_put(BATCH["x"], jax.devices()[0])
+    (remark,) = (r for r in step.explain({**BATCH, "x": there}).remarks if "batch" in r)
+    assert remark.startswith("The batch's x [16, 32] lies as SingleDeviceSharding")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "dp"])
+def test_picture(strategy: str, tmp_path: Path) -> None:
+    found = explained(strategy)
+    found.picture(tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()  # text is drawn as outlines, and written beside them as comments
+    wanted = ["all-gather", "fsdp", "ZeRO-3"] if strategy == "zero3" else ["gather of gradients", "central server"]
+    for text in (
+        *wanted,
+        "parameters",
+        "saved activations",
+        "closed form",
+        *map(size, {m.total for m in found.memory.values()}),
+    ):
+        assert text in drawn, text
+    found.picture(tmp_path / "step.png")
+    image = plt.imread(tmp_path / "step.png")
+    assert image[0, 0, 3] == 0  # no ground of its own
+    with pytest.raises(ValueError, match=r"step\.txt has a suffix that is no kind of picture"):
+        found.picture(tmp_path / "step.txt")
 
 
 def test_a_missing_shard_shows(monkeypatch: pytest.MonkeyPatch) -> None:

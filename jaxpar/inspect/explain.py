@@ -1,64 +1,42 @@
-"""explain: what a training step holds and sends, from the compiled program, beside the closed form."""
+"""explain: what a training step holds, sends and computes, from the compiled program, beside the closed form."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
+from ..batches import batch_specs, is_array
+from ..leaves import name_of
+from ..parallel.tensor import unsplit
 from ..server import OF_REPLICAS, ServerStep
 from ..step import Step
-from .entry import Collective
-from .expected import expected
-from .ledger import Ledger
+from . import explain_text
+from .cost import Costs
+from .expected import _abstract, expected
+from .explain_text import size as size
+from .ledger import Collective, Ledger
+from .memory import Memory as Memory
+from .memory import of_server, of_step
+from .promises import SCALARS
+from .resharding import Move, cause, moves
 from .transfers import Transfer, rehearse
-
-WIDTH = 80
-LABELS = {
-    "params": "parameters",
-    "grads": "gradients",
-    "optimizer": "optimizer state",
-    "program": "program",
-    "arguments": "  arguments",
-    "outputs": "  outputs",
-    "temporaries": "  temporaries",
-    "total": "  total",
-}
-_SCALARS = 1000  # bytes; collectives of less are sums of scalars
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one device holds in a step, in bytes.
-
-    Attributes:
-      params, grads, optimizer: at rest, as the layout stores them; a server's gradients are those of all replicas.
-      arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
-        the temporaries, or where programs follow each other among arguments and outputs.
-      total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
-      program: which program that is: "step", or of those that follow each other the one that needs most.
-    """
-
-    params: int
-    grads: int
-    optimizer: int
-    program: str
-    arguments: int
-    outputs: int
-    temporaries: int
-    total: int
 
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of collective, expected v found, per device and step.
+    """One kind of collective over some axes, expected v found, per device and step.
 
     Attributes:
+      strategy: what it serves: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
+        "beside the closed form".
       kind, axes: as in `Collective`.
       expected: bytes of the closed form.
       expected_count: executions of the closed form.
@@ -67,6 +45,7 @@ class Check:
       found_count: its executions, likewise. Compilers combine collectives, so the count is the compiler's.
     """
 
+    strategy: str
     kind: str
     axes: tuple[str, ...]
     expected: int
@@ -83,89 +62,78 @@ class Check:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `step.explain(batch)` found. `print` it, or take `.json()`.
+    """What `step.explain(batch)` found. `print` it, or take `.json()` or `.picture(path)`.
 
     Attributes:
       strategy: as text.
       devices: number and kind, "8 x cpu".
+      hosts: how many they are in.
       axes: the mesh axes with several devices, name -> size.
       parameters: the number of parameters.
       memory: "each device" -> `Memory`; for `server=True` "server" and "others".
+      flops: floating-point operations of matrix products per device and step, by dtype; {} where a loop's length is
+        unknown.
       ledger: the collectives of the compiled program.
+      across: the axes whose collectives leave a host.
       checks: the ledger beside the closed form and the jaxpr.
       transfers: the exchanges of a central server, which are no collectives; else empty.
       notes: leaf -> why it is not sharded, or padded.
+      gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
+      loops: layers of Python loops: leaf -> whether they are one stack, and if not why.
+      moves: what the compiler's partitioner sends for the update, of 1 kB or more.
       remarks: what a reader of the numbers should know.
     """
 
     strategy: str
     devices: str
+    hosts: int
     axes: dict[str, int]
     parameters: int
     memory: dict[str, Memory]
+    flops: dict[str, int]
     ledger: Ledger
+    across: frozenset[tuple[str, ...]]
     checks: tuple[Check, ...]
     transfers: tuple[Transfer, ...]
     notes: dict[str, str]
+    gathered: dict[str, int]
+    loops: dict[str, str]
+    moves: tuple[Move, ...]
     remarks: tuple[str, ...]
+
+    @property
+    def exposed(self) -> int:
+        """Bytes of collectives during which nothing is computed."""
+        return sum(one.bytes for one in self.ledger if not one.overlapped)
 
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers, bytes unrounded."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "across"}
+        ledger = [
+            dataclasses.asdict(one) | {"axes": list(one.axes), "across_hosts": one.axes in self.across}
+            for one in self.ledger
+        ]
         checks = [dataclasses.asdict(c) | {"axes": list(c.axes), "ratio": c.ratio} for c in self.checks]
-        ledger = [dataclasses.asdict(one) | {"axes": list(one.axes)} for one in self.ledger]
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved = [dataclasses.asdict(m) | {"axes": list(m.axes), "shape": list(m.shape)} for m in self.moves]
         return plain | {
             "memory": {name: dataclasses.asdict(m) for name, m in self.memory.items()},
             "ledger": ledger,
             "checks": checks,
             "transfers": [dataclasses.asdict(t) for t in self.transfers],
+            "moves": moved,
             "remarks": list(self.remarks),
         }
 
+    def picture(self, path: Path | str) -> None:
+        """Draws memory per device and bytes sent, as .svg, .png or .pdf; it has no ground of its own, so that it is
+        legible on light and dark pages.
+        """
+        from .explain_picture import picture  # matplotlib takes its time
+
+        picture(self, Path(path))
+
     def __str__(self) -> str:
-        axes = ", ".join(f"{axis}={size}" for axis, size in self.axes.items()) or "no axes"
-        head = f"{self.strategy}: {self.devices} ({axes}), {self.parameters:,} parameters"
-        parts = [head, self._memory()]
-        if self.transfers:
-            parts.append(self._transfers())
-        parts += [self._ledger(), self._checks()] if self.ledger or self.checks else ["collectives: none"]
-        if self.notes:
-            parts.append("\n".join(["not sharded, or padded", *_wrapped(self.notes)]))
-        parts += [textwrap.fill(remark, WIDTH, subsequent_indent="  ") for remark in self.remarks]
-        return "\n\n".join("\n".join(line.rstrip() for line in part.splitlines()) for part in parts)
-
-    def _memory(self) -> str:
-        rows = [["memory", *self.memory]]
-        for name, label in LABELS.items():
-            values = (getattr(m, name) for m in self.memory.values())
-            rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
-        return _table(rows, "<" + ">" * len(self.memory))
-
-    def _transfers(self) -> str:
-        rows = [["exchange", "of", "arrays", "closed form", "found", "ratio"]]
-        for t in self.transfers:
-            ratio = f"{t.found / t.expected:.2f}" if t.expected else "-"
-            rows.append([t.kind, t.what, str(t.arrays), size(t.expected), size(t.found), ratio])
-        return _table(rows, "<<>>>>")
-
-    def _ledger(self) -> str:
-        rows = [["collective", "axes", "dtype", "count", "bytes", "overlapped"]]
-        groups: dict[tuple[Any, ...], list[Collective]] = {}
-        for one in self.ledger:
-            groups.setdefault((one.kind, one.axes, one.dtype), []).append(one)
-        for (kind, axes, dtype), same in groups.items():
-            total, hidden = sum(one.bytes for one in same), sum(one.bytes for one in same if one.overlapped)
-            share = f"{hidden / total:.0%}" if any(one.asynchronous for one in same) else "-"
-            rows.append([kind, "+".join(axes), dtype, _count(_sum(same)), size(total), share])
-        return _table(rows, "<<<>>>")
-
-    def _checks(self) -> str:
-        rows = [["expected v found", "axes", "closed form", "jaxpr", "", "compiled", "ratio"]]
-        for c in self.checks:
-            ratio = "-" if c.ratio is None or c.found < _SCALARS else f"{c.ratio:.2f}"
-            counts = [f"{c.expected_count} x", f"{_count(c.written_count)} x"]
-            rows.append([c.kind, "+".join(c.axes), *counts, size(c.expected), size(c.found), ratio])
-        return _table(rows, "<<>>>>>")
+        return explain_text.text(self)
 
 
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
@@ -176,100 +144,128 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     remarks = []
     if isinstance(step, ServerStep):
         rehearsal = rehearse(step, batch)
-        transfers, memory = tuple(rehearsal.transfers), _served(step, rehearsal.programs)
+        transfers, memory = tuple(rehearsal.transfers), of_server(step, batch, rehearsal.programs)
         texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
-        found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
         total = size(sum(t.found for t in transfers))
         remarks.append(f"{len(transfers)} exchanges a step pass {total} through the server's links.")
     else:
         compiled = compiled or step.compile(batch)
-        found = Ledger.from_hlo(compiled.as_text() or "", step.mesh)
-        memory = {"each device": Memory(**step.layout.bytes, **_program("step", compiled))}
-    remarks += _remarks(step, found)
+        texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
+    found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
+    costs = [cost for text in texts for cost in Costs.from_hlo(text)]
+    known = all(cost.executions is not None for cost in costs)
+    moved = [move for text in texts for move in moves(step, text, SCALARS)]
+    loops, kept = dict(_loops(step, batch)), step.layout.kept
+    shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
+    dims = {leaf.path: leaf.tensor for leaf in kept.models if leaf.tensor is not None}
+    notes = unsplit(shapes, dims) if step.mesh.shape["tensor"] > 1 else {}
+    for path, note in step.layout.notes.items():
+        notes[path] = f"{notes[path]}; {note}" if path in notes else note
+    remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
+        hosts=len({device.process_index for device in step.mesh.devices.flat}),
         axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
-        parameters=sum(math.prod(leaf.shape) for leaf in step.layout.kept.models),
+        parameters=sum(math.prod(leaf.shape) for leaf in kept.models),
         memory=memory,
+        flops=Costs(costs).flops if known else {},
         ledger=found,
-        checks=tuple(_compared(closed, written, found)),
+        across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
+        checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
-        notes=step.layout.notes,
+        notes=notes,
+        gathered=dict(step.local.gathered),
+        loops=loops,
+        moves=tuple(moved),
         remarks=tuple(remarks),
     )
 
 
-def size(n: float) -> str:
-    """Bytes as text: "512 B", "3.41 MB" (decimal units)."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(n) >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n:.0f} B"
+def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether devices that differ along these axes alone are on different hosts."""
+    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
+    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
+    return bool((lines != lines[:, :1]).any())
 
 
-def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    found: Any = compiled.memory_analysis()
-    parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-    }
-    return parts | {"program": name, "total": sum(parts.values()) - found.alias_size_in_bytes}
-
-
-def _served(step: ServerStep, programs: dict[str, jax.stages.Compiled]) -> dict[str, Memory]:
-    """The server holds the optimizer's state while it is a replica too, and every replica's gradients at the end."""
-    at_rest, sizes = step.layout.bytes, {name: _program(name, compiled) for name, compiled in programs.items()}
-    replica = max((sizes[name] for name in OF_REPLICAS), key=lambda p: p["total"])
-    with_state = replica | {"total": replica["total"] + at_rest["optimizer"]}
-    server = max([with_state, sizes["update"]], key=lambda p: p["total"])
-    return {
-        "server": Memory(**at_rest | {"grads": step.mesh.size * at_rest["grads"]}, **server),
-        "others": Memory(**at_rest | {"optimizer": 0}, **replica),
-    }
-
-
-def _compared(closed: Ledger, written: Ledger, found: Ledger) -> Iterable[Check]:
+def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Iterator[Check]:
     def chosen(ledger: Ledger, key: tuple[str, tuple[str, ...]]) -> list[Collective]:
         return [one for one in ledger if (one.kind, one.axes) == key]
 
     for key in dict.fromkeys((one.kind, one.axes) for ledger in (closed, written, found) for one in ledger):
         a, b, c = (chosen(ledger, key) for ledger in (closed, written, found))
         sent, compiled = sum(one.bytes for one in a), sum(one.bytes for one in c)
-        yield Check(*key, sent, _sum(a) or 0, _sum(b), compiled, _sum(c))
+        name = _served(step, *key, max(sent, compiled)) if a or compiled < SCALARS else "beside the closed form"
+        yield Check(name, *key, sent, count(a) or 0, count(b), compiled, count(c))
 
 
-def _remarks(step: Step, found: Ledger) -> Iterable[str]:
+def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
+    """What a collective is for, which its kind and axes tell."""
+    if kind == "all-reduce" and sent < SCALARS:
+        return "scalars"
+    if "tensor" in axes:
+        return "tensor"
+    if axes == ("pipe",):
+        return "pipeline"
+    if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
+        return f"ZeRO-{step.strategy.zero}"
+    return "data parallel"
+
+
+def _loops(step: Step, batch: Any) -> Iterator[tuple[str, str]]:
+    units = step.layout.kept.units
+    program, _ = step.local.program(*_abstract(step, batch))
+    unrolled = {units[i].path.partition("*")[0]: why for i, why in program.unrolled}
+    for leaf, members in zip(step.layout.leaves, step.layout.kept.origin, strict=True):
+        if leaf.rolled:
+            why = unrolled.get(leaf.path.partition("*")[0])
+            yield (
+                leaf.path,
+                f"{len(members)} layers of a Python loop, "
+                + (f"kept as one stack and run one by one: {why}" if why else "one stack"),
+            )
+
+
+def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
+    schedule = step.local.schedule
+    if schedule is not None:
+        yield (
+            f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
+            f"layers; idle {float(schedule.bubble):.1%} of the time."
+        )
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
-            "temporaries; collectives of low precision are compiled as float32, and none overlaps with compute."
+            "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
-    if any(one.bytes < _SCALARS for one in found):
-        yield f"Collectives of less than {_SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
-    if any(one.count is None for one in found):
-        yield "?: in a loop of unknown length; the bytes are those of one round."
+    if any(one.bytes < SCALARS for one in found):
+        yield f"Collectives of less than {SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
+    if not known or any(one.count is None for one in found):
+        yield "?: in a loop of unknown length; the bytes are those of one round, and FLOPs are not known."
     if any(one.conditional for one in found):
         yield "Some collectives run in one branch of a conditional only: counts and bytes are upper bounds."
+    if moved:
+        total = size(sum(move.bytes * move.count for move in moved))
+        most = f"{moved[0].count} x {size(moved[0].bytes)}"
+        why = cause(step, moved[0])
+        yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
 
 
-def _sum(collectives: Sequence[Collective]) -> int | None:
+def _elsewhere(step: Step, batch: Any) -> Iterator[str]:
+    """Arrays of the batch that every step would move first."""
+    specs = batch_specs(batch)
+    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(batch), jax.tree.leaves(specs), strict=True):
+        if is_array(x) and x.committed and not x.sharding.is_equivalent_to(NamedSharding(step.mesh, spec), x.ndim):
+            yield (
+                f"The batch's {name_of(path) or 'array'} {list(x.shape)} lies as {x.sharding}, and a step moves it to "
+                f"{spec} first: put it there by jax.device_put, or pass NumPy arrays."
+            )
+
+
+def count(collectives: Sequence[Collective]) -> int | None:
+    """Executions of some collectives together; None where that of one is unknown."""
     counts = [one.count for one in collectives]
     return None if None in counts else sum(n for n in counts if n is not None)
-
-
-def _count(n: int | None) -> str:
-    return "?" if n is None else str(n)
-
-
-def _wrapped(notes: dict[str, str]) -> Iterable[str]:
-    return (
-        textwrap.fill(f"{path}  {note}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        for path, note in notes.items()
-    )
-
-
-def _table(rows: Sequence[Sequence[str]], align: str) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)) for row in rows)

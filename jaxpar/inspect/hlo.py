@@ -35,12 +35,15 @@ def read(text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iter
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """One line of a computation."""
+
     name: str
     shape: str  # "f32[8,3]{1,0}", or a tuple of those in parentheses
     opcode: str
     operands: tuple[str, ...]
     rest: str  # attributes, metadata, backend config
+    root: bool = False  # what it computes is the result of its computation
 
     @property
     def called(self) -> list[str]:
@@ -48,24 +51,38 @@ class _Instruction:
         names = re.findall(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)", self.rest)
         return [name for found in names for name in re.findall(r"[\w.\-]+", found)]
 
+    @property
+    def trips(self) -> int | None:
+        """Iterations of a `while`, where XLA knows them."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of a `conditional`, of which one runs."""
+        found = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        named = found[1] if found else " ".join(re.findall(r"(?:true|false)_computation=(\S+)", self.rest))
+        return re.findall(r"[\w.\-]+", named)
+
 
 class Module:
     """The text of one HLO module: its computations, and a walk through them in the order of the schedule."""
 
     def __init__(self, text: str, mesh: tuple[tuple[str, int], ...]) -> None:
         self.mesh = mesh
-        self.computations: dict[str, list[_Instruction]] = {}
-        block: list[_Instruction] = []
+        self.computations: dict[str, list[Instruction]] = {}
+        block: list[Instruction] = []
         for line in text.splitlines():
             if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
                 block = self.computations.setdefault(head[2], [])
                 if head[1]:
                     self.entry = head[2]
-            elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line):
-                shape, rest = _split(found[2]) if found[2].startswith("(") else found[2].split(" ", 1)
+            elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line):
+                shape, rest = _split(found[3]) if found[3].startswith("(") else found[3].split(" ", 1)
                 opcode, rest = rest.strip().split("(", 1)
-                operands, rest = _split("(" + rest)
-                block.append(_Instruction(found[1], shape, opcode, tuple(re.findall(r"%([\w.\-]+)", operands)), rest))
+                inside, rest = _split("(" + rest)
+                operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+                block.append(Instruction(found[2], shape, opcode, operands, rest, bool(found[1])))
 
     def walk(self, name: str, place: Place) -> Iterator[Collective]:
         """The collectives of one computation (the entry if "") and of all that it calls."""
@@ -79,31 +96,27 @@ class Module:
                 here = dataclasses.replace(place, asynchronous=True, overlapped=self._overlapped(block, position))
             kind = "collective-permute" if i.opcode == "send" else i.opcode.removesuffix("-start")
             if kind in KINDS:
-                axes, group = self._axes(kind, i)
+                axes, group = self.axes(kind, i)
                 operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
-                buffers = [buffer for operand in operands for buffer in _buffers(shapes[operand])]
-                yield from here.collectives(kind, axes, group, buffers)
+                sent = [buffer for operand in operands for buffer in buffers(shapes[operand])]
+                yield from here.collectives(kind, axes, group, sent)
             elif i.opcode == "while":
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
                 for part in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest):
-                    yield from self.walk(part, here.loop(int(trips[1]) if trips else None))
+                    yield from self.walk(part, here.loop(i.trips))
             elif i.opcode == "conditional":
-                found = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
-                named = found[1] if found else " ".join(re.findall(r"(?:true|false)_computation=(\S+)", i.rest))
-                branches = re.findall(r"[\w.\-]+", named)
-                yield from here.branches([functools.partial(self.walk, branch) for branch in branches])
+                yield from here.branches([functools.partial(self.walk, branch) for branch in i.branches])
             else:
                 for called in i.called:
                     yield from self.walk(called, here)
 
-    def _overlapped(self, block: list[_Instruction], start: int) -> bool:
+    def _overlapped(self, block: list[Instruction], start: int) -> bool:
         """Whether compute stands between a start and its done."""
         name = block[start].name
         rest = block[start + 1 :]
         between = itertools.takewhile(lambda i: not (i.opcode.endswith("-done") and name in i.operands), rest)
         return any(map(self._computes, between))
 
-    def _computes(self, i: _Instruction) -> bool:
+    def _computes(self, i: Instruction) -> bool:
         """Whether it computes more than a scalar, itself or in what it calls."""
         if MOVES.fullmatch(i.opcode) or i.opcode.endswith("-done") or i.opcode.removesuffix("-start") in KINDS:
             return False
@@ -112,19 +125,25 @@ class Module:
             return any(self._computes(inner) for name in called for inner in self.computations[name])
         return not re.match(r"\w+\[\]", i.shape)
 
-    def _axes(self, kind: str, i: _Instruction) -> tuple[tuple[str, ...], int]:
+    def axes(self, kind: str, i: Instruction) -> tuple[tuple[str, ...], int]:
         """The mesh axes that a collective runs over, and the number of devices in a group."""
         sizes = dict(self.mesh)
         if kind == "collective-permute":
             # A send to the host has no pairs, and an exchange with oneself no axes: both are groups of one.
-            found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', i.rest)
-            pairs = np.array(re.findall(r"(\d+),(\d+)", found[1] if found else ""), int).reshape(-1, 2)
+            pairs = np.array(self.groups(kind, i), int).reshape(-1, 2)
             sources, targets = (np.array(np.unravel_index(ids, tuple(sizes.values()))) for ids in pairs.T)
             moved = (sources != targets).any(axis=1)
             axes = tuple(axis for axis, differs in zip(sizes, moved, strict=True) if differs)
             return axes, math.prod(sizes[axis] for axis in axes)
-        groups = _groups(i.rest, math.prod(sizes.values()))
+        groups = self.groups(kind, i)
         return _axes_of(frozenset(map(frozenset, groups)), self.mesh), max(map(len, groups))
+
+    def groups(self, kind: str, i: Instruction) -> list[list[int]]:
+        """The devices of each group, as places in the mesh; of a permute its pairs [source, target]."""
+        if kind != "collective-permute":
+            return _groups(i.rest, math.prod(size for _, size in self.mesh))
+        found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', i.rest)
+        return _pairs(found[1] if found else "")
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -137,16 +156,16 @@ def _split(text: str) -> tuple[str, str]:
     raise ValueError(f"HLO text is cut off: no closing parenthesis in {text[:80]!r}; give all of compiled.as_text()")
 
 
-def _buffers(shape: str) -> list[tuple[str, int]]:
+def buffers(shape: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of each array in a shape; tokens are none."""
     found = re.findall(r"(\w+)\[([\d,<=]*)\]", shape)
     arrays = [
-        (_dtype(dtype), math.prod(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found if dtype != "token"
+        (dtype_of(dtype), math.prod(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found if dtype != "token"
     ]
     return [(dtype, elements * jax.numpy.dtype(dtype).itemsize) for dtype, elements in arrays]
 
 
-def _dtype(hlo: str) -> str:
+def dtype_of(hlo: str) -> str:
     """numpy's name: bf16 is bfloat16, s32 is int32, f8e4m3fn is float8_e4m3fn, pred is bool."""
     names = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
     found = re.fullmatch(r"(f|bf|s|u|c)(\d+)(e\w+)?", hlo)
@@ -184,6 +203,12 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
     raise ValueError(
         f"form of replica_groups not known: {text[:60]!r}; known: {{{{0,1}}}}, [4,2]<=[2,4]T(1,0), mesh['a'=2] {{'a'}}"
     )
+
+
+@functools.lru_cache(maxsize=64)  # every message of a pipeline has the same, as many as devices
+def _pairs(text: str) -> list[list[int]]:
+    """{{0,1},{1,0}} without its outer braces."""
+    return [_numbers(pair) for pair in re.findall(r"\d+,\d+", text)]
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,0 +1,105 @@
+"""What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .. import jaxpr as jx
+from ..server import OF_REPLICAS, ServerStep
+from ..step import Step
+from .expected import _abstract, _leaves
+from .timeline import slot_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one device holds in a step, in bytes.
+
+    Attributes:
+      params, grads, optimizer: at rest, as the layout stores them; a server's gradients are those of all replicas.
+      saved: what the forward of one microbatch leaves for its backward, as traced (compilers may keep less); of a
+        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries.
+      arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
+        the temporaries, or where programs follow each other among arguments and outputs.
+      total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
+      program: which program that is: "step", or of those that follow each other the one that needs most.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    saved: int
+    program: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    total: int
+
+
+def of_step(step: Step, batch: Any, compiled: jax.stages.Compiled) -> dict[str, Memory]:
+    """The memory of "each device", since all are alike."""
+    parts: dict[str, Any] = {**step.layout.bytes, "saved": saved(step, batch), **_program("step", compiled)}
+    return {"each device": Memory(**parts)}
+
+
+def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compiled]) -> dict[str, Memory]:
+    """The server holds the optimizer's state while it is a replica too, and every replica's gradients at the end."""
+    at_rest: dict[str, Any] = {**step.layout.bytes}
+    sizes = {name: _program(name, compiled) for name, compiled in programs.items()}
+    replica = max((sizes[name] for name in OF_REPLICAS), key=lambda p: p["total"])
+    replica = replica | {"saved": step.strategy.microbatches * saved(step, batch)}
+    with_state = replica | {"total": replica["total"] + at_rest["optimizer"]}
+    server = max([with_state, sizes["update"] | {"saved": 0}], key=lambda p: p["total"])
+    return {
+        "server": Memory(**{**at_rest, "grads": step.mesh.size * at_rest["grads"], **server}),
+        "others": Memory(**{**at_rest, "optimizer": 0, **replica}),
+    }
+
+
+def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    found: Any = compiled.memory_analysis()
+    parts = {
+        "arguments": found.argument_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "temporaries": found.temp_size_in_bytes,
+    }
+    return parts | {"program": name, "total": sum(parts.values()) - found.alias_size_in_bytes}
+
+
+# -- between forward and backward --------------------------------------------------------------------------------------
+
+
+class _Whole:
+    """An `Access` to leaves that are whole already."""
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        return value
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        return cotangent
+
+
+def saved(step: Step, batch: Any) -> int:
+    """Bytes that a device keeps of one microbatch's forward for its backward; of a pipeline, of all that its ring of
+    slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
+
+    Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
+    each once, without weights and batch.
+    """
+    if step.local.schedule is not None:
+        return step.local.schedule.slots * slot_bytes(step, batch)
+    rest = _abstract(step, batch)
+    program, _ = step.local.program(*rest)
+
+    def forward(leaves: list[Any], values: list[Any]) -> Any:
+        _, tape = program.forward(_Whole(), leaves, values, grad=True)
+        # Of a segment come what it saved and, of an epilogue, its weights.
+        return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
+
+    axes = list(step.local.traced_axes.items())
+    traced = jax.make_jaxpr(forward, axis_env=axes)(_leaves(step), jax.tree.leaves(rest)).jaxpr
+    kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
