@@ -76,6 +76,12 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None
         )
 
 
+def rows_of(batch: Any) -> int:
+    """The number of rows of a batch of arrays or `jax.ShapeDtypeStruct`."""
+    leaves = jax.tree.leaves(batch, is_leaf=_is_replicated)
+    return next(np.shape(x)[0] for x in leaves if not _is_replicated(x))
+
+
 def globalise(batch: Any, mesh: Mesh) -> Any:
     """This host's rows as global arrays; on one host, and for global arrays, the batch itself, moved if need be."""
     here = jax.process_count() == 1 or _is_global(batch)

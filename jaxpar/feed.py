@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from .model import Replicated
+from .batches import rows_of
 
 Data = Any  # a `data.Source`, a function, or an iterable of batches
 
@@ -78,9 +77,3 @@ def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
 def weight_of(batch: Any) -> float:
     """How much a batch's mean counts among others: the sum of its "mask" where it has one, else its rows."""
     return float(np.sum(batch["mask"])) if isinstance(batch, dict) and "mask" in batch else rows_of(batch)
-
-
-def rows_of(batch: Any) -> int:
-    """The number of rows of a batch."""
-    leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
-    return next(np.shape(x)[0] for x in leaves if not isinstance(x, Replicated))

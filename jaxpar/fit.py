@@ -1,4 +1,4 @@
-"""Whether a state fits a step, and if not the first array that does not, in words that name it."""
+"""Whether a state is one, and fits a step; if not the first array that does not, in words that name it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .batches import is_array
 from .leaves import name_of
+from .state import State
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError unless this is a state whose arrays are still there."""
+    if not isinstance(state, State):
+        raise ValueError(
+            f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
+        )
+    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+        raise ValueError(
+            "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
+        )
 
 
 def misfit(state: Any, wanted: Any) -> str:

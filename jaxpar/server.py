@@ -13,13 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from . import collectives
 from .access import Access
 from .batches import batch_specs
+from .fit import check_state
 from .gradients import Metrics, Sums, block_key, metrics_of
 from .layers import positions
 from .mesh import compiler_options
 from .pieces import Saved
 from .precision import LossScale
 from .state import State
-from .step import Step, check_state
+from .step import Step
 from .strategy import AXES, ROWS
 
 OF_REPLICAS = ("forward", "backward")  # the programs that run on every device; "loss" and "update" are the server's

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .alike import sees_kept
 from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
-from .fit import misfit
+from .fit import check_state, misfit
 from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
@@ -133,7 +132,8 @@ class Step:
         Raises ValueError where the tree's structure or a leaf's shape is not the model's.
         """
         if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-            raise ValueError(f"init needs one key from jax.random.key(seed), got {_describe(key)}")
+            given = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+            raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)
         given = jax.device_put(self._given(params), [self._model_sharding(leaf) for leaf in self.layout.kept.models])
@@ -389,19 +389,3 @@ class Step:
         """Where a leaf of the model's own tree lives when it is handed out: padded ones whole."""
         sharded = leaf.stored == leaf.shape and self.layout.spec(leaf, "params") != _HERE
         return self.layout.sharding(leaf.spec() if sharded else _HERE)
-
-
-def check_state(state: Any) -> None:
-    """Raise ValueError unless this is a state whose arrays are still there."""
-    if not isinstance(state, State):
-        raise ValueError(
-            f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
-        )
-    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
-        raise ValueError(
-            "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
-        )
-
-
-def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else type(x).__name__

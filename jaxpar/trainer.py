@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import optax
 
+from .batches import rows_of
 from .checkpoint import Checkpoints
 from .distributed import Stop, spread
-from .feed import Data, held_out, rows_of, training, weight_of
+from .feed import Data, held_out, training, weight_of
 from .loop import Loop, Units, checked, claim
 from .model import Model
 from .parallel.tensor import Rules

@@ -14,12 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.inspect.cost import Costs
-from jaxpar.inspect.hlo import Module
+from jaxpar.inspect.hlo import Module, nbytes
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.program import Kernel, Loop, Program, Start
-from jaxpar.inspect.shapes import nbytes
+from jaxpar.inspect.program import Kernel, Loop, Program, Start, traffic
 from jaxpar.inspect.targets import target
-from jaxpar.inspect.traffic import traffic
 from jaxpar.models import named
 
 X = jnp.ones(8 * 24)
@@ -97,7 +95,7 @@ def every(prim: Any, *_: Any, **__: Any) -> bool:
 
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu llama")
-@pytest.mark.parametrize("remat", ["layer", every], ids=["layer", "every"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param(every, marks=pytest.mark.battery)])
 def test_flops_of_llama_on_gpus(remat: Any) -> None:
     model = named("llama3-8b", layers=2)
     c, rows, length = model.config, 8, 4096

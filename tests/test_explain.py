@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 
 import jaxpar as jp
-from jaxpar.inspect.explain import Explanation, leaves_host, size
+from jaxpar.inspect.explain import Explanation, leaves_host
 from jaxpar.inspect.explain_picture import held
+from jaxpar.inspect.explain_text import size
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.memory import saved
 from jaxpar.server import Live, ServerStep

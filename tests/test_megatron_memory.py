@@ -60,7 +60,13 @@ def test_arrays_have_a_source() -> None:
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("setting", [Setting(1, False, True, "none"), Setting(2, True, False, "none")], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(Setting(1, False, True, "none"), marks=pytest.mark.battery, id="scores"),
+        pytest.param(Setting(2, True, False, "none"), id="sequence"),
+    ],
+)
 def test_temporaries_of_a_compiled_layer(setting: Setting) -> None:
     options = experiment.Options(dim=256, heads=2, length=512, layers=(12, 36))
     row = experiment.measure(setting, options, gpu_topology("2xH100"))

@@ -15,9 +15,9 @@ import jaxpar as jp
 from jaxpar.inspect import plan as planning
 from jaxpar.inspect import plan_cache
 from jaxpar.inspect.candidates import Estimator, candidates
+from jaxpar.inspect.explain_text import WIDTH
 from jaxpar.inspect.hardware import KINDS, Hardware
 from jaxpar.inspect.plan_line import RESERVE, Line, Plan, ranked
-from jaxpar.inspect.plan_text import WIDTH
 from jaxpar.inspect.targets import Target, target
 
 H100 = KINDS["H100"]
@@ -53,7 +53,7 @@ def here(hardware: Hardware = H100, devices: int = 8) -> Target:
 
 def a_plan(strategies: Any, cache: Any = False, **options: Any) -> Plan:
     where = options.pop("target", here())
-    return jp.plan(MODEL, where, BATCH, ADAM, strategies=strategies, cache=cache, **options)
+    return jp.plan(MODEL, BATCH, where, ADAM, strategies=strategies, cache=cache, **options)
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
         loss=lambda params, batch, key: jnp.square(batch @ params["w"]).mean(),
     )
     batch = jax.ShapeDtypeStruct((8, 5), jnp.float32)
-    found = jp.plan(mlp, here(), batch, optax.sgd(0.1), top=2, cache=False)
+    found = jp.plan(mlp, batch, here(), optax.sgd(0.1), top=2, cache=False)
     assert any("remat='layer' applies to the layers of a layer stack" in why for why in found.refused.values())
     assert all("tensor" in name or "remat" in name or "pipe" in name for name in found.refused)
     assert len(found.lines) == 2
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:
 
 def test_a_target_without_numbers_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="KINDS"):
-        jp.plan(MODEL, "cpu:8", BATCH, strategies=["ddp"], cache=False)
+        jp.plan(MODEL, BATCH, "cpu:8", strategies=["ddp"], cache=False)
 
 
 def test_nothing_possible_says_why() -> None:

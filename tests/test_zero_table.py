@@ -74,6 +74,7 @@ def test_a_printed_number_from_a_compiled_step() -> None:
     assert gradients < temporaries < 0.15 * 4 * model.parameters
 
 
+@pytest.mark.battery
 @pytest.mark.cuda_compiler
 def test_gradients_that_microbatches_add_up_are_whole_under_zero1_only() -> None:
     model, devices = named("gpt2", dim=512, layers=6, heads=4, vocab=1024), gpu_topology("8xH100")

@@ -1,7 +1,7 @@
 """The strategies that a plan considers for a number of devices, and what closed forms say of each before any compiling.
 
     state        `Layout.bytes`: parameters and optimizer state of a device; gradients
-    activations  what the traced loss keeps for its backward, per row, under this remat and tensor: the tape's bytes;
+    activations  what the traced loss keeps for its backward, per row, under this remat and tensor: `memory.forward`;
                  of a pipeline, those of a stage times the schedule's slots
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
@@ -22,14 +22,14 @@ from typing import Any
 
 import jax
 
-from .. import jaxpr as jx
-from ..leaves import Leaf
+from ..batches import rows_of
 from ..model import Model, Replicated
 from ..parallel.schedules import Schedule
 from ..step import Step, make_train_step
 from ..strategy import Strategy
 from .expected import expected
 from .links import Way, collective_seconds
+from .memory import forward
 from .targets import Target
 
 _PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32"}
@@ -175,8 +175,8 @@ class Estimator:
         strategy = dataclasses.replace(strategy, **changes)
         step = self._step(strategy, self.target.devices[: strategy.tensor])
         one, two = (_with_rows(self.batch, n) for n in (1, 2))
-        flops, first = _kept(step, one)
-        _, second = _kept(step, two)
+        flops, first = forward(step, one)
+        _, second = forward(step, two)
         sent: dict[str, float] = {}
         if strategy.tensor > 1:
             for entry in expected(step, one):
@@ -227,45 +227,8 @@ def _places(s: Strategy) -> tuple[Any, ...]:
     return s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.tensor, s.precision, s.reduce
 
 
-def rows_of(batch: Any) -> int:
-    """Rows of a global batch."""
-    leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
-    return next(leaf.shape[0] for leaf in leaves if not isinstance(leaf, Replicated))
-
-
 def _with_rows(batch: Any, rows: int) -> Any:
     def leaf(x: Any) -> Any:
         return x if isinstance(x, Replicated) else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
     return jax.tree.map(leaf, batch, is_leaf=lambda x: isinstance(x, Replicated))
-
-
-class _Held:
-    """An `Access` to leaves that are whole: nothing is sent."""
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        return cotangent
-
-
-def _kept(step: Step, batch: Any) -> tuple[float, int]:
-    """Forward FLOPs of a batch, and the bytes of what its backward needs, on one tensor rank."""
-    state = step.abstract_state()
-    rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.variables, batch, state.key))
-    program, _ = step.local.program(*rest)
-    units: list[Leaf] = [leaf.local for leaf in step.layout.kept.units]
-    leaves = [jax.ShapeDtypeStruct(leaf.logical, step.policy.computed(leaf.dtype)) for leaf in units]
-
-    sizes = [0]
-
-    def forward(leaves: list[Any], values: list[Any]) -> list[Any]:
-        outs, tape = program.forward(_Held(), leaves, values, grad=True)
-        arrays = {id(x): x for x in jax.tree.leaves(tape) if hasattr(x, "aval")}
-        held = {id(x) for x in leaves}
-        sizes[0] = sum(x.size * x.dtype.itemsize for at, x in arrays.items() if at not in held)
-        return outs
-
-    jax.make_jaxpr(forward, axis_env=list(step.local.traced_axes.items()))(leaves, jax.tree.leaves(rest))
-    return 2.0 * sum(count for count, _ in jx.matmuls(program.eqns).values()), sizes[0]

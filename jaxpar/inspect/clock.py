@@ -47,11 +47,6 @@ class Part:
         """Whether it is one."""
         return bool(self.way)
 
-    @property
-    def exposed_bytes(self) -> float:
-        """Of a collective: the share of its bytes that its exposed seconds are of its seconds."""
-        return self.bytes * self.exposed / self.seconds if self.seconds else 0.0
-
 
 Queue = dict[str, float]  # collectives under way, in their order, and the seconds that each still needs
 

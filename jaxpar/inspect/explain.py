@@ -21,10 +21,9 @@ from ..step import Step
 from . import explain_text
 from .cost import Costs
 from .expected import _abstract, expected
-from .explain_text import size as size
+from .explain_text import size
 from .ledger import Collective, Ledger
-from .memory import Memory as Memory
-from .memory import of_server, of_step
+from .memory import Memory, of_server, of_step
 from .promises import SCALARS
 from .resharding import Move, cause, moves
 from .transfers import Transfer, rehearse

@@ -52,6 +52,18 @@ class Instruction:
         return [name for found in names for name in re.findall(r"[\w.\-]+", found)]
 
     @property
+    def source(self) -> str:
+        """Where it comes from, by JAX's names ("jit(_train)/.../dot_general"); "" if the compiler made it."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a `custom-call` calls: "__cublas$lt$matmul"; "" of all else."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
     def trips(self) -> int | None:
         """Iterations of a `while`, where XLA knows them."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
@@ -158,11 +170,37 @@ def _split(text: str) -> tuple[str, str]:
 
 def buffers(shape: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of each array in a shape; tokens are none."""
-    found = re.findall(r"(\w+)\[([\d,<=]*)\]", shape)
-    arrays = [
-        (dtype_of(dtype), math.prod(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found if dtype != "token"
-    ]
-    return [(dtype, elements * jax.numpy.dtype(dtype).itemsize) for dtype, elements in arrays]
+    found = [(dtype_of(dtype), math.prod(dims)) for dtype, dims in arrays(shape)]
+    return [(dtype, elements * jax.numpy.dtype(dtype).itemsize) for dtype, elements in found]
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(HLO dtype, dims) of each array in a shape; of a dynamic dim its bound.
+
+    >>> arrays("(bf16[8,3]{1,0}, pred[], token[])")
+    [('bf16', (8, 3)), ('pred', ())]
+    """
+    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
+    return [(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found if dtype != "token"]
+
+
+def nbytes(shape: str) -> int:
+    """Bytes of all arrays in a shape; those of less than 8 bits are packed.
+
+    >>> nbytes("(bf16[8,3]{1,0}, s4[3])")
+    50
+    """
+    return sum(math.ceil(math.prod(dims) * bits(dtype) / 8) for dtype, dims in arrays(shape))
+
+
+def bits(dtype: str) -> int:
+    """Bits of one element.
+
+    >>> [bits(dtype) for dtype in ("bf16", "f8e4m3fn", "s4", "pred")]
+    [16, 8, 4, 8]
+    """
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def dtype_of(hlo: str) -> str:

@@ -85,21 +85,28 @@ class _Whole:
 def saved(step: Step, batch: Any) -> int:
     """Bytes that a device keeps of one microbatch's forward for its backward; of a pipeline, of all that its ring of
     slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
-
-    Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
-    each once, without weights and batch.
     """
     if step.local.schedule is not None:
         return step.local.schedule.slots * slot_bytes(step, batch)
+    return forward(step, batch)[1]
+
+
+def forward(step: Step, batch: Any) -> tuple[float, int]:
+    """FLOPs of the matrix products of one microbatch's forward on a device, and bytes that its backward needs of it.
+
+    Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
+    each once, without weights and batch. Not for pipelines.
+    """
     rest = _abstract(step, batch)
     program, _ = step.local.program(*rest)
 
-    def forward(leaves: list[Any], values: list[Any]) -> Any:
+    def tape(leaves: list[Any], values: list[Any]) -> Any:
         _, tape = program.forward(_Whole(), leaves, values, grad=True)
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 
     axes = list(step.local.traced_axes.items())
-    traced = jax.make_jaxpr(forward, axis_env=axes)(_leaves(step), jax.tree.leaves(rest)).jaxpr
+    traced = jax.make_jaxpr(tape, axis_env=axes)(_leaves(step), jax.tree.leaves(rest)).jaxpr
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    flops = 2.0 * sum(count for count, _ in jx.matmuls(program.eqns).values())
+    return flops, sum(v.aval.size * v.aval.dtype.itemsize for v in kept)

@@ -6,6 +6,7 @@ ranked by what their programs hold and how long `predict` says that they take.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import warnings
@@ -17,14 +18,16 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..batches import rows_of
 from ..model import Model
 from ..parallel.tensor import Rules
 from ..step import make_train_step
 from ..strategy import Strategy, as_strategy
-from .candidates import Estimate, Estimator, candidates, rows_of
+from .candidates import Estimate, Estimator, candidates
 from .expected import expected
-from .explain import size
+from .explain_text import size
 from .ledger import Ledger
+from .memory import of_step
 from .plan_cache import Cache, about, folder
 from .plan_line import RESERVE, Line, Plan, ranked
 from .predict import predict
@@ -36,8 +39,8 @@ _SAME = 2  # of one layout, this many are compiled at first: remat and microbatc
 
 def plan(
     model: Model,
-    target: Target | str,
     batch: Any,
+    target: Target | str,
     optimizer: optax.GradientTransformation | None = None,
     rules: Rules | None = None,
     flops: float | None = None,
@@ -52,8 +55,8 @@ def plan(
 
     Args:
       model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
-      target: by name ("8xH100"), or from `jaxpar.inspect.targets.target`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
+      target: by name ("8xH100"), or from `jaxpar.inspect.targets.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
       rules: for `tensor`, as for `make_train_step`.
       flops: of a step on that batch, forward and backward without recomputation; gives the MFU.
@@ -245,12 +248,8 @@ class _Planner:
         step = make_train_step(self.model, self.optimizer, strategy, mesh=self.target.devices, rules=self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
-        text, held = compiled.as_text() or "", compiled.memory_analysis()
-        assert held is not None
-        arguments, outputs, temporaries = (
-            held.argument_size_in_bytes, held.output_size_in_bytes, held.temp_size_in_bytes
-        )  # fmt: skip
-        total = arguments + outputs + temporaries - held.alias_size_in_bytes
+        text = compiled.as_text() or ""
+        (memory,) = of_step(step, self.batch, compiled).values()
         found = predict(text, step, self.batch, self.target.hardware, self.flops)
         ledger, closed = Ledger.from_hlo(text, step.mesh), expected(step, self.batch)
         sums = [one.by("kind", "axes") for one in (closed, ledger)]
@@ -262,13 +261,7 @@ class _Planner:
             exposed[axes] = exposed.get(axes, 0.0) + part.exposed
         numbers = {k: v for k, v in found.json().items() if k != "parts"}
         return {
-            "memory": {
-                **step.layout.bytes,
-                "arguments": arguments,
-                "outputs": outputs,
-                "temporaries": temporaries,
-                "total": total,
-            },
+            "memory": dataclasses.asdict(memory),
             "prediction": numbers,
             "kernels": found.lines(),
             "links": links,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..strategy import Strategy
 from .candidates import Estimate
-from .explain import size
+from .explain_text import size
 
 # Of a device's memory, for what is in no program: CUDA's context, NCCL's buffers, fragmentation. Ours, not measured.
 RESERVE = 0.08
@@ -24,8 +24,7 @@ class Line:
       strategy: it.
       estimate: its closed forms; None where `strategies` named it.
       usable: bytes that a program may take.
-      memory: "params", "grads", "optimizer" as the layout stores them; "arguments", "outputs", "temporaries" and
-        "total" of the program, memory that an output takes over from an argument counted once in the last.
+      memory: as `Memory` has it, by name.
       prediction: `Prediction.json()` without its parts.
       kernels: `Prediction.lines()`.
       links: bytes of collectives by "link" (within a host) and "network".
@@ -41,7 +40,7 @@ class Line:
     strategy: Strategy
     estimate: Estimate | None
     usable: int
-    memory: dict[str, int]
+    memory: dict[str, Any]
     prediction: dict[str, Any]
     kernels: list[str]
     links: dict[str, float]

@@ -15,13 +15,11 @@ from typing import Literal
 
 import jax
 
-from ..options import named_of
 from ..strategy import Strategy
-from .explain import size
+from .explain_text import WIDTH, size
 from .plan import plan
 from .plan_line import RESERVE, Line, Plan
 
-WIDTH = 80
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SHOWN = 4  # reasons of those that were not compiled
 
@@ -116,6 +114,7 @@ def explained(plan: Plan, number: int) -> str:
         ("parameters", size(memory["params"]), at_rest),
         ("gradients", size(memory["grads"]), f"{at_rest}; in the program among the temporaries"),
         ("optimizer", size(memory["optimizer"]), at_rest),
+        ("activations", size(memory["saved"]), "one microbatch's for its backward, or a pipeline's stash, as traced"),
         ("arguments", size(memory["arguments"]), "the compiled program, memory_analysis()"),
         ("temporaries", size(memory["temporaries"]), "the same"),
         ("outputs", size(memory["outputs"]), "the same; most take over an argument's memory"),
@@ -206,6 +205,8 @@ class Options:
 
 def main(options: Options) -> None:
     """Plans and prints. Exits with 1 where nothing fits, 130 after Ctrl-C."""
+    from ..options import named_of  # only where a model is asked for
+
     for text in options.strategy:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
@@ -214,8 +215,8 @@ def main(options: Options) -> None:
     text = model.kind == "text"
     found = plan(
         model.model,
-        options.target,
         model.example(options.batch, options.seq),
+        options.target,
         flops=model.flops(options.batch, options.seq),
         strategies=options.strategy or None,
         top=options.top,

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ..model import Replicated
+from ..batches import rows_of
 from ..step import Step
 from .clock import Clock, Part
 from .hardware import Hardware
@@ -159,14 +158,9 @@ def predict(
         flops=sum(part.flops for part in kernels),
         model_flops=None if model_flops is None else model_flops / len(hosts),
         peak=clock.peak,
-        rows=_rows(batch),
+        rows=rows_of(batch),
         devices=len(hosts),
         hardware=hardware.kind,
         parts=tuple(clock.parts),
         notes=tuple(clock.notes),
     )
-
-
-def _rows(batch: Any) -> int:
-    leaves: Sequence[Any] = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
-    return next(leaf.shape[0] for leaf in leaves if not isinstance(leaf, Replicated))

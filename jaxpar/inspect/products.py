@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .hlo import Instruction, Module, dtype_of
-from .shapes import arrays
+from .hlo import Instruction, Module, arrays, dtype_of
 
 _CUBLAS, _CUDNN_CONVOLUTION, _CUDNN_ATTENTION = "__cublas$", "__cudnn$conv", "__cudnn$fmha"
 
@@ -61,14 +60,12 @@ def products(module: Module, i: Instruction, shapes: dict[str, str]) -> tuple[Pr
         operand, weights, result = (arrays(shape)[0] for shape in (*(shapes[o] for o in i.operands[:2]), i.shape))
         return (_convolution(i, operand, weights, result),)
     if i.opcode == "custom-call":
-        found = re.search(r'custom_call_target="([^"]*)"', i.rest)
-        target = found[1] if found else ""
-        if target.startswith(_CUBLAS):
+        if i.target.startswith(_CUBLAS):
             return (_dot(i, shapes, i.rest.partition('"dot_dimension_numbers":')[2]),)
-        if target.startswith(_CUDNN_CONVOLUTION):
-            return (_cudnn_convolution(i, shapes, target),)
-        if target.startswith(_CUDNN_ATTENTION):
-            return (_attention(i, shapes, "Backward" in target),)
+        if i.target.startswith(_CUDNN_CONVOLUTION):
+            return (_cudnn_convolution(i, shapes),)
+        if i.target.startswith(_CUDNN_ATTENTION):
+            return (_attention(i, shapes, "Backward" in i.target),)
     if i.opcode == "fusion":
         block = module.computations[i.called[0]]
         inner = {j.name: j.shape for j in block}
@@ -118,13 +115,13 @@ def _convolution(i: Instruction, operand: tuple, weights: tuple, result: tuple) 
     return _product("convolution", i, _wider(operand[0], weights[0]), size, pairs * valid, pairs * full)
 
 
-def _cudnn_convolution(i: Instruction, shapes: dict[str, str], target: str) -> Product:
+def _cudnn_convolution(i: Instruction, shapes: dict[str, str]) -> Product:
     """cuDNN's calls: `window` and `dim_labels` are those of the forward convolution, in its backward ones as well."""
     first, second = (arrays(shapes[operand])[0] for operand in i.operands[:2])
     result = arrays(i.shape)[0]
-    if "BackwardInput" in target:
+    if "BackwardInput" in i.target:
         return _convolution(i, result, second, first)
-    if "BackwardFilter" in target:
+    if "BackwardFilter" in i.target:
         return _convolution(i, first, result, second)
     return _convolution(i, first, second, result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,16 @@ from dataclasses import dataclass
 import jax
 
 from .entry import KINDS, Place
-from .hlo import Instruction, Module, buffers
+from .hlo import Instruction, Module, arrays, bits, buffers, nbytes
 from .products import Product, products
-from .traffic import FREE, traffic
+
+# What the compiler resolves: no kernel runs.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
+    "add-dependency get-dimension-size".split()
+)
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand has the new values
 
 
 @dataclass(frozen=True)
@@ -129,13 +137,13 @@ class Program:
         elif i.opcode == "call":
             for called in i.called:
                 yield from self._block(called)
-        elif i.opcode not in FREE and i.opcode not in ("recv", "recv-done"):
+        elif i.opcode not in _FREE and i.opcode not in ("recv", "recv-done"):
             yield self._kernel(i, shapes)
 
     def _kernel(self, i: Instruction, shapes: dict[str, str]) -> Kernel:
         found = products(self._module, i, shapes)
         kind = max(found, key=lambda product: product.flops).kind if found else "memory"
-        return Kernel(i.name, _source(i), kind, _label(i), found, *traffic(self._module, i, shapes))
+        return Kernel(i.name, i.source, kind, _label(i), found, *traffic(self._module, i, shapes))
 
     def _start(self, i: Instruction, outer: Instruction, kind: str, shapes: dict[str, str]) -> Iterator[Start]:
         """The collective `i`, which stands alone or in the asynchronous computation that `outer` starts."""
@@ -148,7 +156,7 @@ class Program:
         if size:
             waits = (not outer.opcode.endswith("-start") and outer.opcode != "send") or '"is_sync":true' in outer.rest
             groups = tuple(tuple(ids) for ids in self._module.groups(kind, i))
-            yield Start(outer.name, _source(i), kind, axes, size, groups, waits)
+            yield Start(outer.name, i.source, kind, axes, size, groups, waits)
 
     def _asynchronous(self, outer: Instruction) -> Iterator[Operation]:
         for called in outer.called:
@@ -162,17 +170,70 @@ class Program:
                 yield from self._block(called)
 
 
-def _source(i: Instruction) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', i.rest)
-    return found[1] if found else ""
-
-
 def _label(i: Instruction) -> str:
     if i.opcode == "custom-call":
-        found = re.search(r'custom_call_target="([^"]*)"', i.rest)
-        return found[1] if found else i.opcode
+        return i.target or i.opcode
     if i.opcode == "fusion":
         kind = re.search(r"\bkind=k(\w+)", i.rest)
         backend = re.search(r'"fusion_backend_config":\{"kind":"_*(\w+)"', i.rest)
         return f"{backend[1] if backend else kind[1].lower() if kind else ''} fusion".strip()
     return i.opcode
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def traffic(module: Module, i: Instruction, shapes: dict[str, str]) -> tuple[int, int]:
+    """Bytes (read, written) of one instruction that runs as a kernel; `shapes` as for `products`.
+
+    Every operand is read once and every result written once, with two exceptions, as in XLA's own cost analysis: of an
+    array of which a kernel takes a slice (a layer of a stack, the rows of an embedding) it reads the slice, and an
+    array that it updates in place it writes where it changes. Caches are left out: an operand that an earlier kernel
+    has just written may still be in L2.
+    """
+    if i.opcode == "fusion":
+        return _of_fusion(module.computations[i.called[0]])
+    if i.opcode in _SLICES:
+        return nbytes(i.shape) + sum(nbytes(shapes[operand]) for operand in i.operands[1:]), nbytes(i.shape)
+    if i.opcode in _UPDATES:
+        changed = nbytes(shapes[i.operands[_UPDATES[i.opcode]]])
+        return changed + sum(nbytes(shapes[operand]) for operand in i.operands[1:]), changed
+    read = sum(nbytes(shapes[operand]) for operand in i.operands)
+    return read, read if i.opcode == "copy-start" else nbytes(i.shape)
+
+
+def _of_fusion(block: list[Instruction]) -> tuple[int, int]:
+    """Of the instructions that one kernel fuses."""
+    named = {i.name: i for i in block}
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for i in block:
+        for place, operand in enumerate(i.operands):
+            users.setdefault(operand, []).append((i, place))
+
+    def read(name: str, width: int) -> float:
+        """Bytes that the users of an array of this many bits per element read."""
+        total = 0.0
+        for user, place in users.get(name, ()):
+            if user.opcode in ("bitcast", "reshape", "tuple"):
+                total += read(user.name, width)
+            elif user.opcode in _SLICES and place == 0:
+                total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
+            elif user.opcode in _UPDATES and place == 0:
+                # Added to in place: what changes is read first. A slice is overwritten unread.
+                total += nbytes(named[user.operands[2]].shape) if user.opcode == "scatter" else 0
+            else:
+                return float("inf")
+        return total
+
+    def written(i: Instruction) -> int:
+        if i.opcode == "tuple":
+            return sum(written(named[operand]) for operand in i.operands)
+        if i.opcode in ("bitcast", "reshape") and i.operands:
+            return written(named[i.operands[0]])
+        if i.opcode in _UPDATES:
+            return nbytes(named[i.operands[_UPDATES[i.opcode]]].shape)
+        return 0 if i.opcode == "parameter" else nbytes(i.shape)
+
+    inputs = [i for i in block if i.opcode == "parameter" and arrays(i.shape)]
+    total = sum(min(nbytes(i.shape), read(i.name, bits(arrays(i.shape)[0][0]))) for i in inputs)
+    return round(total), sum(written(i) for i in block if i.root)

@@ -17,7 +17,7 @@ from pathlib import PurePath
 
 from ..step import Step
 from .entry import KINDS
-from .hlo import Instruction, Module, buffers
+from .hlo import Instruction, Module, arrays, buffers
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Move:
 
 
 def moves(step: Step, text: str, least: int) -> list[Move]:
-    """Those of `least` bytes or more in a compiled program of a step (`compiled.as_text()`), the largest first."""
+    """Those of `least` bytes or more in a compiled program of a step (`compiled.as_text()`), the largest first, and of
+    equal ones those whose parameter is known.
+    """
     module = Module(text, tuple(step.mesh.shape.items()))
     paths = sorted({leaf.path for leaf in step.layout.leaves}, key=len, reverse=True)
     found: dict[Move, int] = {}
@@ -59,7 +61,7 @@ def moves(step: Step, text: str, least: int) -> list[Move]:
         for i in block:
             kind = i.opcode.removesuffix("-start")
             # What the compiler combined may have no name, or that of the first of several.
-            if kind not in KINDS or not (name := _name(i)) or "shard_map" in name:
+            if kind not in KINDS or not (name := i.source) or "shard_map" in name:
                 continue
             axes, group = module.axes(kind, i)
             sent = sum(size for operand in i.operands for _, size in buffers(made[operand].shape))
@@ -67,10 +69,19 @@ def moves(step: Step, text: str, least: int) -> list[Move]:
             if group > 1 and size >= least:
                 operation = name.rpartition("/")[2]
                 leaf = _leaf(made, i, paths)
-                move = Move(kind, axes, _largest(i.shape), size, 1, leaf, operation, _source(text, i))
+                move = Move(
+                    kind,
+                    axes,
+                    max((dims for _, dims in arrays(i.shape)), key=math.prod, default=()),
+                    size,
+                    1,
+                    leaf,
+                    operation,
+                    _line(text, i),
+                )
                 found[move] = found.get(move, 0) + 1
     every = [dataclasses.replace(move, count=count) for move, count in found.items()]
-    return sorted(every, key=lambda move: -move.bytes)
+    return sorted(every, key=lambda move: (-move.bytes, not move.leaf))
 
 
 def cause(step: Step, move: Move) -> str:
@@ -95,7 +106,7 @@ def _leaf(made: Mapping[str, Instruction], i: Instruction, paths: Sequence[str])
         found = [made[name] for name in level]
         for one in found:
             # JAX names arguments: state.optimizer[0].mu['head']['kernel'].
-            name = _name(one).replace("\\", "") if one.opcode == "parameter" else ""
+            name = one.source.replace("\\", "") if one.opcode == "parameter" else ""
             parts = "/".join(re.findall(r"(?<=\[')[^']*|\w+", name))
             if leaf := next((p for p in paths if parts.startswith("state/") and parts.endswith(f"/{p}")), ""):
                 return leaf
@@ -105,17 +116,7 @@ def _leaf(made: Mapping[str, Instruction], i: Instruction, paths: Sequence[str])
     return ""
 
 
-def _name(i: Instruction) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', i.rest)
-    return found[1] if found else ""
-
-
-def _largest(shape: str) -> tuple[int, ...]:
-    arrays = [tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\w+\[([\d,]*)\]", shape)]
-    return max(arrays, key=math.prod, default=())
-
-
-def _source(text: str, i: Instruction) -> str:
+def _line(text: str, i: Instruction) -> str:
     """The line of Python that an instruction comes from, in either of XLA's spellings."""
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
         return f"{_short(plain[1])}:{plain[2]}"
