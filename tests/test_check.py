@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 import jaxpar as jp
 from jaxpar import jaxpr as jx
 from jaxpar.cli import main
+from jaxpar.fit import misfit
 from jaxpar.gradients import Local
 from jaxpar.inspect.check import check
 from jaxpar.inspect.proof import Finding, Proof
@@ -110,20 +111,16 @@ def test_strategies_keep_their_promises(strategy: str) -> None:
 
 
 def test_the_program_that_is_checked_is_the_one_that_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """One compilation, whether the step is called or compiled first; the step computes what it computes unchecked."""
-    losses = []
-    for checked in (False, True):
-        step = made("zero1", check=checked)
-        state = step.init(jax.random.key(0))
-        caplog.clear()
-        with jax.log_compiles(True):
-            for _ in range(2):
-                state, metrics = step(state, BATCH)
-            step.compile(BATCH)
-        compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_train)" in r.getMessage()]
-        assert len(compiled) == 1
-        losses.append(float(metrics["loss"]))
-    assert losses[0] == losses[1]
+    """One compilation, whether the step is called or compiled first."""
+    step = made("zero1", check=True)
+    state = step.init(jax.random.key(0))
+    caplog.clear()
+    with jax.log_compiles(True):
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        step.compile(BATCH)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_train)" in r.getMessage()]
+    assert len(compiled) == 1
 
 
 # Breaks. Each takes the place of what its table names.
@@ -254,8 +251,19 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
 }
 
 
+# Others are caught by the same promise.
+ALIKE = (
+    "nothing is reduced over data",
+    "the optimizer's state is not sharded",
+    "the optimizer's state leaves the step whole",
+    "activations are gathered",
+)
+
+
 @pytest.mark.filterwarnings("ignore:tensor=2. dot_general .* has no rule:UserWarning")  # which is what is broken
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.battery] if name in ALIKE else []) for name in BREAKS]
+)
 def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, breaks, wanted = BREAKS[name]
     for target, broken in breaks.items():
@@ -314,11 +322,11 @@ def test_a_state_that_does_not_fit_is_named_by_its_array() -> None:
     with pytest.raises(ValueError, match=wanted):
         step(state, BATCH)
     step(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state())), BATCH)
-    with pytest.raises(ValueError, match="the state lacks optimizer/1/0/count"):
-        step(made("zero3", optax.sgd(0.1)).init(jax.random.key(0)), BATCH)
-    staged = made("pipe=2,fsdp=4,microbatches=2").init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"params/down of shape \[4, 768, 384\], the step keeps \[3, 768, 384\]"):
-        step(staged, BATCH)
+    wanted = step.abstract_state()
+    said = misfit(made("zero3", optax.sgd(0.1)).abstract_state(), wanted)
+    assert said.startswith("the state lacks optimizer/1/0/count")
+    said = misfit(made("pipe=2,fsdp=4,microbatches=2").abstract_state(), wanted)
+    assert "params/down of shape [4, 768, 384], the step keeps [3, 768, 384]" in said
 
 
 def test_a_proof_of_nothing_is_read_as_such() -> None:
@@ -377,6 +385,7 @@ def test_gpus_that_are_not_there(strategy: str, monkeypatch: pytest.MonkeyPatch)
     assert check(made("zero3", mesh=devices), BATCH).broken
 
 
+@pytest.mark.battery
 @pytest.mark.cuda_compiler
 def test_command_for_a_target(words: list[str], capsys: pytest.CaptureFixture) -> None:
     main([*words, "--strategy", "zero2,precision=bf16", "--target", "8xH100"])

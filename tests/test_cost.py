@@ -94,8 +94,9 @@ def every(prim: Any, *_: Any, **__: Any) -> bool:
 
 
 @pytest.mark.cuda_compiler
+@pytest.mark.battery  # test_predict.py counts the FLOPs of two GPU programs in each run
 @pytest.mark.xdist_group("gpu llama")
-@pytest.mark.parametrize("remat", ["layer", pytest.param(every, marks=pytest.mark.battery)])
+@pytest.mark.parametrize("remat", ["layer", every], ids=["layer", "every"])
 def test_flops_of_llama_on_gpus(remat: Any) -> None:
     model = named("llama3-8b", layers=2)
     c, rows, length = model.config, 8, 4096

@@ -40,6 +40,7 @@ MODEL = jp.Model(init=init, loss=loss)
 P = 4 * (LAYERS * DIM * DIM + 3)  # bytes of the parameters, and of their momentum
 
 
+@functools.cache
 def explained(strategy: str) -> Explanation:
     return jp.make_train_step(MODEL, optax.sgd(0.1, momentum=0.9), strategy).explain(BATCH)
 
@@ -255,7 +256,7 @@ def test_a_missing_shard_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxpar.parallel import zero
 
     monkeypatch.setattr(zero, "all_reduce", lambda x, axes: x)
-    found = explained("hsdp")
+    found = jp.make_train_step(MODEL, optax.sgd(0.1), "hsdp").explain(BATCH)
     check = next(c for c in found.checks if c.axes == ("data",))
     assert check.found < check.expected
     assert check.ratio is not None

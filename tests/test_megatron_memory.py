@@ -1,7 +1,6 @@
 """`experiments/megatron_memory.py`: the paper's sums, ours, and what steps keep, traced and compiled."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -73,23 +72,14 @@ def test_temporaries_of_a_compiled_layer(setting: Setting) -> None:
     assert row.compiled == pytest.approx(row.expected, rel=0.01)
 
 
-def test_quick(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "experiments" / "megatron_memory.py"), "--quick", "--tensor", "1", "2"]
-    sizes = ["--dim", "64", "--heads", "2", "--length", "32"]
-    done = subprocess.run(
-        [*command, *sizes, "--arrays", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    sizes = {"dim": 64, "heads": 8, "length": 32, "tensor": (8,)}
+    experiment.main(experiment.Options(quick=True, arrays=True, out=tmp_path, **sizes))
     rows = json.loads((tmp_path / "megatron_memory.json").read_text())["rows"]
-    assert len(rows) == 13
+    assert len(rows) == 9
     assert not any(row["compiled"] for row in rows)
     plain = [row for row in rows if row["setting"]["plain"]]
     assert [row["traced"] for row in plain] == pytest.approx([row["expected"] for row in plain])
-    assert "MB bfloat16[4,32,256]" in done.stdout
+    assert "MB bfloat16[4,32,256]" in capsys.readouterr().out
     for theme in ("", "-dark"):
         assert matplotlib.image.imread(tmp_path / f"megatron_memory{theme}.png").shape[1] > 1000
