@@ -158,23 +158,26 @@ def _is_number(value: Any) -> bool:
 
 def model_of(options: Options) -> tuple[Named, data.Text | images.Images]:
     """The model and the data. Raises ValueError for an unknown model or size, and where data is missing or unfit."""
-    name, changes = _name_of(options.model)
-    model = named(name, **changes)
+    model = named_of(options.model, options.length)
     if model.kind == "text":
-        if options.length > model.config.context:
-            raise ValueError(
-                f"length={options.length} is beyond the context of {options.model}, which is {model.config.context}; "
-                f"use less, or --model {options.model},context={options.length}"
-            )
         return model, data.text(options.data, options.length, model.config.vocab)
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size)
+    name, changes = _name_of(options.model)
     return named(name, **{**source.sizes, **changes}), source
 
 
-def named_of(text: str) -> Named:
-    """A model by name, with sizes to change behind it. Raises ValueError for an unknown model or size."""
+def named_of(text: str, length: int) -> Named:
+    """A model by name, with sizes to change behind it, for rows of so many positions. Raises ValueError for an unknown
+    model or size, and for rows that it is not meant for.
+    """
     name, changes = _name_of(text)
-    return named(name, **changes)
+    model = named(name, **changes)
+    if model.kind == "text" and length > model.config.context:
+        raise ValueError(
+            f"length={length} is beyond the context of {text}, which is {model.config.context}; "
+            f"use less, or --model {text},context={length}"
+        )
+    return model
 
 
 def _name_of(text: str) -> tuple[str, dict[str, Any]]:

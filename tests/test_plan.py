@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.cli import main
 from jaxpar.inspect import plan as planning
 from jaxpar.inspect import plan_cache
 from jaxpar.inspect.candidates import Estimator, candidates
@@ -19,6 +20,7 @@ from jaxpar.inspect.explain_text import WIDTH
 from jaxpar.inspect.hardware import KINDS, Hardware
 from jaxpar.inspect.plan_line import RESERVE, Line, Plan, ranked
 from jaxpar.inspect.targets import Target, target
+from jaxpar.models import named
 
 H100 = KINDS["H100"]
 L, D, F, ROWS = 4, 24, 56, 48
@@ -198,10 +200,85 @@ def line_of(name: str, **seconds: float) -> Line:
     return Line(jp.Strategy.parse(name), None, 20, memory, prediction, [], {}, exposed, [], 0.0, 0.0)
 
 
+SHOWN = Plan(
+    "8xH100", "8 x H100", 100, 8, None,
+    ranked([line_of("fsdp=8", matmul=1.0, exposed=0.5), line_of("data=8", matmul=1.0, exposed=0.1)]), {}, {}, False,
+)  # fmt: skip
+
+
 def test_the_reason_names_what_costs_more() -> None:
-    first, second = ranked([line_of("fsdp=8", matmul=1.0, exposed=0.5), line_of("data=8", matmul=1.0, exposed=0.1)])
+    first, second = SHOWN.lines
     assert first.strategy.data == 8
     assert second.why == "36.4% slower: +400 ms exposed collectives over fsdp"
+
+
+def test_a_central_server_is_refused() -> None:
+    with pytest.raises(ValueError, match="several programs"):
+        a_plan(["dp"])
+
+
+def test_a_program_without_matmuls_has_no_mfu() -> None:
+    """One row a device is multiplied without a matrix product by some compilers; the peak is then none."""
+    model = jp.Model(lambda key: jnp.ones(5), lambda params, batch, key: jnp.square(batch * params).mean())
+    found = jp.plan(
+        model, jax.ShapeDtypeStruct((8, 5), jnp.float32), here(), flops=1.0, strategies=["ddp"], cache=False
+    )
+    assert found.lines[0].prediction["mfu"] is None
+    assert " - " in str(found)
+    found.explain(1)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch", "0"], "--batch 0: use a whole number from 1"),
+        (["--seq", "9000"], "length=9000 is beyond the context of llama3-8b, which is 8192"),
+        (["--target", "8xH1000"], "did you mean H100"),
+        (["--model", "lama3-8b"], "did you mean 'llama3-8b'?"),
+        (["--strategy", "fsdp", "--strategy", "fsd"], "did you mean 'fsdp'?"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *words])
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changes", "code"), [({}, None), ({"usable": 1}, 1), ({"interrupted": True}, 130)])
+def test_what_the_command_says_and_exits_with(
+    changes: dict[str, Any], code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def planned(*args: Any, strategies: Any, **options: Any) -> Plan:
+        assert strategies == ["fsdp", "ddp"]
+        lines = [dataclasses.replace(line, usable=changes.get("usable", line.usable)) for line in SHOWN.lines]
+        return dataclasses.replace(SHOWN, lines=ranked(lines), interrupted=changes.get("interrupted", False))
+
+    monkeypatch.setattr("jaxpar.inspect.plan_text.plan", planned)
+    words = ["plan", "--strategy", "fsdp", "--strategy", "ddp", "--json"]
+    if code is None:
+        main(words)
+    else:
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == code
+    assert [line["fits"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["usable" not in changes] * 2
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_405b_on_16384_gpus() -> None:
+    model, strategy = named("llama3-405b"), "tensor=8,pipe=16,data=128,microbatches=16,sequence=true,remat=layer"
+    found = jp.plan(
+        model.model, model.example(2048, 8192), "2048x8xH100", strategies=[f"{strategy},precision=bf16"], cache=False
+    )
+    (line,) = found.lines
+    assert line.fits
+    assert set(line.links) == {"link", "network"}
+    assert all(got == pytest.approx(want, rel=0.01) for *_, want, got in line.sent if want > 1e6)
 
 
 # -- the search, the cache, Ctrl-C -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import tyro
 
 from ..strategy import Strategy
 from .explain_text import WIDTH, size
@@ -189,8 +190,8 @@ class Options:
     """rows of the global batch"""
     seq: int = 4096
     """text: tokens of a row"""
-    strategy: list[str] = field(default_factory=list)
-    """compile these alone, such as tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
+    strategy: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
     precision: Literal["bf16", "f16", "f32"] = "bf16"
     """compute dtype of the strategies that are tried"""
     top: int = 8
@@ -202,6 +203,11 @@ class Options:
     cache: Path | None = None
     """folder of what was compiled before; without it: JAXPAR_CACHE, or ~/.cache/jaxpar/plan"""
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: use a whole number from 1")
+
 
 def main(options: Options) -> None:
     """Plans and prints. Exits with 1 where nothing fits, 130 after Ctrl-C."""
@@ -211,7 +217,7 @@ def main(options: Options) -> None:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
-    model = named_of(options.model)
+    model = named_of(options.model, options.seq)
     text = model.kind == "text"
     found = plan(
         model.model,

@@ -42,7 +42,7 @@ class Prediction:
       slowed: part of `compute`: what kernels lose to collectives that run beside them.
       flops: of a device's matrix products, as the program computes them, recomputation included.
       model_flops: of a device, as the caller counts them, without recomputation; None where not given.
-      peak: FLOP/s of a device in the dtype of most of its FLOPs.
+      peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 where it has none.
       rows: of the global batch.
       devices: number of them.
       hardware: their kind.
@@ -72,14 +72,16 @@ class Prediction:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization: `model_flops` over what the peak would do in `seconds` (Chowdhery et al. 2022,
-        arXiv:2204.02311, appendix B).
+        arXiv:2204.02311, appendix B). None where no model FLOPs were given, or the program has no matrix product.
         """
-        return None if self.model_flops is None else self.model_flops / (self.seconds * self.peak)
+        if self.model_flops is None or not self.peak:
+            return None
+        return self.model_flops / (self.seconds * self.peak)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization: the same of what is computed, recomputation included."""
-        return self.flops / (self.seconds * self.peak)
+        return self.flops / (self.seconds * self.peak) if self.peak else 0.0
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -140,8 +142,13 @@ def predict(
       model_flops: FLOPs of the step over all devices, without recomputation, such as `named(...).flops(rows, length)`;
         gives the MFU.
 
-    Raises ValueError where `hardware` lacks a number that the program needs.
+    Raises ValueError where `hardware` lacks a number that the program needs, and for `server=True`.
     """
+    if step.strategy.server:
+        raise ValueError(
+            f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
+            "has not; print(step.explain(batch)) says what they hold and send"
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     hosts = [device.process_index for device in step.mesh.devices.flat]
     clock = Clock(hardware, hosts)
