@@ -54,7 +54,9 @@ def recomputed(config: Any) -> int:
     return config.layers * (each + 2 * config.dim * config.ffn)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp=8", "data=4,fsdp=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp=8", pytest.param("data=4,fsdp=2,microbatches=2", marks=pytest.mark.battery)]
+)
 def test_flops_of_llama_matmul_by_matmul(strategy: str) -> None:
     model = named("llama-tiny", layers=2, vocab=300, ffn=352)
     step = jp.make_train_step(model.model, optax.sgd(1e-3), strategy)
