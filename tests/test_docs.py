@@ -4,12 +4,14 @@ somewhere.
 
 import contextlib
 import doctest
+import functools
 import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from importlib.metadata import metadata
@@ -73,6 +75,13 @@ def test_snippets_print_what_the_page_shows(page: Path) -> None:
             )
 
 
+@functools.cache  # some stand on several pages
+def ran(*words: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command, env = [sys.executable, "-m", *words], os.environ | {"JAXPAR_CACHE": folder}
+        subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, timeout=300)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist(page: Path, tmp_path: Path) -> None:
     lines = [line for block in snippets(page) if block.language == "sh" for line in block.text.splitlines()]
@@ -93,9 +102,7 @@ def test_commands_exist(page: Path, tmp_path: Path) -> None:
             short = SHORT[known[0]]
             if words[1] in ("train", "bench"):
                 short = [] if "--steps 0" in line else [*short, "--out", str(tmp_path / str(number))]
-            env = os.environ | {"JAXPAR_CACHE": str(tmp_path / "cache")}  # one plan is compiled, and others read it
-            command = [sys.executable, "-m", *words, *short]
-            subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, timeout=300)
+            ran(*words, *short)
         elif words[0] == "python":
             assert (ROOT / words[1]).exists(), line
         elif words[0].startswith(".venv/bin/python"):
