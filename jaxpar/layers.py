@@ -23,7 +23,7 @@ from jax import lax
 
 from . import jaxpr as jx
 from .hoist import split
-from .localise.edges import saves_no_gather
+from .localise.edges import saves_no_gather, saves_sums
 from .pieces import Access, Segment, Stack, Unit, add
 from .roll import NotAlike, roll
 
@@ -362,7 +362,9 @@ def _stack(
     consts = list(flat.consts)
     if remat != "none" or sequence:
         keep: Any = jax.checkpoint_policies.everything_saveable if remat == "none" else remat
-        policy = {"layer": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(keep, keep)
+        policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
+            keep, keep
+        )
         policy = saves_no_gather(policy) if sequence and policy is not None else policy
         rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
     unit = Unit(

@@ -62,7 +62,7 @@ class ServerStep(Step):
         first = np.array(self.mesh.devices.flat[0]).reshape((1,) * len(AXES))
         return Mesh(first, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
-    def _function(self, name: str, batch: Any) -> Any:
+    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """`compile` and `trace` see the replicas' programs as one; the server's own are apart."""
         return self._programs(batch)["evaluate" if name == "evaluate" else "both"]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .alike import sees_kept
@@ -279,9 +280,10 @@ class Step:
         # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
         # every array in every step costs more than the rest of this call.
         places = [(np.shape(x), (x.sharding, x.committed) if is_array(x) else None) for x in leaves]
-        kind = ("in place", name, tree, *places)
+        inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
+        kind = ("in place", name, inside, tree, *places)
         if (run := self._jitted.get(kind)) is None:
-            run, placed = self._function(name, batch), globalise(batch, self.mesh)
+            run, placed = self._function(name, batch, inside), globalise(batch, self.mesh)
             if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
                 self._jitted[kind] = run
             batch = placed
@@ -311,9 +313,10 @@ class Step:
         """Raise ValueError unless the batch's rows fit the strategy."""
         check_rows(batch, self.local.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
 
-    def _function(self, name: str, batch: Any) -> Any:
+    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
+        """The jitted function; `inside` a caller's `jit`, whose own options for the compiler are those that count."""
         leaves, tree = jax.tree.flatten(batch)
-        key = (name, tree, *(np.shape(x) for x in leaves))
+        key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
             self.check(batch)
             rows = jax.tree.map(
@@ -330,7 +333,7 @@ class Step:
                 in_shardings=(state, rows),
                 out_shardings=outs,
                 donate_argnums=donate,
-                compiler_options=compiler_options(self.mesh),
+                compiler_options=None if inside else compiler_options(self.mesh),
             )
         return self._jitted[key]
 

@@ -77,6 +77,19 @@ def saves_no_gather(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saveable
 
 
+def saves_sums(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy of rematerialisation that saves what another does, and the sums over ranks of what it saves.
+
+    Of a row-parallel product the sum is saved in place of the partial sum, so that backwards do not repeat its
+    collective; with a sequence that is split the sum is also smaller by the number of ranks.
+    """
+
+    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
+        return primitive.name in ("tensor_leave", "tensor_scatter") or policy(primitive, *args, **params)
+
+    return saveable
+
+
 def _bind(name: str, x: jax.Array, dim: int, ranks: int) -> jax.Array:
     return _PRIMITIVES[name].bind(x, axis_name=AXIS, dim=dim, ranks=ranks)
 
