@@ -172,7 +172,7 @@ def sums(places: Sequence[Term]) -> Table:
         grid.add_column(head, justify="right" if head in ("paper", "expected") else "left", no_wrap=True)
     for term in places:
         paper = "" if term.paper is None else f"{term.paper:.2f}"
-        split = {"always": "always", "sequence": "with sequence", "never": "never"}[term.split]
+        split = {"always": "always", "sequence": "with sequence"}[term.split]
         grid.add_row(term.what, paper, f"{term.ours:.2f}", split)
     return grid
 

@@ -41,13 +41,13 @@ class Setting:
 @dataclass(frozen=True)
 class Term:
     """What a layer keeps at one place, in multiples of s b h bytes over all ranks: by the paper (None: it has no such
-    sum), and by us. `split`: between ranks always, with sequence parallelism, or never.
+    sum), and by us. `split`: between ranks always, or with sequence parallelism.
     """
 
     what: str
     paper: float | None
     ours: float
-    split: Literal["always", "sequence", "never"]
+    split: Literal["always", "sequence"]
 
 
 def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
@@ -59,7 +59,7 @@ def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
         return [
             Term("input of the layer", None, 2, "sequence"),
             Term("products of query, key, value", None, 6, "always"),
-            Term("product of out, not yet summed over ranks", None, 2, "never"),
+            Term("product of out, summed over ranks", None, 2, "sequence"),
             Term("product of up", None, 8, "always"),
         ]
     return [
@@ -89,6 +89,6 @@ def _arrays_of_gelu() -> int:
 
 def total(places: Sequence[Term], setting: Setting, ours: bool) -> float | None:
     """The sum over terms on one of the ranks."""
-    whole = {"always": False, "sequence": not setting.sequence, "never": True}
+    whole = {"always": False, "sequence": not setting.sequence}
     sizes = [(term.ours if ours else term.paper, 1 if whole[term.split] else setting.tensor) for term in places]
     return None if any(size is None for size, _ in sizes) else sum(size / ranks for size, ranks in sizes if size)

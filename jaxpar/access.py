@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from . import collectives
-from .layers import Program
 from .layout import Layout
 from .leaves import Leaf
 from .parallel import DDP, Rule, Use
+from .sliced import Program
 from .strategy import ROWS, Strategy
 
 

@@ -1,7 +1,17 @@
-"""Whether a state is one, and fits a step; if not the first array that does not, in words that name it."""
+"""Whether a state is one, and fits a step; if not the first array that does not, in words that name it.
+
+And what jax says of arrays that do not divide, with their names.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import math
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +20,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .batches import is_array
+from .layout import Layout
 from .leaves import name_of
 from .state import State
+
+Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
 
 
 def check_state(state: Any) -> None:
@@ -59,3 +72,84 @@ def _described(sharding: Sharding) -> str:
         return str(sharding)
     axes = ",".join(f"{axis}={n}" for axis, n in sharding.mesh.shape.items() if n > 1)
     return f"{sharding.spec} over {axes or 'one device'}".replace("PartitionSpec", "P")
+
+
+# -- what jax says of dims that do not divide --------------------------------------------------------------------------
+
+
+def shapes_of(layout: Layout, batch: Any) -> Named:
+    """The arrays that a model or an optimizer may see, in all their shapes: of the model, at rest, of a tensor rank."""
+    kept = layout.kept
+    found = [(leaf.path, leaf.shape) for leaf in (*kept.models, *kept.leaves)]
+    found += [(leaf.path, shape) for leaf in kept.leaves for shape in (leaf.stored, leaf.local.shape)]
+    rows = jax.tree_util.tree_leaves_with_path(batch)
+    return [*found, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
+
+
+def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
+    """`fun`, such that where jax finds that a sharding does not divide an array in it, ValueError names the array."""
+
+    @functools.wraps(fun)
+    def called(*args: Any) -> Any:
+        try:
+            return fun(*args)
+        except ValueError as error:
+            if said := indivisible(error, arrays):
+                raise ValueError(said) from error
+            raise
+
+    return called
+
+
+def indivisible(error: ValueError, arrays: Named) -> str:
+    """jax's words on a dim that does not divide, with the array's name, the axis, the line that asks for it and what
+    would divide; "" if it is another error.
+
+    `device_put`, `jit` and `shard_map` say so in four ways; none names a parameter.
+    """
+    text = str(error)
+    dim = re.search(r"(?:array axis|its dimension) (\d+)", text)
+    times = re.search(r"partitioned (\d+) times|divisible by (\d+)|but (\d+) does not evenly divide", text)
+    given = re.search(r"(?:full shape: |Got shape: |of shape \w+)[\[(]([\d, ]+)[\])]", text)
+    spec = _spec_in(text)
+    if not (dim and times and given):
+        return ""
+    at, parts = int(dim[1]), int(next(n for n in times.groups() if n))
+    shape = tuple(int(n) for n in given[1].split(",") if n.strip())
+    if at >= len(shape) or shape[at] % parts == 0:
+        return ""
+    same = [name for name, whole in arrays if whole == shape]
+    if not same:  # inside the step's shard_map an array of the batch has this device's rows
+        rows = [(name, whole) for name, whole in arrays if name.startswith("batch") and len(whole) == len(shape)]
+        same = [name for name, whole in rows if whole[1:] == shape[1:]]
+    entry = spec[at] if at < len(spec) else None
+    axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    free = [d for d, n in enumerate(shape) if n % parts == 0 and (d >= len(spec) or spec[d] is None)]
+    other: list[Any] = [None if d == at else x for d, x in enumerate((*spec, *[None] * (len(shape) - len(spec))))]
+    if free:
+        other[free[0]] = entry
+    while other and other[-1] is None:
+        other.pop()
+    name = " or ".join(dict.fromkeys(same)) or "an array"
+    over = f"{'+'.join(axes) or 'the mesh'}={parts}"
+    return (
+        f"{name} {list(shape)} has {shape[at]} on dim {at}, which {over} does not divide{_asked(error)}; shard it as "
+        f"P({', '.join(map(repr, other))}), or pad dim {at} to {math.ceil(shape[at] / parts) * parts}"
+    )
+
+
+def _spec_in(text: str) -> tuple[Any, ...]:
+    """The entries of the spec that an error of jax has: "spec=P('fsdp', None)", "in_specs of value P(('a', 'b'),)"."""
+    found = re.search(r"(?:spec=|of value )(?:P|PartitionSpec)(\((?:[^()]|\([^()]*\))*\))", text)
+    if not found:
+        return ()
+    inside = ast.literal_eval(found[1])
+    return inside if found[1].endswith(",)") or "," in found[1] or not found[1][1:-1] else (inside,)
+
+
+def _asked(error: BaseException) -> str:
+    """The line that asks for a sharding: the innermost that is neither jax's nor ours."""
+    ours = (Path(jax.__file__).parent, Path(__file__).parent)
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not any(file.is_relative_to(folder) for folder in ours)]
+    return f", as {Path(*own[-1][0].parts[-3:])}:{own[-1][1]} asks for" if own else ""

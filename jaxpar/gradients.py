@@ -18,7 +18,7 @@ from jax import lax
 from . import collectives
 from . import jaxpr as jx
 from .access import Access
-from .layers import Program, positions, slice_program
+from .layers import positions, slice_program
 from .layout import Layout
 from .localise import RULES, localise
 from .model import Mean, Model, Replicated, couplings
@@ -27,6 +27,7 @@ from .parallel.cut import shareable
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
 from .refusals import check_pipe, check_replicas, warn_precision
+from .sliced import Program
 from .strategy import Strategy
 
 _LARGE = 1 << 20  # bytes

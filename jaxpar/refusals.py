@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from . import jaxpr as jx
-from .layers import Program, positions
+from .layers import positions
 from .layout import Layout
+from .sliced import Program
 from .strategy import Strategy
 
 

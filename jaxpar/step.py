@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .alike import sees_kept
 from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
-from .fit import check_state, misfit
+from .fit import check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
-from .leaves import Leaf, Pipe, name_of
+from .leaves import Pipe, name_of
 from .mesh import compiler_options, make_mesh
 from .model import Model
 from .parallel import rule_of
 from .parallel.schedules import Schedule
 from .parallel.tensor import Rules, tensor_dims
-from .precision import LossScale, Policy
+from .precision import Policy
+from .start import Start
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
-from .update import Update, fill, is_stored, trained, unpadded
+from .update import Update, fill, trained, unpadded
 
 if TYPE_CHECKING:
     from .inspect.explain import Explanation
@@ -83,7 +83,7 @@ def make_train_step(
     return step
 
 
-class Step:
+class Step(Start):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
     proves = False  # whether what is compiled is checked before it runs
@@ -94,7 +94,7 @@ class Step:
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
-        params, _ = jax.eval_shape(model.create, jax.random.key(0))
+        params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
         shards = 1 if strategy.server else mesh.shape["fsdp"]
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
@@ -105,7 +105,7 @@ class Step:
         as_kept = sees_kept(self.optimizer, kept)
         seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
         tuned = trained(seen, [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in seen], tree)
-        state = jax.eval_shape(self.optimizer.init, tuned)
+        state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         places = place_optimizer(
             state, tuned, [leaf for leaf in seen if leaf.trainable], "optimizer" in self.rule.sharded
         )
@@ -120,81 +120,6 @@ class Step:
     def _home(self) -> Mesh:
         """The mesh on which the state lives."""
         return self.mesh
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def init(self, key: jax.Array, params: Any = None) -> State:
-        """A new state, created sharded; the same values under every layout.
-
-        Args:
-          key: a key from `jax.random.key`; parameters are `model.init(key)`.
-          params: start from these parameters instead, a tree like `step.params(state)`; the source is left intact.
-
-        Raises ValueError where the tree's structure or a leaf's shape is not the model's.
-        """
-        if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-            given = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
-            raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")
-        if params is None:
-            return jax.jit(self._create, out_shardings=self._shardings)(key)
-        given = jax.device_put(self._given(params), [self._model_sharding(leaf) for leaf in self.layout.kept.models])
-        return jax.jit(self._create, out_shardings=self._shardings)(key, given)
-
-    def _create(self, key: jax.Array, given: list[jax.Array] | None = None) -> State:
-        params, variables = self.model_def.create(key)
-        kept = self.layout.kept
-        masters = kept.to_kept(
-            [
-                x.astype(Policy.master(leaf.dtype))
-                for leaf, x in zip(kept.models, jax.tree.leaves(params) if given is None else given, strict=True)
-            ]
-        )
-        opt_state = self.update.init(masters)
-        stored = [self._pad(leaf, x) for leaf, x in zip(self.layout.leaves, masters, strict=True)]
-        copy = None
-        if self.layout.copied:
-            copy = self.layout.unflatten(
-                [x.astype(self.policy.computed(f.dtype)) for f, x in zip(self.layout.leaves, masters, strict=True)]
-            )
-        scale = LossScale.create() if self.policy.scaled else None
-        # Another stream than that of the initial values.
-        run = jax.random.fold_in(key, 1)
-        return State(jnp.int32(0), self.layout.unflatten(stored), copy, opt_state, variables, scale, run)
-
-    def _given(self, params: Any) -> list[Any]:
-        params = self.model_def.unwrap(params)
-        tree = jax.tree.structure(params)
-        kept = self.layout.kept
-        if tree != kept.model_tree:
-            raise ValueError(
-                f"params= has structure {tree}, the model has {kept.model_tree}; pass a tree like step.params(state)"
-            )
-        for leaf, x in zip(kept.models, jax.tree.leaves(params), strict=True):
-            if tuple(jnp.shape(x)) != leaf.shape:
-                raise ValueError(
-                    f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}"
-                )
-        return jax.tree.leaves(params)
-
-    def abstract_state(self) -> State:
-        """The state as shapes, dtypes and shardings, without any array."""
-        shapes = jax.eval_shape(self._create, jax.random.key(0))
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings)
-
-    @functools.cached_property
-    def _shardings(self) -> Any:
-        """A state of shardings."""
-        shapes = jax.eval_shape(self._create, jax.random.key(0))
-        specs: Any = State(  # of specs, where a state has arrays
-            step=_HERE,  # type: ignore[arg-type]
-            params=self.layout.params,
-            copy=self.layout.unflatten([f.spec(False) for f in self.layout.leaves]) if self.layout.copied else None,
-            optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=is_stored),
-            variables=jax.tree.map(lambda _: _HERE, shapes.variables),
-            scale=jax.tree.map(lambda _: _HERE, shapes.scale),
-            key=_HERE,  # type: ignore[arg-type]
-        )
-        return jax.tree.map(self.layout.sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -329,7 +254,7 @@ class Step:
                 "gradients": (self._value_and_grad, None, ()),
             }[name]
             self._jitted[key] = jax.jit(
-                fun,
+                naming(fun, shapes_of(self.layout, batch)),
                 in_shardings=(state, rows),
                 out_shardings=outs,
                 donate_argnums=donate,
@@ -384,11 +309,3 @@ class Step:
         """The model's tree from values of the trainable leaves: None for the others."""
         kept = self.layout.kept
         return jax.tree.unflatten(kept.model_tree, kept.of_model(fill(kept.leaves, trained)))
-
-    def _pad(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        return leaf.pad(x) if self.layout.stored(leaf) != leaf.shape else x
-
-    def _model_sharding(self, leaf: Leaf) -> NamedSharding:
-        """Where a leaf of the model's own tree lives when it is handed out: padded ones whole."""
-        sharded = leaf.stored == leaf.shape and self.layout.spec(leaf, "params") != _HERE
-        return self.layout.sharding(leaf.spec() if sharded else _HERE)

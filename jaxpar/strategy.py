@@ -57,7 +57,7 @@ class Strategy:
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
-        "layer" (all), "dots" (all but matmuls), or a `jax.checkpoint` policy.
+        "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a `jax.checkpoint` policy.
 
     One of `pipe`, `data`, `fsdp` and `tensor` may be -1: what the others leave of the devices.
 

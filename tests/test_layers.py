@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.layers import Program, slice_program
+from jaxpar.layers import slice_program
 from jaxpar.pieces import Segment, Stack
+from jaxpar.sliced import Program
 
 LAYERS, DIM, ROWS = 4, 6, 5
 

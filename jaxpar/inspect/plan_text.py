@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .plan import plan
 from .plan_line import RESERVE, Line, Plan
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
+_SCALARS = 1000  # bytes: collectives that send less are of norms and the like
 _SHOWN = 4  # reasons of those that were not compiled
 
 
@@ -53,27 +55,28 @@ def _row(plan: Plan, number: int, line: Line, common: bool) -> Iterator[str]:
     sent = [f"{line.links.get(way, 0) / 1e9:.1f}" for way in ("link", "network")]
     numbers = (
         f"{number:>2}  {line.memory['total'] / 1e9:>5.1f}{' ' if line.fits else '!'} {1e3 * line.seconds:>8,.1f} "
-        f"{speed:>10,.{0 if speed > 100 else 1}f} {mfu:>6} {sent[0]:>8} {sent[1]:>7}  "
+        f"{_speed(speed):>10} {mfu:>6} {sent[0]:>8} {sent[1]:>7}  "
     )
     strategy = dataclasses.replace(line.strategy, precision="f32") if common else line.strategy  # its default
-    first, *more = _folded(str(strategy), WIDTH - len(numbers))
+    first, *more = _Wrapper(WIDTH - len(numbers), break_on_hyphens=False).wrap(str(strategy))
     yield numbers + first
     yield from (" " * len(numbers) + text for text in more)
 
 
-def _folded(strategy: str, width: int) -> list[str]:
-    """A strategy's text in lines, broken behind commas."""
-    lines = [""]
-    for part in strategy.replace(",", ",\0").split("\0"):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part
-    return lines
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks at spaces, behind the commas of a strategy's text, and behind the slashes of a kernel's source."""
+
+    wordsep_simple_re = re.compile(r"([ \t\n]+|(?<=,)(?=[a-z])|(?<=/)(?=\w\w))")
+
+
+def _fill(text: str, indent: int) -> str:
+    """A paragraph whose lines but the first are indented."""
+    return _Wrapper(WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False).fill(text)
 
 
 def _reason(plan: Plan, line: Line) -> str:
     number = plan.lines.index(line) + 1
-    return textwrap.fill(f"{number:>2}  {line.why}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return _fill(f"{number:>2}  {line.why}", 4)
 
 
 def _left(plan: Plan) -> Iterator[str]:
@@ -86,21 +89,19 @@ def _left(plan: Plan) -> Iterator[str]:
         lines = [f"{what}: {len(whys)}"]
         for kind, count in kinds.most_common(_SHOWN):
             name, why = next((n, w) for n, w in whys.items() if "".join("#" if c.isdigit() else c for c in w) == kind)
-            text = f"  {count} such as {name}: {why}"
-            lines.append(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+            lines.append(_fill(f"  {count} such as {name}: {why}", 4))
         if len(kinds) > _SHOWN:
             lines.append(f"  ... and {len(kinds) - _SHOWN} kinds of reasons more in .json()")
         yield "\n".join(lines)
-    fill = lambda text: textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    yield fill(
+    yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
         "does not fit. GB link and GB net: buffers of collectives within a host and across. ms by the model of "
-        "jaxpar.inspect.predict, of the compiled program."
+        "jaxpar.inspect.predict, of the compiled program.",
+        2,
     )
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):
-        yield fill(
-            f"JAX takes {_JAX_TAKES:.0%} of the memory; beyond, set XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}."
-        )
+        share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}"
+        yield _fill(f"JAX takes {_JAX_TAKES:.0%} of the memory; beyond, set {share}.", 2)
     if plan.interrupted:
         yield "Interrupted: ranked is what was compiled until then."
 
@@ -109,8 +110,9 @@ def explained(plan: Plan, number: int) -> str:
     """Every number of a line, with its source."""
     line = plan.lines[number - 1]
     found, memory, estimate = line.prediction, line.memory, line.estimate
-    parts = [f"{number}: {line.strategy}" + (f"\n{line.why}" if line.why else "")]
+    parts = ["\n".join(_fill(text, 3) for text in (f"{number}: {line.strategy}", line.why) if text)]
     at_rest = "the layout's shards at rest"
+    taken = memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["total"]
     rows = [
         ("parameters", size(memory["params"]), at_rest),
         ("gradients", size(memory["grads"]), f"{at_rest}; in the program among the temporaries"),
@@ -118,7 +120,7 @@ def explained(plan: Plan, number: int) -> str:
         ("activations", size(memory["saved"]), "one microbatch's for its backward, or a pipeline's stash, as traced"),
         ("arguments", size(memory["arguments"]), "the compiled program, memory_analysis()"),
         ("temporaries", size(memory["temporaries"]), "the same"),
-        ("outputs", size(memory["outputs"]), "the same; most take over an argument's memory"),
+        ("outputs", size(memory["outputs"]), f"the same; {size(taken)} of them in arguments' memory"),
         ("total", size(memory["total"]), "arguments + temporaries + outputs - what is taken over"),
         (
             "may take",
@@ -133,13 +135,18 @@ def explained(plan: Plan, number: int) -> str:
         ("compute", _ms(found["compute"]), "kernels, in the order of the compiled program"),
         ("exposed", _ms(found["exposed"]), "kernels wait for collectives"),
         ("hidden", _ms(found["hidden"]), "collectives behind kernels"),
-        *((name, _ms(seconds), "part of the step") for name, seconds in line.costs().items()),
-        ("rows/s", f"{speed:,.2f}", f"{plan.rows} rows / step"),
-        *([("tokens/s", f"{speed * plan.length:,.0f}", f"rows/s x {plan.length}")] if plan.length else []),
-        ("FLOPs", f"{found['flops']:.4g}", "of the program's matrix products, recomputation and bubble included"),
+        *((name, _ms(seconds), _part(name, line)) for name, seconds in line.costs().items()),
+        ("rows/s", _speed(speed), f"{plan.rows} rows / step"),
+        *(
+            [("tokens/s", _speed(speed * plan.length), f"{plan.rows} rows x {plan.length} / step")]
+            if plan.length
+            else []
+        ),
+        ("FLOPs", f"{found['flops']:.4g}", "recomputation and bubble included; causal attention is half a square"),
     ]
     if found["mfu"] is not None:
-        rows.append(("model FLOPs", f"{found['model_flops']:.4g}", "as given, over the devices"))
+        given = "as given, over the devices; jaxpar's models count attention as whole squares"
+        rows.append(("model FLOPs", f"{found['model_flops']:.4g}", given))
         rows.append(("MFU", f"{found['mfu']:.2%}", f"model FLOPs / (step x {found['peak']:.4g} FLOP/s)"))
     parts.append(_rows("time of a step", rows))
     if line.sent:
@@ -147,7 +154,8 @@ def explained(plan: Plan, number: int) -> str:
             (
                 f"{kind} over {axes}",
                 size(got),
-                f"closed form {size(want)}" + (f", ratio {got / want:.3f}" if want else ""),
+                f"closed form {size(want)}, "
+                + (f"ratio {got / want:.3f}" if want >= _SCALARS else "scalars; the optimizer's own are in no form"),
             )
             for kind, axes, want, got in line.sent
         ]
@@ -160,8 +168,8 @@ def explained(plan: Plan, number: int) -> str:
             ("step", _ms(estimate.seconds), f"matmuls at the peak {_ms(estimate.compute)}, sent {_ms(estimate.sent)}"),
         ]
         parts.append(_rows("closed forms by which it was chosen, at least", rows))
-    kernels = "kernels and collectives, most first: executions, kind, why so long, [HLO name] source"
-    parts.append("\n".join([kernels, *line.kernels]))
+    kernels = "kernels and collectives, most first: executions, kind, why, [HLO name] source"
+    parts.append("\n".join([kernels, *(_fill(kernel, 25) for kernel in line.kernels)]))
     parts += found["notes"]
     return "\n\n".join(parts)
 
@@ -170,9 +178,24 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f} ms"
 
 
+def _speed(each_second: float) -> str:
+    return f"{each_second:,.{0 if each_second > 100 else 2}f}"
+
+
 def _rows(title: str, rows: list[tuple[str, str, str]]) -> str:
     wide = max(len(row[0]) for row in rows)
-    return "\n".join([title, *(f"  {name:<{wide}}  {value:>12}  {source}" for name, value, source in rows)])
+    lines = (f"  {name:<{wide}}  {value:>12}  {source}" for name, value, source in rows)
+    return "\n".join([title, *(_fill(line, wide + 18) for line in lines)])
+
+
+def _part(name: str, line: Line) -> str:
+    """What a part of a step's seconds is."""
+    return {
+        "matmuls and attention": "of compute, products",
+        "recomputation": f"of compute, products beyond the {line.least:.4g} FLOPs of the line with fewest",
+        "the pipeline's bubble": f"of compute, {line.bubble:.1%} of products: ranks idle by the schedule",
+        "memory-bound kernels": "of compute, the rest",
+    }.get(name, "of exposed")
 
 
 @dataclass(frozen=True)

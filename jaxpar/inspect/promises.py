@@ -15,8 +15,8 @@ import jax
 import jax.extend.core as jec
 
 from .. import jaxpr as jx
-from ..layers import Program
 from ..leaves import PAD_FROM, Leaf, name_of
+from ..sliced import Program
 from ..step import Step
 from .ledger import PRIMITIVES, Collective
 

@@ -28,12 +28,10 @@ from jax import lax
 
 from .. import collectives
 from .. import jaxpr as jx
-from ..layers import Program, backward, forward, read
-from ..pieces import Access, Stack
-from .cut import after, before, side
-from .schedules import Phase, Schedule
-
-AXIS = "pipe"
+from ..pieces import Access
+from ..sliced import Program, backward, forward, read
+from .cut import AXIS, Cut, after, before
+from .schedules import Phase
 
 
 class _Masked:
@@ -71,12 +69,11 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Cut):
     """One sliced loss under one schedule, to be run inside `shard_map`.
 
     Attributes:
-      program: the loss on the rows of one microbatch.
-      schedule: its schedule.
+      program, schedule: the loss on the rows of one microbatch, and its schedule.
       access: how parameters are fetched and gradients given.
       leaves: what this rank stores; of stages' own leaves its layers, chunk by chunk, on dim 0.
       values: `values(microbatch)`, those of the program's inputs.
@@ -86,8 +83,6 @@ class Pipeline:
         values as `values`.
     """
 
-    program: Program
-    schedule: Schedule
     access: Access
     leaves: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
@@ -169,66 +164,6 @@ class Pipeline:
         every = Phase(0, 1, True, True, True)
         grads = jax.eval_shape(lambda carry, row: self.tick(every, saved, carry, row), carry, row).grads
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
-
-    def _stacked(self, values: Sequence[jax.Array], every: bool = False) -> list[jax.Array]:
-        """Parts of a message (all, or those with cotangents) with outputs by layer padded to whole stages."""
-        by_layer = [False] * self.stack.carry + [True] * len(self.collected)
-        flags = [b for b, on in zip(by_layer, self.linear, strict=True) if on or every]
-        missing = self.each * self.schedule.ranks * self.schedule.chunks - self.stack.length
-        widths = lambda x: [(0, missing)] + [(0, 0)] * (x.ndim - 1)
-        return [jnp.pad(x, widths(x)) if pad and missing else x for x, pad in zip(values, flags, strict=True)]
-
-    def _whole(self, message: Sequence[jax.Array]) -> list[jax.Array]:
-        """A message as the stack's outputs."""
-        k = self.stack.carry
-        return [*message[:k], *(x[: self.stack.length] for x in message[k:])]
-
-    # -- the cut -------------------------------------------------------------------------------------------------------
-
-    @property
-    def stack(self) -> Stack:
-        """The stack that is cut."""
-        assert self.program.main is not None
-        return self.program.main
-
-    @property
-    def each(self) -> int:
-        """Layers in one chunk, the last chunk's padding included."""
-        return -(-self.stack.length // (self.schedule.ranks * self.schedule.chunks))
-
-    @property
-    def stage(self) -> Stack:
-        """The stack's layers of one chunk."""
-        return dataclasses.replace(self.stack, length=self.each)
-
-    @property
-    def collected(self) -> list[int]:
-        """The stack's outputs by layer that are read after it: they travel with the message."""
-        read_later = {v for piece in after(self.program) for v in piece.inputs if not jx.is_literal(v)}
-        read_later.update(v for v in self.program.outputs if not jx.is_literal(v))
-        ys = self.stack.outputs[self.stack.carry :]
-        return [j for j, v in enumerate(ys) if v in read_later]
-
-    @property
-    def linear(self) -> list[bool]:
-        """Which parts of the message have cotangents."""
-        active = self.stack.unit.active
-        return [*active[: self.stack.carry], *(active[self.stack.carry + j] for j in self.collected)]
-
-    def _message(self, program: Program) -> list[Any]:
-        """The variables that the message holds after the last stage."""
-        assert program.main is not None
-        outputs, k = program.main.outputs, program.main.carry
-        return [*outputs[:k], *(outputs[k + j] for j in self.collected)]
-
-    @property
-    def variables(self) -> list[Any]:
-        """The same, of the loss on whole microbatches."""
-        return self._message(self.program)
-
-    def side(self) -> list[Any]:
-        """Variables of the prologue that the epilogue differentiates."""
-        return side(self.program)
 
     # -- one tick ------------------------------------------------------------------------------------------------------
 
@@ -334,28 +269,6 @@ class Pipeline:
                 whole = lax.dynamic_update_slice_in_dim(whole, ct, self._start(op), axis=0)
                 add(atom, whole[: stack.length], op["valid"])
         return grads, [*ct_carry, *cts[active_carry:]], made
-
-    def _inputs(self, env: dict[Any, Any], op: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """The stack's constants, first carry, and this chunk's part of what it scans besides parameters."""
-        stack = self.stack
-        consts, init, xs = stack.parts([read(env, v) for v in stack.inputs])
-        missing = self.each * self.schedule.ranks * self.schedule.chunks - stack.length
-
-        def part(x: jax.Array) -> jax.Array:
-            if missing:  # the last layer's again: a layer that hands on must not meet what makes NaN
-                x = jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)])
-            return lax.dynamic_slice_in_dim(x, self._start(op), self.each, axis=0)
-
-        return consts, init, [part(x) for x in xs]
-
-    def _start(self, op: Any) -> jax.Array:
-        """The first layer of this rank's chunk, counted in the stack."""
-        return (op["chunk"] * self.schedule.ranks + lax.axis_index(AXIS)) * self.each
-
-    def _real(self, op: Any) -> jax.Array | None:
-        """Which layers of this rank's chunk are the model's; None if all are."""
-        whole = self.each * self.schedule.ranks * self.schedule.chunks == self.stack.length
-        return None if whole else self._start(op) + jnp.arange(self.each) < self.stack.length
 
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
