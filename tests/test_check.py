@@ -309,6 +309,8 @@ def test_an_optimizer_that_gathers_is_named() -> None:
     found = {f.what: f for f in check(make(optax.contrib.muon(1e-2)), batch).broken}
     assert found.keys() == {"all-gather fsdp", "all-reduce tensor"}
     note = found["all-gather fsdp"].note
+    assert "suggested spec" in note
+    assert all(move.spec is not None and not {*move.axes} & {*move.spec} for move in found["all-gather fsdp"].moves)
     assert "optax/contrib/_muon.py:" in note
     assert " of a [" in note or " of b [" in note
     assert check(make(optax.adafactor(1e-2, min_dim_size_to_factor=16)), batch).ok  # it sends vectors

@@ -22,12 +22,12 @@ from ..leaves import Leaf
 from ..server import OF_REPLICAS, ServerStep
 from ..step import Step
 from .expected import _abstract, expected
-from .explain_text import size
 from .hlo import read
+from .involuntary import heard
 from .ledger import Collective, Ledger
 from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
-from .resharding import cause, moves
+from .resharding import Move, cause, moves
 from .transfers import rehearse
 
 
@@ -45,9 +45,12 @@ def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -
     if isinstance(step, ServerStep):
         findings = list(_server(step, batch))
     else:
-        compiled = compiled or step.compile(batch)
+        said: list[str] = []
+        if compiled is None:
+            with heard() as said:
+                compiled = step.compile(batch)
         findings = [*_state(step, batch, compiled), *_layers(step, batch)]
-        findings += _collectives(step, batch, compiled.as_text() or "")
+        findings += _collectives(step, batch, compiled.as_text() or "", said)
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
@@ -127,10 +130,10 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
+def _collectives(step: Step, batch: Any, text: str, said: Sequence[str]) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, list(read(text, step.mesh)), text)
+    yield from _compiled(step, closed, list(read(text, step.mesh)), text, said)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, jaxpr)
 
@@ -154,13 +157,16 @@ def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
 
 
-def _compiled(step: Step, closed: Ledger, found: Sequence[Collective], text: str) -> Iterator[Finding]:
+def _compiled(
+    step: Step, closed: Ledger, found: Sequence[Collective], text: str, said: Sequence[str] = ()
+) -> Iterator[Finding]:
+    moved: list[Move] | None = None
     keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
     for kind, axes in keys:
         ours, theirs = ([one for one in side if (one.kind, one.axes) == (kind, axes)] for side in (closed, found))
         limits, sent = bounds(step, kind, ours), sum(one.bytes for one in theirs)
         verdict, _ = _compared(sent, limits.least, limits.most)
-        note = ""
+        note, here = "", ()
         if verdict == "MISSING":
             note = (
                 "the compiled program sends less than its closed form; compare print(step.explain(batch)) with a "
@@ -168,21 +174,23 @@ def _compiled(step: Step, closed: Ledger, found: Sequence[Collective], text: str
             )
         elif verdict == "UNPROMISED":
             large = sent - limits.promised >= LARGE
-            verdict, note = (verdict, _why(step, kind, axes, text)) if large else ("ok", f"small: {ALLOWED['small']}")
+            if moved is None:
+                moved = moves(step, text, SCALARS, said)
+            here = tuple(move for move in moved if (move.kind, move.axes) == (kind, axes))
+            verdict, note = (verdict, _why(step, here)) if large else ("ok", f"small: {ALLOWED['small']}")
         if verdict == "ok" and not note:
             less, more = sent < 0.99 * limits.promised, sent > 1.01 * limits.promised
             differs = {"widened": True, "norms": more}
             used = [name for name in limits.names if differs.get(name, less)]
             note = "; ".join(f"{name}: {ALLOWED[name]}" for name in used)
-        yield Finding("as compiled", f"{kind} {'+'.join(axes)}", limits.promised, sent, verdict, note)
+        yield Finding("as compiled", f"{kind} {'+'.join(axes)}", limits.promised, sent, verdict, note, here)
 
 
-def _why(step: Step, kind: str, axes: tuple[str, ...], text: str) -> str:
+def _why(step: Step, here: Sequence[Move]) -> str:
     """What the compiler added, where its text tells."""
-    here = [move for move in moves(step, text, SCALARS) if (move.kind, move.axes) == (kind, axes)]
     if not here:
         return "the compiler added it; see step.explain(batch).ledger, and compiled.as_text() for where it stands"
-    return f"the update has it, the largest {size(here[0].bytes)}: {here[0]}; {cause(step, here[0])}"
+    return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
 
 
 def _tensor(step: Step, jaxpr: Any) -> Iterator[Finding]:

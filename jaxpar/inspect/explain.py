@@ -22,6 +22,7 @@ from . import explain_text
 from .cost import Costs
 from .expected import _abstract, expected
 from .explain_text import size
+from .involuntary import heard
 from .ledger import Collective, Ledger
 from .memory import Memory, of_server, of_step
 from .promises import SCALARS
@@ -79,7 +80,8 @@ class Explanation:
       notes: leaf -> why it is not sharded, or padded.
       gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
       loops: layers of Python loops: leaf -> whether they are one stack, and if not why.
-      moves: what the compiler's partitioner sends for the update, of 1 kB or more.
+      moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
+        spec that would spare it.
       remarks: what a reader of the numbers should know.
     """
 
@@ -113,13 +115,12 @@ class Explanation:
             for one in self.ledger
         ]
         checks = [dataclasses.asdict(c) | {"axes": list(c.axes), "ratio": c.ratio} for c in self.checks]
-        moved = [dataclasses.asdict(m) | {"axes": list(m.axes), "shape": list(m.shape)} for m in self.moves]
         return plain | {
             "memory": {name: dataclasses.asdict(m) for name, m in self.memory.items()},
             "ledger": ledger,
             "checks": checks,
             "transfers": [dataclasses.asdict(t) for t in self.transfers],
-            "moves": moved,
+            "moves": [move.json() for move in self.moves],
             "remarks": list(self.remarks),
         }
 
@@ -138,6 +139,7 @@ class Explanation:
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
     """See `Step.explain`; `compiled` where `step.compile(batch)` was called before."""
     step.check(batch)
+    said: list[str] = []
     closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
     transfers: tuple[Transfer, ...] = ()
     remarks = []
@@ -148,12 +150,14 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         total = size(sum(t.found for t in transfers))
         remarks.append(f"{len(transfers)} exchanges a step pass {total} through the server's links.")
     else:
-        compiled = compiled or step.compile(batch)
+        if compiled is None:
+            with heard() as said:
+                compiled = step.compile(batch)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
     found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
     costs = [cost for text in texts for cost in Costs.from_hlo(text)]
     known = all(cost.executions is not None for cost in costs)
-    moved = [move for text in texts for move in moves(step, text, SCALARS)]
+    moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
     loops, kept = dict(_loops(step, batch)), step.layout.kept
     shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
     dims = {leaf.path: leaf.tensor for leaf in kept.models if leaf.tensor is not None}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .explain import Explanation
 
 WIDTH = 80
+MOVED = 6  # moves that are listed
 
 
 def size(n: float) -> str:
@@ -85,6 +86,7 @@ def text(found: Explanation) -> str:
         "not sharded, or padded": found.notes,
         "gathered by tensor ranks for want of a rule": {at: size(n) for at, n in found.gathered.items()},
         "layers of Python loops": found.loops,
+        "moved by the compiler for the update": _moves(found),
     }
     parts += ["\n".join([title, *_wrapped(lines)]) for title, lines in listed.items() if lines]
     parts += [textwrap.fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for remark in found.remarks]
@@ -97,6 +99,13 @@ def _memory(found: Explanation) -> str:
         values = (getattr(m, name) for m in found.memory.values())
         rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
     return table(rows, "<" + ">" * len(found.memory))
+
+
+def _moves(found: Explanation) -> dict[str, str]:
+    """The largest, by what is moved."""
+    lines = {str(move): move.message.removeprefix(f"{move}: ") for move in found.moves[:MOVED]}
+    more = len(found.moves) - MOVED
+    return lines | ({f"and {more} more": "see .moves, or .json()"} if more > 0 else {})
 
 
 def _transfers(found: Explanation) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .explain_text import WIDTH, heading, size, table
+from .resharding import Move
 
 Verdict = Literal["ok", "MISSING", "UNPROMISED"]
 
@@ -22,6 +23,8 @@ class Finding:
       promised, found: bytes per device and step; of layers and of what is gathered without a promise, of one execution.
       verdict: "ok"; "MISSING": a promised sharding or collective is not there; "UNPROMISED": there is more.
       note: where something is wrong, what it is and what to try; else what was allowed for.
+      moves: of a collective that the compiler's partitioner has for the update, each: what it moves, and what would
+        spare it.
     """
 
     part: str
@@ -30,6 +33,7 @@ class Finding:
     found: int
     verdict: Verdict = "ok"
     note: str = ""
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,11 @@ class Proof:
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers, bytes unrounded."""
         plain = {"strategy": self.strategy, "devices": self.devices, "ok": self.ok}
-        return plain | {"findings": [dataclasses.asdict(found) for found in self.findings]}
+        findings = [
+            dataclasses.asdict(dataclasses.replace(found, moves=())) | {"moves": [move.json() for move in found.moves]}
+            for found in self.findings
+        ]
+        return plain | {"findings": findings}
 
     def __str__(self) -> str:
         rows = [["", "", "promised", "found", ""]]
