@@ -35,7 +35,7 @@ test: lint types docs $(VENV)/.packages
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 battery: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -37,12 +37,13 @@ class Compiled:
     text: str
     memory: Any
     ledger: Ledger
+    program: Any
 
     @classmethod
     def of(cls, step: Any, batch: Any) -> Self:
         program = step.compile(batch)
         text = program.as_text()
-        return cls(step, batch, text, program.memory_analysis(), Ledger.from_hlo(text, step.mesh))
+        return cls(step, batch, text, program.memory_analysis(), Ledger.from_hlo(text, step.mesh), program)
 
 
 def logical(step: Any, stored: Any) -> Any:

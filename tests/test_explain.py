@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from test_known_cost import compiled, group
 
 import jaxpar as jp
-from jaxpar.inspect.explain import Explanation, leaves_host
+from jaxpar.inspect.explain import Explanation, explain, leaves_host
 from jaxpar.inspect.explain_picture import held
 from jaxpar.inspect.explain_text import size
+from jaxpar.inspect.hlo import arrays
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.memory import saved
 from jaxpar.server import Live, ServerStep
@@ -177,6 +181,44 @@ def test_collectives_that_leave_a_host() -> None:
     assert leaves_host(outer, ("2 of data+fsdp",))
     inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
     assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
+
+
+def gathered_behind_compute(text: str) -> int:
+    """Bytes of all-gathers of bfloat16 over 8 devices between whose start and done a kernel of the schedule computes,
+    by the names of kernels: those that only move or cast are named for it. Layers run in loops.
+    """
+    entry, total = text.index("\nENTRY"), 0
+    for start in re.finditer(r"\n +%(all-gather-start[\w.]*) = (.*) all-gather-start\(", text):
+        done = text.index(f"all-gather-done(%{start[1]})", start.end())
+        kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done])
+        if any(not re.match("loop_(convert|broadcast|pad|dynamic|select)|wrapped", kernel) for kernel in kernels):
+            parts_and_wholes = sum(math.prod(dims) for _, dims in arrays(start[2]))
+            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry else LAYERS)
+    return total
+
+
+@pytest.mark.cuda_compiler
+@group("hsdp")
+def test_of_two_hosts_of_gpus() -> None:
+    """What leaves a host, and what is sent while nothing is computed, of a program compiled for 2 x 8 H100s."""
+    it = compiled("hsdp")
+    found = explain(it.step, it.batch, it.program)
+    assert (found.hosts, found.axes) == (2, {"data": 2, "fsdp": 8})
+    assert found.across == {("data",), ("data", "fsdp")}
+    rows = found.json()["ledger"]
+    sent = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
+    gathered, reduced = (it.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
+    assert 0 <= sent[False] - gathered - reduced < 1000  # norms
+    # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count.
+    assert sent[True] == reduced // 8 + 4 * 9 * it.step.layout.leaves[-1].shape[-1] + 8
+    hidden = sum(row["bytes"] for row in rows if row["overlapped"])
+    assert found.exposed == sum(sent.values()) - hidden
+    assert 0 < gathered_behind_compute(it.text) == it.ledger.total(kind="all-gather", overlapped=True)
+    text = str(found)
+    assert "H100 80GB HBM3 on 2 hosts (data=2, fsdp=8), 3,303,100 parameters" in " ".join(text.split())
+    assert re.search(r"all-reduce +data +float32 .* across +\d+%", text)
+    assert re.search(r"all-gather +fsdp +bfloat16 .* inside +\d+%", text)
+    assert f"exposed: {size(found.exposed)} of {size(sum(sent.values()))}" in text
 
 
 def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:

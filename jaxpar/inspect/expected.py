@@ -237,9 +237,8 @@ def _run(step: Step, batch: Any) -> _Run:
         outs, tape = program.forward(marker, leaves, values, grad=True)
         return outs, program.backward(marker, leaves, tape, {loss.total: jnp.float32(1)}, [None] * len(leaves))
 
-    jaxpr = jax.make_jaxpr(run, axis_env=list(step.local.traced_axes.items()))(_leaves(step), jax.tree.leaves(rest))
     m = step.strategy.microbatches
-    uses, own = _counted(step, [(m, jaxpr)])
+    uses, own = _counted(step, [(m, _traced(run, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes))])
     return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
 
 
@@ -260,12 +259,17 @@ def _piped(step: Step, batch: Any) -> _Run:
             pipeline = step.local.pipeline(program, out, marker, leaves, variables, many, keys, seeds)
             return pipeline.once(Phase(0, 1, forward, backward, epilogue))
 
-        flat, _ = trace(run, _leaves(step), variables, rows, key, axes=axes)
-        return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+        return _traced(run, _leaves(step), variables, rows, key, axes=axes)
 
     alone = [(ticks, tick(True, False, False)), (ticks, tick(False, True, False))]
     uses, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
     return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), False)
+
+
+def _traced(run: Any, *args: Any, axes: dict[str, int]) -> Any:
+    """A program without what nobody reads."""
+    flat, _ = trace(run, *args, axes=axes)
+    return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
 
 
 def _leaves(step: Step) -> list[Any]:

@@ -34,8 +34,9 @@ def number(n: float) -> str:
 def heading(strategy: str, rest: str) -> str:
     """A strategy and more, in one line where it fits."""
     line = f"{strategy}: {rest}"
-    fits = len(line) <= WIDTH
-    return line if fits else textwrap.fill(line.replace(",", ", ").replace(",  ", ", "), WIDTH, subsequent_indent="  ")
+    if len(line) <= WIDTH:
+        return line
+    return textwrap.fill(f"{strategy.replace(',', ', ')}: {rest}", WIDTH, subsequent_indent="  ")
 
 
 def table(rows: Sequence[Sequence[str]], align: str, whole: int | None = None) -> str:

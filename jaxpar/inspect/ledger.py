@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import jax
 
+from ..jaxpr import live
 from ..localise import edges
 from .entry import KINDS, Place, merged
 from .entry import Collective as Collective
@@ -53,7 +54,8 @@ class Ledger(tuple[Collective, ...]):
         """Collectives written in a program, through jit, scan, cond, while, remat, custom derivatives, shard_map.
 
         Args:
-          jaxpr: `jax.make_jaxpr(f)(...)`. Nothing in it is taken to be dead code.
+          jaxpr: `jax.make_jaxpr(f)(...)`. What nobody reads inside `shard_map` is left out, as compilers leave it out
+            (a derivative of `max` counts the elements that tie, even if it is then stopped).
           mesh: the mesh of its `shard_map`; gives the size of each axis.
 
         Raises:
@@ -128,8 +130,8 @@ class Ledger(tuple[Collective, ...]):
         return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
-def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place) -> Iterator[Collective]:
-    for eqn in jaxpr.eqns:
+def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> Iterator[Collective]:
+    for eqn in live(jaxpr.eqns, jaxpr.outvars) if mapped else jaxpr.eqns:
         name = eqn.primitive.name
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
             named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
@@ -153,4 +155,4 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place) -> Iterator[Collective]:
                 for sub in value if isinstance(value, tuple) else (value,):
                     sub = getattr(sub, "jaxpr", sub)
                     if hasattr(sub, "eqns"):
-                        yield from _from_jaxpr(sub, mesh, inner)
+                        yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
