@@ -125,6 +125,8 @@ class Program:
             yield from self._start(i, i, kind, shapes)
         elif i.opcode == "async-start":
             yield from self._asynchronous(i)
+        elif i.opcode == "fusion-start":  # jax 0.12; compute on a stream of its own: as if on this one
+            yield self._kernel(dataclasses.replace(i, opcode="fusion"), shapes)
         elif i.opcode.endswith(("-done", "-update")) and i.opcode != "recv-done":
             yield Done(i.operands[0])
         elif i.opcode == "while":
