@@ -17,6 +17,8 @@ PYTHON := $(firstword $(foreach p,python3.13 python3.12 python3.11 python3.14 py
 endif
 
 BIN := $(VENV)/bin
+# A worker that crashes ends the run: pytest-xdist would wait forever for the other tests of its group.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Models that others wrote, which the tests train unmodified. --no-deps: with them come 80 packages that their models do
 # not import. Those that they do import:
@@ -32,10 +34,10 @@ compare: setup
 	$(BIN)/python experiments/compare.py
 
 test: lint types docs $(VENV)/.packages
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(PYTEST)
 
 battery: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
+	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
 
 lint: setup
 	$(BIN)/ruff check .
