@@ -8,6 +8,7 @@ Where it finds no way from one sharding to another it gathers the whole: `involu
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -99,7 +100,7 @@ def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[M
     remats = read(said, step.mesh.shape)
     met: set[Rematerialised] = set()
     asked: dict[Any, tuple[str, str]] = {}
-    found: dict[Move, int] = {}
+    every: list[Move] = []
     for block in module.computations.values():
         made = {i.name: i for i in block}
         for i in block:
@@ -127,14 +128,12 @@ def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[M
                 move = _told(move, remat, step, asked) if remat else move
                 cut = remat is not None or _only_cut(module, users, i)
                 move = dataclasses.replace(move, involuntary=cut)
-            move = _suggested(step, move)
-            found[move] = found.get(move, 0) + 1
-    for remat in remats:
-        if remat not in met and remat.given is not None:
-            move = _suggested(step, _told(_of_warning(remat, step.mesh.shape), remat, step, asked))
-            found[move] = found.get(move, 0) + 1
-    every = [dataclasses.replace(move, count=count) for move, count in found.items()]
-    return sorted(every, key=lambda move: (-move.bytes, not move.leaf))
+            every.append(move)
+    left = (remat for remat in remats if remat not in met and remat.given is not None)
+    every += [_told(_of_warning(remat, step.mesh.shape), remat, step, asked) for remat in left]
+    found = collections.Counter(_suggested(step, _needed(move, every)) for move in every)
+    counted = [dataclasses.replace(move, count=count) for move, count in found.items()]
+    return sorted(counted, key=lambda move: (-move.bytes, not move.leaf))
 
 
 def cause(step: Step, move: Move) -> str:
@@ -164,6 +163,17 @@ def cause(step: Step, move: Move) -> str:
         "the optimizer needs more of a leaf than the shard that a device has; use one that works element by element, "
         f"such as optax.adamw{spared}"
     )
+
+
+def _needed(move: Move, every: Sequence[Move]) -> Move:
+    """For the operation that needs it: XLA may move an array already for one that works element by element, whose
+    result goes to another that needs more than a shard.
+    """
+    alone, of = _ELEMENTWISE | _PLACES, (move.leaf, move.axes)
+    if not move.leaf or move.involuntary or move.operation not in alone:
+        return move
+    needs = next((o for o in every if (o.leaf, o.axes) == of and o.operation not in alone), move)
+    return dataclasses.replace(move, operation=needs.operation, source=needs.source)
 
 
 def _suggested(step: Step, move: Move) -> Move:
