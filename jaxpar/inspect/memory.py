@@ -105,8 +105,7 @@ def forward(step: Step, batch: Any) -> tuple[float, int]:
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 
-    axes = list(step.local.traced_axes.items())
-    traced = jax.make_jaxpr(tape, axis_env=axes)(_leaves(step), jax.tree.leaves(rest)).jaxpr
+    traced, _ = jx.trace(tape, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(program.eqns).values())
     return flops, sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
