@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STRATEGIES = ("dp", "zero3")
 STEPS = 3
+pytestmark = pytest.mark.xdist_group("compare")  # the tests share one run
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

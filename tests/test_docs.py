@@ -82,6 +82,7 @@ def ran(*words: str) -> None:
         subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, timeout=300)
 
 
+@pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist(page: Path, tmp_path: Path) -> None:
     lines = [line for block in snippets(page) if block.language == "sh" for line in block.text.splitlines()]

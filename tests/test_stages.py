@@ -107,6 +107,7 @@ def temporaries(schedule: str, chunks: int, microbatches: int) -> int:
     return step.compile(batch).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.xdist_group("stages memory")  # they share GPipe's
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_memory_is_flat_in_microbatches(chunks: int) -> None:
     assert temporaries("1f1b", chunks, 32) <= 1.05 * temporaries("1f1b", chunks, 8)
