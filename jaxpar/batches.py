@@ -43,19 +43,18 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None
     """
     rows: dict[int, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_replicated):
-        if _is_replicated(x):
-            continue
         name = name_of(path) or "batch"
+        if _is_replicated(x):
+            for below, value in jax.tree_util.tree_leaves_with_path(x.value):
+                _check_kind(name_of((*path, *below)) or "batch", value)
+            continue
         if not hasattr(x, "shape"):
             raise ValueError(
                 f"batch leaf {name} is a {type(x).__name__}; use arrays with a row dim, or jp.Replicated(np.asarray(x))"
             )
         if not x.shape:
             raise ValueError(f"batch leaf {name} is a scalar without a row dim; mark it with jp.Replicated(...)")
-        if getattr(x.dtype, "kind", "") in ("O", "S", "U"):
-            raise ValueError(
-                f"batch leaf {name} is {x.dtype}{list(x.shape)}; use numbers, and keep text out of the batch"
-            )
+        _check_kind(name, x)
         rows.setdefault(x.shape[0], name)
     if not rows:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
@@ -74,6 +73,20 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None
             f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: "
             f"{drop}pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
         )
+
+
+def _check_kind(name: str, x: Any) -> None:
+    """Raise ValueError unless jit takes this leaf."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return
+    try:
+        jax.typeof(x)
+    except TypeError as error:
+        kind = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"batch leaf {name} is {kind}; use NumPy or jax arrays of numbers (np.asarray(x), x.astype(...)), and keep "
+            "text and dates out of the batch"
+        ) from error
 
 
 def rows_of(batch: Any) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .batches import is_array
@@ -28,14 +27,25 @@ Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shape
 
 
 def check_state(state: Any) -> None:
-    """Raise ValueError unless this is a state whose arrays are still there."""
+    """Raise ValueError unless this is a state whose arrays are still there.
+
+    Every array is looked at: where jit gets one that was donated, jax 0.10 may end the process (segmentation fault).
+    """
     if not isinstance(state, State):
         raise ValueError(
             f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
         )
-    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+    leaves = jax.tree.leaves(state)
+    gone = [is_array(x) and x.is_deleted() for x in leaves]
+    if all(gone) or gone[0]:
         raise ValueError(
             "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
+        )
+    if any(gone):
+        path, _ = jax.tree_util.tree_leaves_with_path(state)[gone.index(True)]
+        raise ValueError(
+            f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
+            "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
         )
 
 

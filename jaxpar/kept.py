@@ -147,6 +147,11 @@ def make_leaves(
     names, shapes, trains = [], [], []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = name_of(path)
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
+                "(Model(stateful=True)), or use the loss's own key"
+            )
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ValueError(
                 f"parameter {name} is {x.dtype}; make it two real ones, and lax.complex(real, imag) in the loss"

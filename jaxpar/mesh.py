@@ -52,6 +52,20 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if cpu else {}
 
 
+def check_context(mesh: Mesh) -> None:
+    """Raise ValueError where a step on `mesh` is traced within another mesh: of `jax.set_mesh`, or a `shard_map`."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty or (around.axis_names, around.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
+        return
+    found, own = (
+        ",".join(f"{axis}={n}" for axis, n in m.shape.items() if n > 1) or "one device" for m in (around, mesh)
+    )
+    raise ValueError(
+        f"the step runs on a mesh of its own, {own}, and is called within another, {found} (jax.set_mesh, shard_map); "
+        "call it outside, or within jax.set_mesh(step.mesh)"
+    )
+
+
 def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a strategy: over `mesh` (a mesh with some of our axes, or devices) or over all devices.
 

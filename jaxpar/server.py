@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import collectives
@@ -79,6 +80,11 @@ class ServerStep(Step):
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+            raise ValueError(
+                "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
+                "vmap, scan or eval_shape; call the step outside of them, or use ddp"
+            )
         return self.carry(Live(), name, state, batch)
 
     def carry(self, by: Carrier, name: str, state: State, batch: Any) -> Any:

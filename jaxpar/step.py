@@ -19,7 +19,7 @@ from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
 from .leaves import Pipe, name_of
-from .mesh import compiler_options, make_mesh
+from .mesh import check_context, compiler_options, make_mesh
 from .model import Model
 from .parallel import rule_of
 from .parallel.schedules import Schedule
@@ -28,7 +28,7 @@ from .precision import Policy
 from .start import Start
 from .state import State
 from .strategy import ROWS, Strategy, as_strategy
-from .update import Update, fill, trained, unpadded
+from .update import Update, fill, taking_value, trained, unpadded
 
 if TYPE_CHECKING:
     from .inspect.explain import Explanation
@@ -49,7 +49,8 @@ def make_train_step(
 
     Args:
       model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
-      optimizer: any optax transformation; it sees whole, logical leaves, whatever their layout.
+      optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
+        (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout.
       strategy: a `Strategy` or its text, such as "fsdp" or "data=2,fsdp=4,precision=bf16".
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
@@ -92,7 +93,7 @@ class Step(Start):
         self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
     ):
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
-        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.optimizer = taking_value(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
         shards = 1 if strategy.server else mesh.shape["fsdp"]
@@ -148,6 +149,7 @@ class Step(Start):
 
     def params(self, state: State) -> Any:
         """The parameters in the model's own tree, unpadded, float32 masters, sharded where a dim divides."""
+        check_state(state)
         return self.model_def.wrap(self._logical_params(state))
 
     def _logical_params(self, state: State) -> Any:
@@ -166,6 +168,7 @@ class Step(Start):
         """
         if self.model_def.bind is None:
             raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
+        check_state(state)
         return self.model_def.bind(self._logical_params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
@@ -257,7 +260,8 @@ class Step(Start):
                 naming(fun, shapes_of(self.layout, batch)),
                 in_shardings=(state, rows),
                 out_shardings=outs,
-                donate_argnums=donate,
+                # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
+                donate_argnums=() if inside else donate,
                 compiler_options=None if inside else compiler_options(self.mesh),
             )
         return self._jitted[key]
@@ -269,6 +273,7 @@ class Step(Start):
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
         def call(stored: Any, variables: Any, *rest: Any) -> Any:
+            check_context(self.mesh)
             ins = (specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
             mapped = jax.shard_map(fun, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
             return mapped(jax.tree.leaves(stored), variables, batch, *rest)

@@ -9,6 +9,7 @@ own shape, at the price of moving them, where it does.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class Update:
         params, updates = self._seen(masters), self._seen(fill(leaves, grads))
         loss = metrics_of(sums)["loss"]
         opt_state = self.unpack(state.optimizer)
-        changes, new_opt = self.optimizer.update(updates, opt_state, params, value=loss)
+        changes, new_opt = self._changes(updates, opt_state, params, loss)
         tuned = jax.tree.leaves(optax.apply_updates(params, changes))
         if not self.as_kept:
             tuned = [x for x in self.layout.kept.to_kept(fill(self.layout.kept.models, tuned)) if x is not None]
@@ -69,6 +70,17 @@ class Update:
             metrics["skipped"] = scale.skipped
         stored, copy = self.publish(new, state)
         return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
+
+    def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array) -> Any:
+        try:
+            return self.optimizer.update(updates, opt_state, params, value=loss)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise ValueError(
+                f"the optimizer asks for more than gradients, parameters and the loss's value: {error}; use one "
+                "without a line search, or give step.value_and_grad to it yourself"
+            ) from error
 
     def constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         """A stored leaf as the optimizer's shard of it, in stored shape: where it is replicated, each device takes
@@ -112,6 +124,18 @@ class Update:
             return x if place.leaf is None else unpadded(place.leaf, x)
 
         return jax.tree.map(unpack, self.layout.optimizer, opt_state, is_leaf=is_stored)
+
+
+def taking_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """The transformation, such that it may be given the loss's `value`, be it only to ignore it."""
+    update = optimizer.update
+    given = inspect.signature(update).parameters.values()
+    if any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in given):
+        return optax.with_extra_args_support(optimizer)
+    # One may ask for other extra arguments (`optax.contrib.sam`), and refuse this one.
+    return optax.GradientTransformationExtraArgs(
+        optimizer.init, lambda updates, state, params=None, **extra: update(updates, state, params)
+    )
 
 
 def trained(leaves: Sequence[Leaf], values: Sequence[Any], tree: Any) -> Any:

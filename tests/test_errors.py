@@ -3,6 +3,7 @@ compiled.
 """
 
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
         ),
         (lambda: build(init=lambda key: {"i": jnp.arange(2)}), ("no trainable parameters", "(i)", "floating-point")),
         (lambda: build(init=lambda key: {"c": jnp.ones(2, jnp.complex64)}), ("c is complex64", "real")),
+        (lambda: build(init=lambda key: weights(key) | {"k": key}), ("k is key<fry>", "Model(stateful=True)")),
         (lambda: build().model(None), ("pair of functions", "use step.params(state)")),
         (
             lambda: build(model=jp.from_linen(nn.Dense(2), lambda apply, batch: batch.mean(), example=X)),
@@ -208,6 +210,14 @@ def test_what_a_loss_returns(returns: Callable[[jax.Array], Any], parts: tuple[s
         ({"x": X, "scale": 2.0}, ("batch leaf scale is a float", "use arrays", "jp.Replicated(np.asarray(x))")),
         ({"x": [[1.0, 2.0]] * 8}, ("batch leaf x/0/0 is a float", "use arrays")),
         ({"x": X, "name": np.array(["a"] * 8)}, ("batch leaf name", "<U1", "numbers")),
+        # jax's own words on these do not say which leaf, or not what it is.
+        ({"x": X, "when": np.arange(8).astype("datetime64[s]")}, ("batch leaf when is datetime64[s][8]", "astype")),
+        (
+            {"x": types.SimpleNamespace(shape=(8, 2), dtype=X.dtype)},
+            ("batch leaf x is a SimpleNamespace", "np.asarray"),
+        ),
+        ({"x": types.SimpleNamespace(shape=(8, 2))}, ("batch leaf x is a SimpleNamespace", "np.asarray")),
+        ({"x": X, "kind": jp.Replicated({"name": "a"})}, ("batch leaf kind/name is a str", "text")),
         ({}, ("no leaf with rows", "at least one array [rows, ...]")),
         ({"x": jp.Replicated(X)}, ("no leaf with rows", "at least one array [rows, ...]")),
     ],

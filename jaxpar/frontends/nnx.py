@@ -26,10 +26,10 @@ def from_nnx(
       rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
         to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
 
-    `nnx.Param`s are the parameters; every other variable is state, kept as the loss leaves it and the same on all
-    replicas. `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers
-    (dropout) get keys that depend on the stream, the step and the block of rows, and are not advanced. In `evaluate`
-    the module is in `eval()` mode.
+    `nnx.Param`s are the parameters, which the optimizer alone changes: what the loss assigns to one lasts for that
+    call. Every other variable is state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
+    computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys that depend on
+    the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in `eval()` mode.
 
     Raises ValueError where `make` is not such a function.
     """

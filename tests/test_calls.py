@@ -1,0 +1,75 @@
+"""How a step may be called: with arrays of an earlier state, under transformations, within a mesh, and by which
+optimizer.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+KEY = jax.random.key(0)
+
+
+def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    return jnp.square(batch["x"] @ params["w"]).mean()
+
+
+def build(strategy: str, optimizer: Any = None) -> Any:
+    model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (4, 8))}, loss=loss)
+    return jp.make_train_step(model, optimizer or optax.sgd(0.1), strategy)
+
+
+def raises(call: Callable[[], Any], *parts: str) -> None:
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
+        call()
+
+
+def test_arrays_of_a_donated_state() -> None:
+    """Where jit gets a sharded array that was donated, jax 0.10 ends the process by a segmentation fault."""
+    step = build("zero3")
+    state = step.init(KEY)
+    best = state.params
+    step.params(state)  # the second call of a program is the one that does not look
+    new, _ = step(state, {"x": X})
+    raises(lambda: step.params(state), "donated", "state, metrics = step(state, batch)")
+    mixed = dataclasses.replace(new, params=best)
+    raises(lambda: step(mixed, {"x": X}), "has params/w of an earlier state", "jax.tree.map(jnp.copy, state.params)")
+
+
+def test_steps_under_transformations() -> None:
+    """A gradient through a step found the state donated; the server's four programs cannot be traced as one."""
+    step, server = build("single"), build("dp")
+    state = step.init(KEY)
+    norm = lambda x: step(state, {"x": x})[1]["grad_norm"]
+    np.testing.assert_array_equal(jax.grad(norm)(X), jax.grad(norm)(X))
+    raises(lambda: jax.jit(server)(server.init(KEY), {"x": X}), "server=True", "jit", "ddp")
+
+
+def test_within_another_mesh() -> None:
+    step = build("zero3")
+    state = step.init(KEY)
+    with jax.set_mesh(jax.make_mesh((8,), ("mine",))):
+        raises(lambda: step(state, {"x": X}), "fsdp=8", "mine=8", "outside", "jax.set_mesh(step.mesh)")
+    with jax.set_mesh(step.mesh):
+        step(state, {"x": X})
+
+
+def test_what_optimizers_ask_for() -> None:
+    """SAM takes extra arguments, but not the loss's value, which broke it; L-BFGS wants the loss as a function."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    step = build("zero3", sam)
+    state = step.init(KEY)
+    params, (_, grads) = jax.device_get((step.params(state), step.value_and_grad(state, {"x": X})))
+    updates, _ = sam.update(grads, sam.init(params), params)
+    found = step.params(step(state, {"x": X})[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, optax.apply_updates(params, updates))
+    raises(lambda: build("zero3", optax.lbfgs()).trace({"x": X}), "value_fn", "line search", "step.value_and_grad")
