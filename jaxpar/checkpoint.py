@@ -80,17 +80,30 @@ class Checkpoints:
         args, number = self._orbax.args, self.latest
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
-        about = self._manager.restore(number, args=args.Composite(about=args.JsonRestore()))["about"]
+        about = self._read(number, about=args.JsonRestore())
         check(about, self.about, f"{self.folder / str(number)}")
         template, implementations = _template(self.step)
-        restored = self._manager.restore(number, args=args.Composite(state=args.StandardRestore(template)))
+        restored = self._read(number, state=args.StandardRestore(template))
         leaves, tree = jax.tree_util.tree_flatten_with_path(self.step.abstract_state())
-        arrays = [restored["state"][name_of(path)] for path, _ in leaves]
+        arrays = [restored[name_of(path)] for path, _ in leaves]
         kinds = [implementations.get(name_of(path)) for path, _ in leaves]
         wrapped = [
             x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in zip(arrays, kinds, strict=True)
         ]
         return jax.tree.unflatten(tree, wrapped)
+
+    def _read(self, number: int, **item: Any) -> Any:
+        """One item of a checkpoint. Raises ValueError where a file of it is missing or damaged."""
+        (name,) = item
+        try:
+            return self._manager.restore(number, args=self._orbax.args.Composite(**item))[name]
+        except (ValueError, KeyError, OSError) as error:  # whatever Orbax, tensorstore and JSON say of their files
+            others = [step for step in self._manager.all_steps() if step != number]
+            before = f"remove that folder to go on from step {max(others)}" if others else "start a new run"
+            raise ValueError(
+                f"{self.folder / str(number)} cannot be read, its {name} is damaged or incomplete; {before} "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            ) from error
 
 
 def layout_of(step: Step) -> dict[str, Any]:

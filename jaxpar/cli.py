@@ -46,17 +46,32 @@ the version. With JAXPAR_TRACEBACK=1 an error shows where it comes from.
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line. Exits with 2 where the user can mend what is wrong, 1 where training failed, 130 after
-    Ctrl-C and 143 after SIGTERM.
+    """Runs the command line. Exits with 2 where the user can mend what is wrong, 1 where training failed or a file
+    could not be read or written, 130 after Ctrl-C and 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if args is None else args)
     try:
-        run(words)
-    except (ValueError, FloatingPointError) as error:
+        try:
+            run(words)
+        finally:
+            if sys.stdout is not None:  # it is where a shell has closed it
+                sys.stdout.flush()  # here, not at exit, where nothing could answer to a pipe that is closed
+    except (ValueError, FloatingPointError, ImportError) as error:  # the last says what to install
         if os.environ.get("JAXPAR_TRACEBACK"):
             raise
         print(f"jaxpar: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head`
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        sys.exit(1)
+    except OSError as error:
+        if os.environ.get("JAXPAR_TRACEBACK"):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "see that the place exists, may be written to and has room, or name another"
+        print(f"jaxpar: {where}{error.strerror or error}; {hint}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

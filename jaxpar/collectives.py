@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def all_gather(x: jax.Array, axes: Axes, dim: int = 0) -> jax.Array:
       ValueError: no such axis or dim.
     """
     dim = _check_dim(dim, x.shape)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes and x.shape[dim] else x  # XLA refuses a dim of size 0
 
 
 @collective
@@ -138,7 +139,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int = 0, op: str = "sum", pad:
     """
     check_op(op, x.dtype)
     x, dim = _divisible(x, axes, dim, pad)
-    if not axes:
+    if not axes or not x.shape[dim]:  # XLA refuses a dim of size 0
         return x
     if op in ("sum", "avg"):
         part = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
@@ -220,6 +221,10 @@ def send_recv(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
     Raises:
       ValueError: no such axis or rank, or a rank is the source, or the destination, of two pairs.
     """
+    try:
+        pairs = [(a, b) for a, b in pairs]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"pairs={pairs!r} is no list of pairs; give (source, destination) ranks: [(0, 1)]") from error
     pairs = [(check_rank(a, axes, "source"), check_rank(b, axes, "destination")) for a, b in pairs]
     for name, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if again := [rank for i, rank in enumerate(ranks) if rank in ranks[:i]]:
@@ -301,7 +306,7 @@ def _divisible(x: jax.Array, axes: Axes, dim: int, pad: bool) -> tuple[jax.Array
 
 
 def _check_dim(dim: int, shape: Sequence[int]) -> int:
-    if not -len(shape) <= dim < len(shape):
+    if not isinstance(dim, Integral) or not -len(shape) <= dim < len(shape):
         hint = f"use 0 to {len(shape) - 1}" if shape else "give a scalar as x[None]"
-        raise ValueError(f"x {list(shape)} has no dim {dim}; {hint}")
+        raise ValueError(f"x {list(shape)} has no dim {dim!r}; {hint}")
     return dim % len(shape)

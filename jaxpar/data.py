@@ -202,7 +202,14 @@ def _ids(path: Path, vocabulary: int) -> np.ndarray:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     if path.suffix == ".npy":
-        ids = np.load(path, mmap_mode="r")
+        try:
+            ids = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
+            raise ValueError(
+                f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
+            ) from error
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"{path} holds several arrays (.npz); write one, integers [n], with numpy.save")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:

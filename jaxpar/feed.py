@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,11 @@ def training(data: Data, rows: int, seed: int, start: int = 0) -> Iterator[Any]:
     if hasattr(data, "batches"):
         return data.batches(rows, seed, start)
     if callable(data):
-        return _endless(data(start), start)
-    if not isinstance(data, Iterable):
+        made = data(start)
+        if not isinstance(made, Iterable):
+            raise ValueError(f"data({start}) returned {type(made).__name__}; return an iterator of batches from there")
+        return _endless(made, start)
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
         raise ValueError(
             f"data is a {type(data).__name__}; pass a jaxpar.data.Source, an iterable of batches, or a function of the "
             "number of the first batch that returns one"
@@ -64,6 +67,10 @@ def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
     if isinstance(data, Iterator):
         raise ValueError(f"held_out is a {type(data).__name__}, which ends after one evaluation; pass a list, or a "
                          "function that returns an iterator")  # fmt: skip
+
+    if data is None or isinstance(data, Mapping | str):
+        raise ValueError(f"held_out is a {type(data).__name__}; pass a list of batches, or a function that returns an "
+                         "iterator of them")  # fmt: skip
 
     def again() -> Any:
         return data.held_out(rows) if hasattr(data, "held_out") else data() if callable(data) else data

@@ -6,6 +6,7 @@ import difflib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,19 @@ class Loop:
     """print nothing"""
 
     def __post_init__(self) -> None:
-        for name, least in {"steps": 0, "rows": 1, "evaluate_every": 1, "evaluate_batches": 1, "save_every": 1,
-                            "keep": 1, "print_every": 1}.items():  # fmt: skip
+        if isinstance(self.out, str):
+            object.__setattr__(self, "out", Path(self.out))
+        for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
+                            "save_every": 1, "keep": 1, "print_every": 1}.items():  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is None and name in ("evaluate_batches", "print_every"):
+                continue
+            if not isinstance(value, Integral):
+                raise ValueError(f"{name}={value!r} is not a whole number; use one from {least}")
+            if value < least:
                 raise ValueError(f"{name}={value} is too small; use {least} or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} is more than jax's keys tell apart; use {2**32 - 1} or less")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite contradict each other; leave one out")
         if (self.resume or self.overwrite) and self.out is None:
@@ -137,7 +146,12 @@ def claim(loop: Loop) -> None:
     if jax.process_count() > 1:  # none removes what another has not looked at yet, or writes what one then removes
         multihost_utils.sync_global_devices("looked")
     if jax.process_index() == 0:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"out={str(out)!r} cannot be made a folder: {error.strerror}; name one that you may write to"
+            ) from error
         for path in (out / name for name in there if loop.overwrite):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if jax.process_count() > 1:

@@ -76,6 +76,8 @@ class Options(Loop):
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} is not a number from 0; use 0 for none, such as 0.1")
 
     @property
     def again(self) -> str:
@@ -182,14 +184,23 @@ def named_of(text: str, length: int) -> Named:
 
 def _name_of(text: str) -> tuple[str, dict[str, Any]]:
     name, *parts = text.split(",")
-    return name, dict(_change(part, text) for part in parts)
+    changes: dict[str, Any] = {}
+    for part in parts:
+        size, value = _change(part, text)
+        if size in changes:
+            raise ValueError(f"{part.strip()!r} in model {text!r} sets {size} again; give each size once")
+        changes[size] = value
+    return name, changes
 
 
 def _change(part: str, text: str) -> tuple[str, Any]:
     name, equals, value = (word.strip() for word in part.partition("="))
     if not equals:
         raise ValueError(f"{part!r} in model {text!r}: write sizes to change as name=value, such as layers=2")
-    return name, yaml.safe_load(value) if not _is_number(value) else float(value)
+    try:
+        return name, yaml.safe_load(value) if not _is_number(value) else float(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
 
 
 def optimizer_of(options: Options) -> optax.GradientTransformation:

@@ -15,7 +15,9 @@ from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 Options = ParamSpec("Options")
@@ -89,6 +91,12 @@ def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: A
 
 
 def _hashable(value: Any) -> Any:
+    if isinstance(value, Tracer):
+        raise ValueError(
+            "root, dim, op and pairs are of the program, not of its data; give Python's values, not traced"
+        )
+    if isinstance(value, np.ndarray | jax.Array):
+        value = np.asarray(value).tolist()
     return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
 
 
@@ -129,7 +137,10 @@ def check_rank(rank: Any, axes: Axes, name: str) -> int:
 def _names(axes: Any) -> tuple[str, ...]:
     if isinstance(axes, Mesh):
         raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_listed(axes.axis_names)}")
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axes={axes!r} names no mesh axes; give 'data', ('data', 'fsdp'), or on(mesh)")
+    return tuple(names)
 
 
 def _size(axis: str) -> int:

@@ -72,9 +72,25 @@ class Report:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; none where there is no file. A last line that a kill cut short is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    """The lines of a `metrics.jsonl`; none where there is no file. A last line that a kill cut short is left out.
+
+    Raises ValueError where another line is not what a run writes.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if lines and not lines[-1].endswith(b"}"):
+        lines.pop()
+    return [_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        float(line["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}, line {number} is {text[:60]!r}, and a run writes JSON with a step; remove the line, or the file"
+        ) from error
+    return line
 
 
 def plot(lines: list[dict[str, Any]], path: Path, units: Units, title: str) -> None:

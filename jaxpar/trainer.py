@@ -64,6 +64,10 @@ class Trainer:
         trainable: Callable[[str], bool] | None = None,
         rules: Rules | None = None,
     ):
+        if not isinstance(loop, Loop | None):
+            raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
+        if not isinstance(hooks, Iterable):
+            raise ValueError(f"hooks is a {type(hooks).__name__}; pass a list of hooks")
         self.loop, self.units, self.data = loop or Loop(), units or Units(), data
         self.held_out = data if held_out is None and hasattr(data, "held_out") else held_out
         self.about = {"seed": self.loop.seed, "rows": self.loop.rows, **(about or {})}

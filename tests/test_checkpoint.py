@@ -1,5 +1,6 @@
 """Every state comes back bit by bit under the layout that it was saved in, and under no other."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -108,4 +109,23 @@ def test_only_the_last_are_kept_and_half_a_checkpoint_is_none(tmp_path: Path) ->
     with Checkpoints(tmp_path, step, {}) as saves:
         assert [path.name for path in tmp_path.iterdir()] == ["2"]  # at once, not in a thread that outlives the run
         assert saves.latest == 2
+        saves.restore()
+
+
+def test_damaged_checkpoints_are_named_with_the_one_before(tmp_path: Path) -> None:
+    """What Orbax, tensorstore and JSON raise of their files was shown as it came."""
+    step = jp.make_train_step(net(), optax.sgd(1e-2), "ddp")
+    with Checkpoints(tmp_path, step, {}) as saves:
+        for number in (1, 2):
+            saves.save(number, step.init(jax.random.key(0)))
+    (tmp_path / "2" / "state" / "_METADATA").write_bytes(b"\xff")
+    with Checkpoints(tmp_path, step, {}) as saves, pytest.raises(ValueError, match=r"2 cannot .* state .* from step 1"):
+        saves.restore()
+    for about in (tmp_path / "2" / "about").iterdir():
+        about.unlink()
+    with Checkpoints(tmp_path, step, {}) as saves, pytest.raises(ValueError, match=r"its about is .* from step 1"):
+        saves.restore()
+    shutil.rmtree(tmp_path / "2")
+    shutil.rmtree(tmp_path / "1" / "state")
+    with Checkpoints(tmp_path, step, {}) as saves, pytest.raises(ValueError, match=r"its state is .* start a new run"):
         saves.restore()

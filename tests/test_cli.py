@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -102,6 +103,10 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["train", "--resume"], "resume needs the run's folder"),
         (["train", "--steps", "-1"], "steps=-1 is too small"),
         (["train", "--lr", "0"], "lr=0.0 is not a positive number"),
+        (["train", "--weight-decay", "nan"], "weight_decay=nan is not a number from 0"),
+        (["train", "--seed", "-1"], "seed=-1 is too small"),
+        (["train", "--model", "llama-tiny,layers=["], "'layers=[' in model 'llama-tiny,layers=[': '[' is no value"),
+        (["train", "--model", "llama-tiny,layers=2,layers=3"], "sets layers again; give each size once"),
         (["train", "--rows", "3"], "use rows=8, or any multiple of 8"),
         (["--verson"], "did you mean '--version'?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
@@ -122,6 +127,31 @@ def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr("jaxpar.cli.train", diverge)
     assert fails(["train"], 1, capsys) == "jaxpar: step 4: loss is nan; try a lower learning rate"
+
+
+def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """They were tracebacks."""
+
+    def missing(*_: Any) -> None:
+        raise ImportError("target='v5e:2x2' needs the TPU compiler; pip install")
+
+    monkeypatch.setattr("jaxpar.inspect.targets.target", missing)
+    assert "jaxpar: target='v5e:2x2' needs" in fails(["check", "--target", "v5e:2x2"], 2, capsys)
+    svg = str(text / "below.svg")
+    assert f"jaxpar: {svg}: Not a directory; see that" in fails(["timeline", "--svg", svg], 1, capsys)
+    assert f"out={str(text)!r} cannot be made a folder: File exists" in fails(
+        command(text, "--out", str(text)), 2, capsys
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as exit_:
+            main([])
+    assert exit_.value.code == 1
+    assert not capsys.readouterr().err
 
 
 def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixture) -> None:

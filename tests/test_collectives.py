@@ -334,6 +334,13 @@ WRONG = {
         lambda m: collectives.send_recv(X, on(m), [(0, 3), (1, 3)]),
         r"rank 3 is the destination of two",
     ),
+    "pairs": (lambda m: collectives.send_recv(X, on(m), (0, 1)), r"pairs=\(0, 1\) is no list of pairs; .*\[\(0, 1\)\]"),
+    "axes_none": (lambda m: collectives.all_reduce(X, None), r"axes=None names no mesh axes; give 'data'"),
+    "dim_none": (lambda m: collectives.all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
+    "root_traced": (
+        lambda m: jax.jit(lambda root: collectives.broadcast(X, on(m), root))(2),
+        r"of the program, not of its data; give Python's values",
+    ),
     "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is no rank"),
     "bool_sum": (lambda m: collectives.all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
     "complex_max": (
@@ -345,6 +352,16 @@ WRONG = {
         r"int4 cannot be reduced; cast to one of",
     ),
 }
+
+
+def test_buffers_without_elements_and_options_as_arrays() -> None:
+    """XLA's verifier refuses an all-gather or a reduce-scatter along a dim of size 0."""
+    ranks, none = on(ranks_of(8)), np.zeros((8, 0, 3), np.float32)
+    for f in (collectives.all_gather, collectives.gather, collectives.reduce_scatter, collectives.broadcast):
+        assert f(none, ranks).shape == none.shape
+    assert collectives.all_reduce(none, ranks, op="prod").shape == none.shape
+    assert collectives.broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
+    assert collectives.send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
 
 
 @pytest.mark.parametrize("name", WRONG)

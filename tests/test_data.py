@@ -208,6 +208,11 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ValueError, match=r"t.bin has 201 bytes, for a vocabulary of 100 it needs uint16 ids: a multiple"
     ):
         text_of(tmp_path, [1] * 201, np.uint8, "t.bin")
+    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))
+    (tmp_path / "empty.npy").touch()
+    for name in ("pickled.npy", "empty.npy"):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as NumPy's array file .*; write integers \[n\]"):
+            source_of(tmp_path / name, 4)
     with pytest.raises(ValueError, match=r"no file .*none.npy; give one"):
         source_of(tmp_path / "none.npy", 4)
     with pytest.raises(ValueError, match=r"vocabulary=100 is too small for bytes; use 256 or more, or a .npy file"):

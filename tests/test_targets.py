@@ -192,6 +192,8 @@ def test_kinds_survive_a_file(write: Write, kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("= 3", r"cluster.toml cannot be read as TOML: Invalid statement.*; give a file that describes a kind"),
+        ('kind = "a"\nlike = 3', "like=3 is no known kind; known are"),
         ('like = "H100"', r'gives no kind; name it, as in kind = "H100-96GB"'),
         ('kind = "a"\nlike = "H10"', r"like='H10' is no known kind; did you mean H100"),
         ('kind = "a"\nmemory_byte = 3', "'memory_byte' is no field; did you mean memory_bytes?"),

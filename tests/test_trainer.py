@@ -144,6 +144,10 @@ def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=says):
             trainer(tmp_path, **{"about": {"lr": 0.01}} | options).run()
     assert sorted(losses(tmp_path)) == [1, 2]
+    log = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\0\xff}\n" + log)
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is b.*remove the line, or the file"):
+        trainer(tmp_path, about={"lr": 0.01}, resume=True).run()
     trainer(tmp_path, steps=1, overwrite=True).run()
     assert sorted(losses(tmp_path)) == [1]
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -173,6 +177,8 @@ def test_data_is_a_function_a_list_a_loader_or_an_iterator() -> None:
         ([], "the data ended after 0 batches"),
         (lambda start: iter(range(start, 5)), "the data ended after 5 batches"),
         (3, "data is a int"),
+        ({"x": 1}, "data is a dict"),
+        (lambda start: None, r"data\(3\) returned NoneType; return an iterator"),
     ]:
         with pytest.raises(ValueError, match=says):
             from_three(data)
@@ -254,11 +260,23 @@ def test_loops_that_cannot_be_are_refused() -> None:
     for options, says in [
         ({"steps": -1}, "steps=-1 is too small; use 0 or more"),
         ({"evaluate_every": 0}, "evaluate_every=0 is too small; use 1 or more"),
+        ({"steps": 2.5}, "steps=2.5 is not a whole number; use one from 0"),  # it ended without a checkpoint
+        ({"seed": None}, "seed=None is not a whole number"),
+        ({"seed": 2**32}, "seed=4294967296 is more than jax's keys tell apart; use 4294967295 or less"),
         ({"resume": True}, "resume needs the run's folder"),
         ({"resume": True, "overwrite": True, "out": Path("x")}, "contradict"),
     ]:
         with pytest.raises(ValueError, match=says):
             jp.Loop(**options)
+    assert jp.Loop(out="runs/x").out == Path("runs/x")  # as a stopped run says it
+    for options, says in [
+        ({"loop": {"steps": 3}}, "loop is a dict; pass a jp.Loop"),
+        ({"hooks": jp.Hook(on_step=print)}, "hooks is a Hook; pass a list of hooks"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            jp.Trainer(model(), optax.sgd(0.1), batches, **options)
+    with pytest.raises(ValueError, match="held_out is a NoneType; pass a list of batches, or a function"):
+        trainer().evaluate()
 
 
 # -- what is shown and written -----------------------------------------------------------------------------------------

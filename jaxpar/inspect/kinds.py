@@ -25,13 +25,17 @@ def load(path: str | pathlib.Path) -> Hardware:
         memory_bytes = 102_000_000_000
         network_bandwidth = 25e9  # bytes/s, one direction
 
-    Raises ValueError where a field or `like` is not known, a number is none or not above 0, or `kind` is missing.
+    Raises ValueError where the file cannot be read, a field or `like` is not known, a number is none or not above 0, or
+    `kind` is missing.
     """
     path = pathlib.Path(path)
-    given = tomllib.loads(path.read_text())
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:  # TOML's and UTF-8's errors are ValueErrors that name no file
+        raise ValueError(f"{path} cannot be read as TOML: {error}; give a file that describes a kind") from error
     like = given.pop("like", None)
-    if like is not None and like not in KINDS:
-        raise ValueError(f"{path}: like={like!r} is no known kind{nearest(like)}")
+    if like is not None and str(like) not in KINDS:
+        raise ValueError(f"{path}: like={like!r} is no known kind{nearest(str(like))}")
     for name, value in given.items():
         _check(path, name, value)
     if "kind" not in given:

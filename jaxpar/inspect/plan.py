@@ -81,6 +81,8 @@ def plan(
         )
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top={top!r}: use a whole number from 1")
+    if isinstance(strategies, str | Strategy):
+        raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
     batch = jax.eval_shape(lambda x: x, batch)
     return _Planner(model, target, batch, optimizer or optax.adamw(3e-4), rules, flops, length, cache).plan(
         None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console

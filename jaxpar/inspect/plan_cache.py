@@ -35,10 +35,21 @@ def folder(given: str | os.PathLike[str] | None) -> Path:
 
 
 class Cache:
-    """Numbers by what they depend on. `about` is what all of a plan's have in common."""
+    """Numbers by what they depend on. `about` is what all of a plan's have in common.
+
+    Raises ValueError where the folder cannot be made or written to, before anything is compiled for it.
+    """
 
     def __init__(self, path: Path, about: str) -> None:
         self.path, self.about = path, about
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            why = "" if os.access(path, os.W_OK | os.X_OK) else "it may not be written to"
+        except OSError as error:
+            why = str(error.strerror)
+        if why:
+            raise ValueError(f"{path} cannot be the folder of what was compiled before: {why}; name another one by "
+                             "cache= or JAXPAR_CACHE, or in Python cache=False")  # fmt: skip
 
     def get(self, *what: str) -> Any:
         """What was put, or None; also where the file is not whole."""
@@ -49,7 +60,6 @@ class Cache:
 
     def put(self, value: Any, *what: str) -> None:
         """Keeps `value`. Processes may put at the same time: a file appears whole."""
-        self.path.mkdir(parents=True, exist_ok=True)
         file = self._file(what)
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(value))
