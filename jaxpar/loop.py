@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import fcntl
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
 # What a run writes into its folder, and all that `overwrite` removes.
+_LOCK = ".lock"
 WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
 
 
@@ -133,9 +138,26 @@ def checked(hook: Any) -> Any:
     return hook
 
 
-def claim(loop: Loop) -> None:
-    """Makes the folder of a run its own. Raises ValueError where another run is in it that is not to be resumed."""
+def _locked(file: IO[str], out: Path) -> str:
+    """Locks a file for this process until it is closed or the process ends; why it cannot, if another has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # systems differ in how they say it
+        return f"another run is going on in {out}; wait for its end, or name another out"
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(f"{out} is where files cannot be locked; see to it that no two runs use it at once", stacklevel=2)
+    return ""
+
+
+@contextlib.contextmanager
+def claimed(loop: Loop) -> Iterator[None]:
+    """Within it the folder of a run is its own. Raises ValueError where another run is in it that is not to be
+    resumed, or that is still going on; with several hosts, on all of them.
+    """
     if (out := loop.out) is None:
+        yield
         return
     there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).glob("*"))]
     if there and not (loop.resume or loop.overwrite):
@@ -143,16 +165,21 @@ def claim(loop: Loop) -> None:
             f"{out} already holds a run ({', '.join(there)}); resume goes on with it, overwrite removes it, "
             "another out leaves it alone"
         )
-    if jax.process_count() > 1:  # none removes what another has not looked at yet, or writes what one then removes
+    several, problem = jax.process_count() > 1, ""
+    if several:  # none removes what another has not looked at yet, or writes what one then removes
         multihost_utils.sync_global_devices("looked")
-    if jax.process_index() == 0:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"out={str(out)!r} cannot be made a folder: {error.strerror}; name one that you may write to"
-            ) from error
-        for path in (out / name for name in there if loop.overwrite):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("claimed")
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((out / _LOCK).open("a"))
+                problem = _locked(lock, out)
+            except OSError as error:
+                problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
+            for path in (out / name for name in there if loop.overwrite and not problem):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
+            problem = f"process 0 cannot use {out}; its own error says why"
+        if problem:
+            raise ValueError(problem)
+        yield

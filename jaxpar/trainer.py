@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .batches import rows_of
 from .checkpoint import Checkpoints
 from .distributed import Stop, spread
 from .feed import Data, held_out, training, weight_of
-from .loop import Loop, Units, checked, claim
+from .loop import Loop, Units, checked, claimed
 from .model import Model
 from .parallel.tensor import Rules
 from .progress import Progress
@@ -94,8 +95,8 @@ class Trainer:
             batch = next(training(self.data, loop.rows, loop.seed))
             self.progress.say(str(self.step.explain(batch)))
             return None
-        claim(loop)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(claimed(loop))
             saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
             stop = stack.enter_context(Stop())
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
@@ -155,15 +156,18 @@ class Trainer:
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
             saved = saves is not None and (ends or self.number % loop.save_every == 0)
             if ends or evaluates or saved:
-                self._report()  # what is not finite is neither saved nor evaluated
+                self._settle()  # what is not finite is neither saved nor evaluated
             if evaluates:
                 self._emit("on_evaluate", {"step": self.number, **self.evaluate()})
             if saves is not None and saved:
-                saves.save(self.number, self.state)
-                self._emit("on_save", {"step": self.number})
+                self._save(saves)
             if ends:
                 return stopped
-            batch = spread(next(batches), self.step.mesh)
+            try:
+                batch = spread(next(batches), self.step.mesh)
+            except BaseException:
+                self._rescue(saves)
+                raise
             if evaluates or saved:
                 self._clock = time.perf_counter()
         return False
@@ -191,6 +195,24 @@ class Trainer:
         add(*late)
         return {f"held_out_{name}": value / total for name, value in sums.items()}
 
+    def _save(self, saves: Checkpoints) -> None:
+        saves.save(self.number, self.state)
+        self._emit("on_save", {"step": self.number})
+
+    def _rescue(self, saves: Checkpoints | None) -> None:
+        """Data that ends or fails costs no step. Of several hosts one may be alone here, and saving takes all."""
+        self._settle()
+        if saves is not None and jax.process_count() == 1:
+            self._save(saves)
+
+    def _settle(self) -> None:
+        """Reports the last step. Raises FloatingPointError where it or its update is not finite."""
+        self._report()
+        if not _all_finite(self.state.params):
+            raise FloatingPointError(
+                self._advice(f"the update of step {self.number} left parameters that are not finite")
+            )
+
     def _report(self) -> None:
         """Waits for the step before, and passes its metrics on."""
         if self._late is None:
@@ -212,16 +234,23 @@ class Trainer:
         wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
         if not wrong or 0 < self._skipped[1] < _HOPELESS:
             return
-        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
         raise FloatingPointError(
-            f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}; try a lower learning rate, "
-            f"a longer warm-up, clipping of gradients, or precision=f32{last}"
+            self._advice(f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}")
         )
+
+    def _advice(self, wrong: str) -> str:
+        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
+        return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
 
     def _emit(self, event: str, metrics: dict[str, float]) -> None:
         for hook in self.hooks:
             if (call := getattr(hook, event, None)) is not None:
                 call(self, metrics)
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
 
 
 def _check_rows(rows: int, step: Step) -> None:

@@ -141,9 +141,7 @@ def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
     assert "jaxpar: target='v5e:2x2' needs" in fails(["check", "--target", "v5e:2x2"], 2, capsys)
     svg = str(text / "below.svg")
     assert f"jaxpar: {svg}: Not a directory; see that" in fails(["timeline", "--svg", svg], 1, capsys)
-    assert f"out={str(text)!r} cannot be made a folder: File exists" in fails(
-        command(text, "--out", str(text)), 2, capsys
-    )
+    assert f"out={str(text)!r} cannot be used: File exists" in fails(command(text, "--out", str(text)), 2, capsys)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:

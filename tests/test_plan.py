@@ -116,6 +116,9 @@ def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
         loss=lambda params, batch, key: jnp.square(batch @ params["w"]).mean(),
     )
     batch = jax.ShapeDtypeStruct((8, 5), jnp.float32)
+    for what, says in [((batch, 8), "target is a int; use a text such as '8xH100'"), ((3, here()), "a row dim")]:
+        with pytest.raises(ValueError, match=says):
+            jp.plan(mlp, *what, cache=False)
     found = jp.plan(mlp, batch, here(), optax.sgd(0.1), top=2, cache=False)
     assert any("remat='layer' applies to the layers of a layer stack" in why for why in found.refused.values())
     assert all("tensor" in name or "remat" in name or "pipe" in name for name in found.refused)

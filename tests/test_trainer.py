@@ -38,12 +38,13 @@ def batches(start: int = 0, rows: int = 16) -> Iterator[dict[str, np.ndarray]]:
 
 def trainer(out: Path | None = None, hooks: Any = None, data: Any = batches, **options: Any) -> jp.Trainer:
     keys = ("strategy", "held_out", "about", "mesh", "units")
+    optimizer = options.pop("optimizer", optax.adamw(1e-2))
     rest = {key: options.pop(key) for key in keys if key in options}
     loop = jp.Loop(**{"steps": STEPS, "save_every": 2, "evaluate_every": 3, "quiet": True, "out": out} | options)
     rest.setdefault("strategy", "fsdp" if out else "single")
     return jp.Trainer(
         model(),
-        optax.adamw(1e-2),
+        optimizer,
         data,
         loop=loop,
         hooks=hooks if isinstance(hooks, list) else [hooks] if hooks else [],
@@ -165,6 +166,38 @@ def test_what_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(tmp_path
     assert (tmp_path / "loss.png").exists()
 
 
+def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: Path) -> None:
+    """Loss and gradients are from before the update: those of the last step cannot tell."""
+    failing = trainer(tmp_path, optimizer=optax.sgd(lambda step: np.inf), steps=1, held_out=[next(batches())])
+    with pytest.raises(FloatingPointError, match=r"the update of step 1 left parameters that are not finite; try"):
+        failing.run()
+    assert "held_out_loss" not in (tmp_path / "metrics.jsonl").read_text()
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_trainer import *
+wait = lambda trainer, at: (print("running", flush=True), sys.stdin.read())
+trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=wait), steps=2).run()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "running\n"
+        for how in ("resume", "overwrite"):
+            with pytest.raises(
+                ValueError, match=r"another run is going on in .*; wait for its end, or name another out"
+            ):
+                trainer(tmp_path, **{how: True}).run()
+        other.communicate(timeout=120)
+    assert other.returncode == 0
+    trainer(tmp_path, resume=True, steps=3).run()
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+
+
 # -- data, evaluation, hooks -------------------------------------------------------------------------------------------
 
 
@@ -182,8 +215,23 @@ def test_data_is_a_function_a_list_a_loader_or_an_iterator() -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             from_three(data)
-    with pytest.raises(ValueError, match="the data ended after 2 batches; train for so many steps"):
-        trainer(data=itertools.islice(batches(), 2)).run()
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, None])
+def test_data_that_ends_or_raises_costs_no_step(
+    error: type[BaseException] | None, tmp_path: Path, unbroken: Any
+) -> None:
+    def short() -> Iterator[Any]:
+        yield from itertools.islice(batches(), 3)
+        if error is not None:
+            raise error("of the loader")
+
+    says = "of the loader" if error else "the data ended after 3 batches; train for so many steps"
+    with pytest.raises(error or ValueError, match=says):
+        trainer(tmp_path, data=short()).run()
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+    trainer(tmp_path, resume=True).run()
+    assert losses(tmp_path) == unbroken[0]
 
 
 def masked() -> jp.Model:

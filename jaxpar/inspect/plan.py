@@ -18,7 +18,7 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..batches import rows_of
+from ..batches import check_rows, rows_of
 from ..model import Model
 from ..parallel.tensor import Rules
 from ..step import make_train_step
@@ -73,7 +73,7 @@ def plan(
 
     Raises ValueError where the target's bandwidths and peaks are not known, and where no strategy can be.
     """
-    target = target_of(target) if isinstance(target, str) else target
+    target = target if isinstance(target, Target) else target_of(target)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
             f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100', "
@@ -83,6 +83,7 @@ def plan(
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
+    check_rows(batch, 1, 1, 1)
     batch = jax.eval_shape(lambda x: x, batch)
     return _Planner(model, target, batch, optimizer or optax.adamw(3e-4), rules, flops, length, cache).plan(
         None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console

@@ -63,6 +63,8 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
       ImportError: the compiler for it is not installed; says how to install it.
       RuntimeError: JAX started without `JAX_PLATFORMS=cpu`, and so without the compiler for GPUs.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"target is a {type(name).__name__}; use a text such as '8xH100', or a Target")
     if cpu := re.fullmatch(r"cpu:(\d+)", name):
         return _cpu(name, int(cpu[1]))
     if tpu := re.fullmatch(r"(\w+):\d+(?:x\d+)*", name):

@@ -109,7 +109,7 @@ def verify(
         tolerance *= step.local.replicas
     found = differences("gradient", model.unwrap(grads), expected_grads)
     found += differences("parameter", model.unwrap(step.params(state)), expected)
-    close = bool(np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
+    close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
     ok = close and all(d.error <= tolerance for d in found)
     return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found))
 
