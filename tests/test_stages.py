@@ -245,6 +245,24 @@ def test_blocks_of_a_loop_with_a_sum_over_layers_and_over_all_weights() -> None:
     assert report.ok, report
 
 
+def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
+    """A table of relative positions, looked up once for all blocks, was once computed twice: KeyError."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(9, VOCAB, 8), "table": draw(8, 5, 8), "layers": [{"w": draw(i, 8, 8)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        bias = jnp.tanh(params["table"][jnp.arange(x.shape[1]) % 5])
+        for layer in params["layers"]:
+            x = x + jax.nn.relu((x + bias) @ layer["w"])
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
