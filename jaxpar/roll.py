@@ -85,7 +85,7 @@ def roll(
         elif out is not None and (jx.is_literal(atoms[0]) or atoms[0] not in inside):
             carry.append((inner, atoms[0], out))
         elif any(not jx.is_literal(a) and a in inside for a in atoms):
-            raise NotAlike(f"a block reads {inner.aval.strshort()} from another block than the one before it")
+            raise NotAlike(f"a block reads {inner.aval.str_short()} from another block than the one before it")
         elif all(a is atoms[0] for a in atoms):
             consts.append((inner, atoms[0]))
         else:

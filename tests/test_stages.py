@@ -263,6 +263,22 @@ def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
     assert report.ok, report
 
 
+def test_blocks_that_read_the_block_before_the_last() -> None:
+    """Two streams that take turns: trained as they are written, and named by a pipeline. Both were AttributeErrors."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, y = params["embed"][batch["tokens"]], params["embed"][batch["tokens"] // 2]
+        for layer in params["layers"]:
+            x, y = y, x + jnp.tanh(y @ layer["w"])
+        return (x * y).mean()
+
+    model = jp.Model(blocks(None).init, loss)
+    report = jp.verify(model, "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    with pytest.raises(ValueError, match=r"float32\[.*from another block than the one before it"):
+        made(model, "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
