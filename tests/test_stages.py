@@ -279,6 +279,24 @@ def test_blocks_that_read_the_block_before_the_last() -> None:
         made(model, "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
 
 
+def test_a_stack_scanned_twice_with_a_leaf_that_is_whole() -> None:
+    """The bias [4, 41] is sharded by its layers, and both scans read it whole. The second's gradient counted twice."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.1 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(0, VOCAB, 8), "up": draw(1, 4, 8, 41), "bias": draw(2, 4, 41), "down": draw(3, 4, 41, 8)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, stack = params["embed"][batch["tokens"]], {name: params[name] for name in ("up", "bias", "down")}
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"], None)
+        for _ in range(2):
+            x, _ = jax.lax.scan(layer, x, stack)
+        return (x**2).mean()
+
+    report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
