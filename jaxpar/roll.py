@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def roll(
         elif out is not None and (jx.is_literal(atoms[0]) or atoms[0] not in inside):
             carry.append((inner, atoms[0], out))
         elif any(not jx.is_literal(a) and a in inside for a in atoms):
-            raise NotAlike(f"a block reads {inner.aval.strshort()} from another block than the one before it")
+            raise NotAlike(f"a block reads {inner.aval.str_short()} from another block than the one before it")
         elif all(a is atoms[0] for a in atoms):
             consts.append((inner, atoms[0]))
         else:
@@ -101,7 +101,7 @@ def roll(
         env: dict[Any, Any] = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
         env.update((v, env[stack][k]) for v, (stack, k) in place.items() if v in used)
         get = lambda a: jnp.asarray(a.val, a.aval.dtype) if jx.is_literal(a) else env[a]
-        _run_in(env, [*extra, *before])
+        _run_in(env, {id(e): e for e in [*extra, *before]}.values())  # an equation may be in both
 
         def step(carried: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             outs = body(*fixed, *carried, *x)
@@ -267,8 +267,9 @@ def _carried(atoms: Sequence[Any], maps: Sequence[dict[Any, Any]]) -> Any:
     return out if out is not None and all(m[out] is a for m, a in zip(maps, atoms[1:], strict=False)) else None
 
 
-def _run_in(env: dict[Any, Any], eqns: Sequence[Any]) -> None:
-    """Run equations, with values by variable in `env`, which gets theirs."""
+def _run_in(env: dict[Any, Any], eqns: Iterable[Any]) -> None:
+    """Run equations, each once, with values by variable in `env`, which gets theirs."""
+    eqns = list(eqns)
     given = jx.free(eqns)
     outs = [v for e in eqns for v in e.outvars if not isinstance(v, jec.DropVar)]
     env.update(zip(outs, jx.run(eqns, given, outs)(*(env[v] for v in given)), strict=True))

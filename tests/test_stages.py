@@ -246,6 +246,58 @@ def test_blocks_of_a_loop_with_a_sum_over_layers_and_over_all_weights() -> None:
     assert report.ok, report
 
 
+def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
+    """A table of relative positions, looked up once for all blocks, was once computed twice: KeyError."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(9, VOCAB, 8), "table": draw(8, 5, 8), "layers": [{"w": draw(i, 8, 8)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        bias = jnp.tanh(params["table"][jnp.arange(x.shape[1]) % 5])
+        for layer in params["layers"]:
+            x = x + jax.nn.relu((x + bias) @ layer["w"])
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+def test_blocks_that_read_the_block_before_the_last() -> None:
+    """Two streams that take turns: trained as they are written, and named by a pipeline. Both were AttributeErrors."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, y = params["embed"][batch["tokens"]], params["embed"][batch["tokens"] // 2]
+        for layer in params["layers"]:
+            x, y = y, x + jnp.tanh(y @ layer["w"])
+        return (x * y).mean()
+
+    model = jp.Model(blocks(None).init, loss)
+    report = jp.verify(model, "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    with pytest.raises(ValueError, match=r"float32\[.*from another block than the one before it"):
+        made(model, "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
+
+
+def test_a_stack_scanned_twice_with_a_leaf_that_is_whole() -> None:
+    """The bias [4, 41] is sharded by its layers, and both scans read it whole. The second's gradient counted twice."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.1 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(0, VOCAB, 8), "up": draw(1, 4, 8, 41), "bias": draw(2, 4, 41), "down": draw(3, 4, 41, 8)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, stack = params["embed"][batch["tokens"]], {name: params[name] for name in ("up", "bias", "down")}
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"], None)
+        for _ in range(2):
+            x, _ = jax.lax.scan(layer, x, stack)
+        return (x**2).mean()
+
+    report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
