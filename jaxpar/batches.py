@@ -67,7 +67,10 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None
     (count,) = rows
     count *= 1 if _is_global(batch) else hosts
     blocks = replicas * microbatches
-    if count % blocks or not count:
+    if not count:
+        raise ValueError(f"the batch has no rows; give a multiple of {blocks} ({replicas} replicas x {microbatches} "
+                         "microbatches)")  # fmt: skip
+    if count % blocks:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
         raise ValueError(
             f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: "

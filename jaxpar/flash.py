@@ -39,6 +39,17 @@ def dot(
     name: Name, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
 ) -> jax.Array:
     """JAX's attention, by one of its implementations. A query that sees no key gets the mean of some values."""
+    if name == "xla" and query.dtype == jnp.float16:
+        # JAX asks for products of float16 that are summed in float32, which XLA has for GPUs alone.
+        narrow = functools.partial(_dot, name, options)
+        wide = lambda *qkv: _dot(name, options, *(x.astype(jnp.float32) for x in qkv[:3]), *qkv[3:]).astype(jnp.float16)
+        return lax.platform_dependent(query, key, value, *more, cuda=narrow, rocm=narrow, default=wide)
+    return _dot(name, options, query, key, value, *more)
+
+
+def _dot(
+    name: Name, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+) -> jax.Array:
     mask, window, lengths = None, None, None
     if more:
         mask = visible(options, query.shape[1], key.shape[1], *more)

@@ -106,8 +106,8 @@ def assert_right(attention: Callable[..., jax.Array], qkv: Arrays, tolerance: fl
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "implementation"),
-    [(np.float32, 3e-5, "xla"), (jnp.bfloat16, 0.06, None)],
-    ids=["f32", "bf16"],
+    [(np.float32, 3e-5, "xla"), (jnp.bfloat16, 0.06, None), (np.float16, 0.01, "xla")],
+    ids=["f32", "bf16", "f16"],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_equals_a_softmax(case: str, dtype: Any, tolerance: float, implementation: str | None) -> None:

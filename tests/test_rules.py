@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -398,6 +399,20 @@ def test_a_path_ends_at_components() -> None:
     assert tensor_dims(leaves, 2, {"up/kernel": 0}, {}) == {"a/up/kernel": 0, "up/kernel": 0}
 
 
+def test_a_leaf_in_no_module_is_named_alone() -> None:
+    leaves = [("bias", (6,)), ("shift/bias", (8,))]
+    assert tensor_dims(leaves, 2, {"^bias": 0}) == {"bias": 0}
+    assert tensor_dims(leaves, 2, {"bias": 0}) == {"bias": 0, "shift/bias": 0}
+
+
+def test_a_rule_that_splits_what_a_pipeline_takes_apart() -> None:
+    model = jp.Model(init=lambda key: {"up": jnp.zeros((4, 8, 16))}, loss=lambda params, batch, key: params["up"].sum())
+    with pytest.raises(
+        ValueError, match=r"dim 0 of up \[4, 8, 16\], whose layers pipe=2 takes apart; name another dim"
+    ):
+        jp.make_train_step(model, optax.sgd(0.1), "pipe=2,tensor=2,data=2,microbatches=2", rules={"up": 0})
+
+
 @pytest.mark.parametrize(
     ("rules", "parts"),
     [
@@ -429,8 +444,8 @@ def test_a_path_ends_at_components() -> None:
         (
             {"up/kernel": 0},
             (
-                "ffn/up/kernel [3, 24, 42] has 3 on dim 0, which tensor=2 does not divide; pad it to 4, use tensor=1,",
-                "or leave it whole: rules={'ffn/up/kernel': None}",
+                "ffn/up/kernel [3, 24, 42] has 3 on dim 0, which tensor=2 does not divide; pad it to 4, or leave it",
+                "whole: rules={'ffn/up/kernel': None}",
             ),
         ),
         (

@@ -213,10 +213,11 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
     bad = [(path, dim) for path in shapes if (dim := chosen.get(path)) is not None and shapes[path][dim] % size]
     if bad:
         (path, dim), shape = bad[0], shapes[bad[0][0]]
+        fewer = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
         whole = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in bad))
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
-            f"{-(-shape[dim] // size) * size}, use tensor={math.gcd(shape[dim], size)}, or leave it whole: "
+            f"{-(-shape[dim] // size) * size}, {fewer}or leave it whole: "
             f"rules={{{whole}}}"
         )
 
