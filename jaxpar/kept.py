@@ -218,7 +218,7 @@ def make_leaves(
         if leaf.layers is not None and leaf.tensor == 0:
             raise ValueError(
                 f"a rule puts tensor={ranks} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
-                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None to leave it whole"
+                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
     as_is = {
         at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if not leaf.rolled and leaf.shape == leaf.logical

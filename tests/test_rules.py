@@ -474,8 +474,8 @@ RESNET = leaves_of(named("resnet-tiny").model)
             4,
             {},
             (
-                "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, use "
-                "tensor=1, or leave it whole: rules={'ffn/up/kernel': None, 'head/kernel': None}",
+                "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, or "
+                "leave it whole: rules={'ffn/up/kernel': None, 'head/kernel': None}",
             ),
         ),
         (  # a bias follows its kernel in this, too
