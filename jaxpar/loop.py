@@ -6,13 +6,14 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
 # What a run writes into its folder, and all that `overwrite` removes.
-_LOCK = ".lock"
 WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
 
 
@@ -138,17 +138,27 @@ def checked(hook: Any) -> Any:
     return hook
 
 
-def _locked(file: IO[str], out: Path) -> str:
-    """Locks a file for this process until it is closed or the process ends; why it cannot, if another has it."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # systems differ in how they say it
-        return f"another run is going on in {out}; wait for its end, or name another out"
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        warnings.warn(f"{out} is where files cannot be locked; see to it that no two runs use it at once", stacklevel=2)
-    return ""
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Within it no other process is. Raises BlockingIOError where one is."""
+    path = out / ".lock"
+    while True:
+        with path.open("a") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+            except PermissionError as error:  # what some systems say
+                raise BlockingIOError from error
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
+                warnings.warn(says, stacklevel=2)
+            if path.exists() and os.path.samefile(path, file.fileno()):  # else its last owner has just removed it
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
 
 
 @contextlib.contextmanager
@@ -172,8 +182,9 @@ def claimed(loop: Loop) -> Iterator[None]:
         if jax.process_index() == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((out / _LOCK).open("a"))
-                problem = _locked(lock, out)
+                stack.enter_context(_alone(out))
+            except BlockingIOError:
+                problem = f"another run is going on in {out}; wait for its end, or name another out"
             except OSError as error:
                 problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
             for path in (out / name for name in there if loop.overwrite and not problem):

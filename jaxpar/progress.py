@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,15 @@ _MEMORY = {
 _SMOOTH = 10  # steps that the step time shown is a mean of; single steps jump
 
 
+class _Console(Console):
+    """Where nobody reads any more (`| head`) a run ends as at Ctrl-C, with a checkpoint; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        signal.raise_signal(signal.SIGINT)
+
+
 class Progress:
     """A hook that shows loss, speed, step time, memory per device and, on GPUs, MFU.
 
@@ -36,7 +48,7 @@ class Progress:
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None):
-        self.console = console or Console(highlight=False, quiet=quiet)
+        self.console = console or _Console(highlight=False, quiet=quiet)
         self._bar: _Bar | None = None
         self._seconds, self._steps = 0.0, 0
         self._values: dict[str, float] = {}

@@ -110,6 +110,23 @@ trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] 
     assert np.asarray(state.params["layers"]).tobytes() == unbroken[1]
 
 
+def test_a_run_that_nobody_reads_any_more_is_saved(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_trainer import *
+trainer(Path({str(tmp_path)!r}), quiet=False, strategy="single", steps=100_000, save_every=100_000, print_every=1).run()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as unread:
+        assert unread.stdout is not None
+        assert unread.stderr is not None
+        for _ in range(3):
+            unread.stdout.readline()
+        unread.stdout.close()
+        assert unread.wait(timeout=120) == 130, unread.stderr.read().decode()[-3000:]
+    assert [int(path.name) for path in (tmp_path / "checkpoints").iterdir()] == [max(losses(tmp_path))]
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     program = """
 import os, signal, time
