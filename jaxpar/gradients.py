@@ -307,6 +307,7 @@ class Local:
                 spec, stored = self.layout.spec(leaf, "grads"), self.layout.stored(leaf, "grads")
                 shape = self.layout.sharding(spec).shard_shape(stored)
                 one_by_one = [j for j in members.get(i, ()) if grads[j] is not None]
+                assert not one_by_one or grads[i] is None, leaf.path  # read as one stack, or layer by layer
                 finished.append(
                     jnp.stack([finish(j, shape[1:]) for j in members[i]]) if one_by_one else finish(i, shape)
                 )

@@ -57,11 +57,11 @@ def roll(
     depth = len(layers[0])
     place = {v: (stack, k) for stack, row in zip(stacks, layers, strict=True) for k, v in enumerate(row)}
     parts = _sorted(eqns, set(flat.invars[:params]), {v: k for v, (_, k) in place.items()})
-    order, own = parts.others, parts.own
+    order = parts.others
     first: NotAlike | None = None
     for bounds in _bounds(order, parts.reads, flat.invars[params:], flat.outvars, depth):
         cuts = [order[a:b] for a, b in itertools.pairwise(bounds)]
-        blocks = [_Block([*_closure(jx.free(part), own), *part]) for part in cuts]
+        blocks = [_Block(_ordered(part, parts)) for part in cuts]
         try:
             template, maps, slots = _match(blocks)
             break
@@ -71,10 +71,6 @@ def roll(
         assert first is not None
         raise first
     before, after = order[: bounds[0]], order[bounds[-1] :]
-    entering = [a for _, atoms in slots for a in atoms if not jx.is_literal(a) and a not in place]
-    extra = _closure([*jx.free([*before, *after], flat.outvars), *entering], parts.pure)
-    used = set(jx.free([*extra, *before, *after], flat.outvars))
-
     inside = set().union(*(block.defined for block in blocks))
     consts, carry, xs = [], [], []
     for inner, atoms in slots:
@@ -88,10 +84,16 @@ def roll(
             raise NotAlike(f"a block reads {inner.aval.str_short()} from another block than the one before it")
         elif all(a is atoms[0] for a in atoms):
             consts.append((inner, atoms[0]))
+        elif any(homes):
+            raise NotAlike(f"a block reads {inner.aval.str_short()} from another parameter than the one beside it")
         else:
             xs.append((inner, None, atoms))
     if not carry:
         raise NotAlike("no value goes from block to block")
+    entering = [a for _, a, *_ in (*consts, *carry)] + [a for *_, atoms in xs for a in atoms or ()]
+    entering = [a for a in entering if not jx.is_literal(a)]
+    extra = _closure([*jx.free([*before, *after], flat.outvars), *entering], parts.pure)
+    used = {*entering, *jx.free([*extra, *before, *after], flat.outvars)}
     results = [out for _, _, out in carry]
     made = dict.fromkeys(v for e in template for v in e.outvars)
     ys = [v for v in made if any(m[v] in used for m in (maps[:-1] if v in results else maps))]
@@ -153,6 +155,14 @@ def _sorted(eqns: Sequence[Any], params: set[Any], members: dict[Any, int]) -> _
                 continue
         out.others.append(eqn)
     return out
+
+
+def _ordered(part: Sequence[Any], parts: _Order) -> list[Any]:
+    """The equations of one block: first what comes from parameters alone and its own parameters need, then the rest."""
+    here = {v for e in part for v in e.outvars}
+    alone = _closure(jx.free(part), {v: e for v, e in parts.pure.items() if v in parts.own or v in here})
+    first = {id(e) for e in alone}
+    return [*alone, *(e for e in part if id(e) not in first)]
 
 
 def _closure(wanted: Sequence[Any], own: dict[Any, Any]) -> list[Any]:

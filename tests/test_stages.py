@@ -264,6 +264,43 @@ def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
     assert report.ok, report
 
 
+def test_blocks_whose_weights_are_scaled_by_a_value_that_all_share() -> None:
+    """The block's own product stood before the `tanh` of the shared leaf that it needs: KeyError."""
+
+    def init(key: jax.Array) -> Any:
+        return {**blocks(None).init(key), "gain": jnp.linspace(0.5, 1.0, 8)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        for layer in params["layers"]:
+            x = x + jnp.sin(x) @ (layer["w"] * jnp.tanh(params["gain"]))
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+def test_blocks_that_read_one_leaf_or_another() -> None:
+    """Odd blocks read both leaves, even ones `w` twice: `w` was read from its stack and layer by layer, and the stack's
+    gradient was lost.
+    """
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i: 0.3 * jax.random.normal(jax.random.fold_in(key, i), (8, 8))
+        return {**blocks(None).init(key), "layers": [{"w": draw(i), "v": draw(i + 4)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        for number, layer in enumerate(params["layers"]):
+            x = x + jnp.tanh(x @ layer["w"]) @ layer["v" if number % 2 else "w"]
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    with pytest.raises(ValueError, match="from another parameter than the one beside it"):
+        made(jp.Model(init, loss), "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
+
+
 def test_blocks_that_read_the_block_before_the_last() -> None:
     """Two streams that take turns: trained as they are written, and named by a pipeline. Both were AttributeErrors."""
 
