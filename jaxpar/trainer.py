@@ -200,9 +200,14 @@ class Trainer:
         self._emit("on_save", {"step": self.number})
 
     def _rescue(self, saves: Checkpoints | None) -> None:
-        """Data that ends or fails costs no step. Of several hosts one may be alone here, and saving takes all."""
+        """Data that ends or fails costs no step. Of several hosts one may be alone here, and whatever takes all of
+        them, a look at the parameters or a checkpoint, would wait for ever.
+        """
+        if jax.process_count() > 1:
+            self._report()
+            return
         self._settle()
-        if saves is not None and jax.process_count() == 1:
+        if saves is not None:
             self._save(saves)
 
     def _settle(self) -> None:

@@ -251,6 +251,19 @@ def test_data_that_ends_or_raises_costs_no_step(
     assert losses(tmp_path) == unbroken[0]
 
 
+def test_of_several_hosts_one_whose_data_fails_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked at the parameters first, a computation of all hosts: it waited for the others, they for its step."""
+
+    def failing() -> Iterator[Any]:
+        yield next(batches())
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr("jaxpar.trainer._all_finite", lambda params: pytest.fail("waits for the others"))
+        raise KeyError("of the loader")
+
+    with pytest.raises(KeyError, match="of the loader"):
+        trainer(data=failing()).run()
+
+
 def masked() -> jp.Model:
     def loss(params: Any, batch: Any, key: Any) -> Any:
         error = ((batch["x"] * params["w"]) ** 2).sum(axis=1)
