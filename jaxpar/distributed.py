@@ -19,9 +19,6 @@ from .mesh import simulate
 
 # What launchers set in each process that they start, where there are several: srun, and Open MPI's mpirun.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# Seconds: how long a process may be silent until it counts as dead, and how long one that ends, be it by an error of
-# its own, waits for the others. Then all end; meanwhile they wait for it in a collective (jax's own: 100 and 300).
-_SILENT, _AT_END = 50, 50
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
@@ -38,7 +35,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     """
     if coordinator is None and processes is None and process is None:
         if any(int(os.environ.get(name, 1)) > 1 for name in _LAUNCHERS):
-            jax.distributed.initialize(heartbeat_timeout_seconds=_SILENT, shutdown_timeout_seconds=_AT_END)
+            jax.distributed.initialize()
         return
     if coordinator is None or processes is None or process is None:
         raise ValueError(
@@ -48,9 +45,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         raise ValueError(f"process={process} of processes={processes}: number them 0 to {processes - 1}")
     if not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator={coordinator!r} needs a port, as in {coordinator.rstrip(':')}:12345")
-    jax.distributed.initialize(
-        coordinator, processes, process, heartbeat_timeout_seconds=_SILENT, shutdown_timeout_seconds=_AT_END
-    )
+    jax.distributed.initialize(coordinator, processes, process)
 
 
 def attach(devices: int | None, default: int = 8) -> None:
