@@ -25,6 +25,7 @@ from .data import Text
 from .feed import training
 from .loop import Hook
 from .options import PASSING, CheckOptions, Options, model_of, optimizer_of, read, trainer_of
+from .progress import discard_output
 from .step import make_train_step
 from .strategy import Strategy
 from .trainer import Trainer
@@ -63,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
     except BrokenPipeError:  # whoever read the output has seen enough, as `head`
         if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+            discard_output()
         sys.exit(1)
     except OSError as error:
         if os.environ.get("JAXPAR_TRACEBACK"):

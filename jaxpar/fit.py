@@ -37,7 +37,7 @@ def check_state(state: Any) -> None:
         )
     leaves = jax.tree.leaves(state)
     gone = [is_array(x) and x.is_deleted() for x in leaves]
-    if all(gone) or gone[0]:
+    if gone[0]:
         raise ValueError(
             "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
         )

@@ -190,7 +190,7 @@ def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
     plain = Options(False, None, None, None, 0, False)
     try:
         jax.eval_shape(functools.partial(_cudnn_forward, plain), even(query), even(key), even(key))
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:  # how JAX's checks say what cuDNN does not take; there is nothing else to ask
         return str(error).rstrip(".")
     return ""
 

@@ -27,12 +27,19 @@ _MEMORY = {
 _SMOOTH = 10  # steps that the step time shown is a mean of; single steps jump
 
 
+def discard_output() -> None:
+    """Sends standard output nowhere from here on, with what is still to be flushed: at its end, where Python does it,
+    nothing could answer to a pipe that is closed.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _Console(Console):
     """Where nobody reads any more (`| head`) a run ends as at Ctrl-C, with a checkpoint; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        discard_output()
         signal.raise_signal(signal.SIGINT)
 
 

@@ -130,7 +130,7 @@ def _gpu(name: str, hardware: Hardware, hosts: int, per_host: int) -> Target:
     shape = f"1x{hosts}x{per_host}"  # slices x hosts x devices
     try:
         found = topologies.get_topology_desc("", "cuda", target_config=hardware.target_config, topology=shape)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # so jax says that its plugin is there and was not loaded
         raise RuntimeError(
             f"target={name!r}: JAX started without the CUDA compiler, as it found no GPU; set JAX_PLATFORMS=cpu first"
         ) from error
