@@ -15,7 +15,7 @@ import jax.extend.core as jec
 
 from . import jaxpr as jx
 
-_COLLECTIVES = frozenset((*jx.REDUCTIONS, "reduce_scatter", "ppermute", "all_to_all", "axis_index"))
+_OF_RANKS = frozenset((*jx.COLLECTIVES, "axis_index"))
 
 
 def hoist(eqns: Sequence[Any], own: Collection[Any], fixed: Collection[Any]) -> tuple[list[Any], list[Any]]:
@@ -30,7 +30,7 @@ def hoist(eqns: Sequence[Any], own: Collection[Any], fixed: Collection[Any]) -> 
     rest: list[Any] = []
     for eqn in eqns:
         atoms = [v for v in eqn.invars if not jx.is_literal(v)]
-        movable = not eqn.effects and eqn.primitive.name not in _COLLECTIVES
+        movable = not eqn.effects and eqn.primitive.name not in _OF_RANKS
         if movable and all(v in both for v in atoms):
             both.update(eqn.outvars)
             pre.append(eqn)

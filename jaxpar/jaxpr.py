@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,18 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+# The collective that a primitive is, jax 0.10 to 0.12; a name may end in _start. With check_vma the names end in
+# _invariant and _reduced.
+COLLECTIVES = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), "all-reduce"),
+    **dict.fromkeys(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
+}
 
 
 def is_literal(atom: Any) -> bool:
@@ -196,11 +208,11 @@ def scan_parts(eqn: Any) -> Scan:
     )
 
 
-def communicates(eqns: Iterable[Any]) -> bool:
-    """Whether a collective is among some equations, or inside one."""
+def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
+    """Whether one of the primitives `by` is among some equations, or inside one."""
     return any(
-        eqn.primitive.name in REDUCTIONS
-        or any(communicates(opened(inner)[0].eqns) for inner in jec.jaxprs_in_params(eqn.params))
+        eqn.primitive.name in by
+        or any(communicates(opened(inner)[0].eqns, by) for inner in jec.jaxprs_in_params(eqn.params))
         for eqn in eqns
     )
 
@@ -210,44 +222,51 @@ def where(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def depends(eqns: Iterable[Any], sources: Iterable[Any], stop: frozenset[str] = frozenset()) -> set[Any]:
-    """All variables that depend on `sources`.
+def depends(eqns: Iterable[Any], sources: Iterable[Any], ends: Callable[[Any], bool] = lambda eqn: False) -> set[Any]:
+    """All variables that depend on `sources`, other than through an equation that `ends` the dependence.
 
-    A reduction over every axis in `stop` (a sum or a gather over all replicas) ends the dependence: its result is the
-    same on each. Calls and scans are followed output by output; `cond` and `while` as a whole.
+    Calls and scans are followed output by output; `cond` and `while` as a whole.
     """
     marked = set(sources)
     for eqn in eqns:
         inputs = [not is_literal(v) and v in marked for v in eqn.invars]
         if any(inputs):
-            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, stop), strict=True) if hit)
+            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, ends), strict=True) if hit)
     return marked
 
 
-def _mark(eqn: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
+def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
+    """Whether an equation reduces, or gathers, over all these mesh axes: its result is the same along them."""
+
+    def over(eqn: Any) -> bool:
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        return eqn.primitive.name in REDUCTIONS and axes <= ({named} if isinstance(named, str) else set(named))
+
+    return over if axes else lambda eqn: False
+
+
+def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool]) -> list[bool]:
     name, params = eqn.primitive.name, eqn.params
-    if stop and name in REDUCTIONS:
-        axes = params.get("axes", params.get("axis_name", ()))
-        reduced = {axes} if isinstance(axes, str) else set(axes)
-        return [not stop <= reduced] * len(eqn.outvars)
+    if ends(eqn):
+        return [False] * len(eqn.outvars)
     if name == "scan":
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
         while True:  # a carry may become marked only after several steps
-            outs = _inner(parts.body, inputs, stop)
+            outs = _inner(parts.body, inputs, ends)
             carry = [a or b for a, b in zip(inputs[n : n + k], outs[:k], strict=True)]
             if carry == inputs[n : n + k]:
                 return outs
             inputs = inputs[:n] + carry + inputs[n + k :]
     inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     if inner is not None and (name in CALLS or name in REMATS or name in CUSTOM):
-        return _inner(inner, inputs, stop)
+        return _inner(inner, inputs, ends)
     return [True] * len(eqn.outvars)
 
 
-def _inner(jaxpr: Any, inputs: list[bool], stop: frozenset[str]) -> list[bool]:
+def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool]) -> list[bool]:
     jaxpr, _ = opened(jaxpr)
-    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], stop)
+    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], ends)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 

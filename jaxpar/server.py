@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import collectives
+from . import collectives, order
 from .access import Access
 from .batches import batch_specs
 from .fit import check_state
@@ -126,9 +126,8 @@ class ServerStep(Step):
         return self._jitted[key]
 
     def _losses(self, state: State, batch: Any) -> Sums:
-        return self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)(
-            state.params, state.variables
-        )
+        run = self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)
+        return run(state.step, state.params, state.variables)[0]
 
     def _forward(self, state: State, batch: Any) -> Any:
         """Every replica's sums, stacked, with new variables, the same on all; and the tapes of all microbatches."""
@@ -153,7 +152,7 @@ class ServerStep(Step):
             return (_lift(jax.tree.map(lambda x: x.sum(0), sums)), variables), _lift(tapes)
 
         run = self._mapped(local, batch, ((_STACKED, _HERE), _STACKED))
-        return run(state.params, state.variables, state.key, state.step)
+        return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
     def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
@@ -172,9 +171,11 @@ class ServerStep(Step):
             grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
             return [grad[None] for grad in self.local.finished(access, grads)]
 
-        ins = (_HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=ins, out_specs=_STACKED, check_vma=False)
-        return mapped(jax.tree.leaves(state.params), state.variables, batch, state.key, tapes, seeds)
+        ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
+        run = order.in_order(local, self.mesh)
+        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(_STACKED, _HERE), check_vma=False)
+        token = order.start(seeds, self.mesh)  # which come after all that the forward program does
+        return mapped(token, jax.tree.leaves(state.params), state.variables, batch, state.key, tapes, seeds)[0]
 
     def _both(self, state: State, batch: Any) -> Any:
         (sums, variables), tapes = self._forward(state, batch)

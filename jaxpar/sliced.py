@@ -72,7 +72,7 @@ class Program:
     def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
         """Whether an output depends on some variables other than through a reduction over all the axes in `stop`."""
         atom = self.outputs[position]
-        return not jx.is_literal(atom) and atom in jx.depends(self.eqns, sources, stop)
+        return not jx.is_literal(atom) and atom in jx.depends(self.eqns, sources, jx.reduces(stop))
 
     def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
         """One output, which does not depend on the parameters, as a function of the inputs (constants aside)."""

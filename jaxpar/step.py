@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from . import order
 from .alike import sees_kept
 from .batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
 from .fit import check_state, misfit, naming, shapes_of
@@ -21,6 +23,7 @@ from .layout import Layout, place_optimizer
 from .leaves import Pipe, name_of
 from .mesh import check_context, compiler_options, make_mesh
 from .model import Model
+from .order import Token
 from .parallel import rule_of
 from .parallel.schedules import Schedule
 from .parallel.tensor import Rules, tensor_dims
@@ -215,12 +218,17 @@ class Step(Start):
             if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
                 self._jitted[kind] = run
             batch = placed
+        if inside:
+            state = replace(state, step=order.follow(state.step))
         try:
-            return run(state, batch)
+            result = run(state, batch)
         except (TypeError, ValueError) as error:  # jax does not say which array of the state it means
             if wrong := misfit(state, self.abstract_state()):
                 raise ValueError(wrong) from error
             raise
+        if inside:
+            order.leave(result[0].step if name == "train" else jax.tree.leaves(result)[0])
+        return result
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
@@ -268,32 +276,36 @@ class Step(Start):
 
     # -- the programs, under jit ---------------------------------------------------------------------------------------
 
-    def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable:
-        """`fun(stored leaves, variables, batch, *replicated)` on local values."""
+    def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
+        """`fun(stored leaves, variables, batch, *replicated)` on local values: what it returns, and the token after
+        it; the token before it is that of the step's number.
+        """
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
-        def call(stored: Any, variables: Any, *rest: Any) -> Any:
+        def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
             check_context(self.mesh)
-            ins = (specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
-            mapped = jax.shard_map(fun, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
-            return mapped(jax.tree.leaves(stored), variables, batch, *rest)
+            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
+            run = order.in_order(fun, self.mesh)
+            mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(outs, _HERE), check_vma=False)
+            return mapped(order.start(step, self.mesh), jax.tree.leaves(stored), variables, batch, *rest)
 
         return call
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         stored = state.copy if self.layout.copied else state.params
-        return metrics_of(self._mapped(self.local.evaluate, batch, _HERE)(stored, state.variables))
+        sums, token = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
+        return metrics_of(order.behind(token, sums))
 
     def _gradients(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, Sums]:
-        """Logical float32 gradients of the trainable leaves, new variables, sums."""
+        """Logical float32 gradients of the trainable leaves, new variables, sums that come after all collectives."""
         trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
         outs = ([self.layout.spec(leaf, "grads") for leaf in trained], _HERE, _HERE)
         scale = state.scale.scale if state.scale is not None else jnp.float32(1)
         stored = state.copy if self.layout.copied else state.params
-        grads, variables, sums = self._mapped(self.local.gradients, batch, outs)(
-            stored, state.variables, state.key, state.step, scale
+        (grads, variables, sums), token = self._mapped(self.local.gradients, batch, outs)(
+            state.step, stored, state.variables, state.key, state.step, scale
         )
-        return self._unscaled(grads, state), variables, sums
+        return self._unscaled(grads, state), variables, order.behind(token, sums)
 
     def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
         """Reduced gradients -> logical float32 gradients of the loss itself."""
@@ -303,7 +315,8 @@ class Step(Start):
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._gradients(state, batch)
-        return metrics_of(sums)["loss"], self.filled(grads)
+        loss = metrics_of(sums)["loss"]
+        return loss, self.filled(order.behind(order.start(loss, self.mesh), grads))
 
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
         return self.update(state, *self._gradients(state, batch))

@@ -17,10 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from . import order
 from .gradients import Metrics, Sums, metrics_of
 from .layout import Layout, Stored
 from .leaves import Leaf
+from .order import Token
 from .parallel import Rule, publish
 from .precision import all_finite
 from .state import State
@@ -68,8 +71,10 @@ class Update:
             new, packed, variables = keep(new, masters), keep(packed, state.optimizer), keep(variables, state.variables)
             scale = state.scale.next(finite)
             metrics["skipped"] = scale.skipped
-        stored, copy = self.publish(new, state)
-        return State(state.step + 1, stored, copy, packed, variables, scale, state.key), metrics
+        stored, copy, token = self.publish(new, state, order.start(loss, self.layout.mesh))
+        # The next step's collectives follow its number.
+        step, metrics = order.behind(token, (state.step + 1, metrics))
+        return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array) -> Any:
         try:
@@ -91,23 +96,26 @@ class Update:
         x = leaf.pad(x) if x.shape != leaf.stored else x
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(leaf.spec()))
 
-    def publish(self, masters: list[jax.Array], state: State) -> tuple[Any, Any]:
-        """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered."""
+    def publish(self, masters: list[jax.Array], state: State, token: Token | None) -> tuple[Any, Any, Token | None]:
+        """Updated logical leaves -> what is stored: shards, or (ZeRO-1 and 2) the whole of every leaf, all-gathered;
+        and the token after that.
+        """
         leaves = self.layout.leaves
         shards = [self.constrain(f, x) for f, x in zip(leaves, masters, strict=True)]
         if not self.rule.published or self.layout.mesh.shape["fsdp"] == 1:
-            return self.layout.unflatten(shards), None
+            return self.layout.unflatten(shards), None, token
         old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
-        gather = functools.partial(publish, leaves)
+        gather = order.in_order(functools.partial(publish, leaves), self.layout.mesh)
         specs, whole_specs = [leaf.spec() for leaf in leaves], [leaf.spec(False) for leaf in leaves]
-        whole = jax.shard_map(
-            gather, mesh=self.layout.mesh, in_specs=(specs, whole_specs), out_specs=whole_specs, check_vma=False
-        )(shards, old)
-        return (
-            (self.layout.unflatten(shards), self.layout.unflatten(whole))
-            if self.layout.copied
-            else (self.layout.unflatten(whole), None)
-        )
+        whole, token = jax.shard_map(
+            gather,
+            mesh=self.layout.mesh,
+            in_specs=(PartitionSpec(), specs, whole_specs),
+            out_specs=(whole_specs, PartitionSpec()),
+            check_vma=False,
+        )(token, shards, old)
+        unflatten = self.layout.unflatten
+        return (*((unflatten(shards), unflatten(whole)) if self.layout.copied else (unflatten(whole), None)), token)
 
     def pack(self, opt_state: Any) -> Any:
         """Logical -> stored optimizer state."""

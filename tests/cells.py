@@ -12,6 +12,7 @@ import numpy as np
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify import TOLERANCE, differences
+from rendezvous import unordered
 
 
 def covering(product: Iterable[Any]) -> list[Any]:
@@ -61,13 +62,15 @@ def initial(model: Any) -> Any:
 
 def check(step: Any, model: Any, first: Any, batch: Any, steps: int, grads: Any, params: Any) -> None:
     """From the parameters `first`: the step's gradients (the momentum after the first of SGD's steps) and parameters
-    after some steps against one device's; bytes at rest; collectives of the jaxpr, by kind, axes, dtype, count, bytes.
+    after some steps against one device's; bytes at rest; the order of the compiled program's collectives; collectives
+    of the jaxpr, by kind, axes, dtype, count, bytes.
     """
     state = step.init(jax.random.key(0), params=first)
     stored = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
     assert stored == step.layout.bytes["params"]
 
     compiled = step.compile(batch)
+    assert unordered(compiled.as_text()) == []
     state, _ = compiled(state, batch)
     momentum = model.unwrap(logical(step, state.optimizer[0].trace))
     for _ in range(steps - 1):

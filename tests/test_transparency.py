@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from cells import initial, logical
+from rendezvous import unordered
 from zoo import ZOO, Entry
 
 import jaxpar as jp
@@ -31,7 +32,7 @@ MICROBATCHES = (1, 2)
 REMATS = ("none", "layer", "dots")
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 3
-BY_NAME = ("gpt2_dropout", "resnet_bottleneck", "mlp_stack")
+BY_NAME = ("gpt2_dropout", "resnet_bottleneck", "mlp_stack", "decoder_linen")
 
 
 def product() -> Iterator[tuple[str, str, int, str]]:
@@ -111,6 +112,8 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     check_layout(step, state)
 
     compiled = step if chosen.server else step.compile(batch)
+    if compiled is not step:
+        assert unordered(compiled.as_text()) == []
     state, _ = compiled(state, batch)
     momentum = model.unwrap(logical(step, state.optimizer[0].trace))
     for _ in range(STEPS - 1):

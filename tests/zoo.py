@@ -107,6 +107,35 @@ def gpt_linen() -> Entry:
     return Entry("gpt_linen", jp.from_linen(LinenGPT(), loss, example=batch), batch, stacks=1)
 
 
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x_BTD + nn.Dense(x_BTD.shape[-1])(nn.gelu(nn.Dense(160)(nn.LayerNorm()(x_BTD)))), None
+
+
+class Decoder(nn.Module):
+    """Quick layers, a tied embedding and a norm behind them: what stands after the loop could be gathered beside it."""
+
+    vocab: int = 480
+    dim: int = 96
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.vocab, self.dim)
+        stack = nn.scan(
+            nn.remat(LinenBlock, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True}, length=8
+        )
+        return embed.attend(nn.LayerNorm()(stack(name="blocks")(embed(tokens_BT), None)[0]))
+
+
+def decoder_linen() -> Entry:
+    def loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+
+    batch = {"tokens": random_tokens(480, 13)}
+    return Entry("decoder_linen", jp.from_linen(Decoder(), loss, example=batch), batch, stacks=1)
+
+
 class MLP(nnx.Module):
     def __init__(self, *dims: int, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(dims)])
@@ -305,5 +334,6 @@ _ENTRIES = (
     gpt2_dropout,
     resnet_bottleneck,
     mlp_stack,
+    decoder_linen,
 )
 ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}

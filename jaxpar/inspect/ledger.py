@@ -22,24 +22,13 @@ from typing import Any, Self
 
 import jax
 
-from ..jaxpr import live
+from ..jaxpr import COLLECTIVES, live
 from ..localise import edges
 from .entry import KINDS, Place, merged
 from .entry import Collective as Collective
 from .hlo import read
 
-# jax 0.10 to 0.12; a name may end in _start. With check_vma the names end in _invariant and _reduced.
-PRIMITIVES = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), "all-reduce"),
-    **dict.fromkeys(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
-    **edges.KINDS,
-}
+PRIMITIVES = {**COLLECTIVES, **edges.KINDS}
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
 

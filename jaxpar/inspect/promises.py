@@ -16,6 +16,7 @@ import jax.extend.core as jec
 
 from .. import jaxpr as jx
 from ..leaves import PAD_FROM, Leaf, name_of
+from ..order import is_token, needed
 from ..sliced import Program
 from ..step import Step
 from .ledger import PRIMITIVES, Collective
@@ -114,7 +115,7 @@ def not_by_layer(step: Step, program: Program) -> list[Leaf]:
 def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str, int]:
     """What is gathered over an axis that depends on parameters alone: where, and bytes of one execution.
 
-    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`. Ranks of `tensor` compute with
+    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`, on CPU devices behind the token. Ranks of `tensor` compute with
     their parts of the weights (Shoeybi et al. 2019, section 3): none should be here.
     """
     mapped = next((eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None)
@@ -122,14 +123,16 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
         return {}
     body, _ = jx.opened(mapped.params["jaxpr"])
     found: dict[str, int] = {}
-    for where, size in _weights(body, [i >= leaves for i in range(len(body.invars))], axis):
+    inputs = body.invars[needed(mapped.params["mesh"]) :]
+    of_data = [v in set(inputs[leaves:]) for v in body.invars]
+    for where, size in _weights(body, of_data, axis):
         found[where] = max(size, found.get(where, 0))
     return found
 
 
 def _weights(jaxpr: Any, of_data: Sequence[bool], axis: str) -> Iterator[tuple[str, int]]:
     """`of_data` says which inputs depend on more than parameters."""
-    marked = jx.depends(jaxpr.eqns, [v for v, on in zip(jaxpr.invars, of_data, strict=True) if on])
+    marked = jx.depends(jaxpr.eqns, [v for v, on in zip(jaxpr.invars, of_data, strict=True) if on], is_token)
     for eqn in jaxpr.eqns:
         inputs = [not jx.is_literal(v) and v in marked for v in eqn.invars]
         name = eqn.primitive.name

@@ -216,7 +216,7 @@ def slot_bytes(step: Step, batch: Any) -> int:
     stored = state.copy if step.layout.copied else state.params
 
     def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
-        return step._mapped(stash, batch, jax.sharding.PartitionSpec())(stored, variables, key)
+        return step._mapped(stash, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
 
     kept = jax.eval_shape(mapped, stored, state.variables, batch, state.key)
     return sum(x.size * x.dtype.itemsize for x in kept) // schedule.slots
