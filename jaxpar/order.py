@@ -206,4 +206,4 @@ def leave(result: Tracer) -> None:
     """Note a result of a call within a caller's `jit` that comes after all that the call does."""
     _last.trace = jec.get_opaque_trace_state()
     # A tracer that outlives its trace is what JAX's search for leaks looks for.
-    _last.result = weakref.ref(result) if jax.config.jax_check_tracer_leaks else lambda: result
+    _last.result = weakref.ref(result) if jax.config.values["jax_check_tracer_leaks"] else lambda: result

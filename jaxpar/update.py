@@ -114,8 +114,9 @@ class Update:
             out_specs=(whole_specs, PartitionSpec()),
             check_vma=False,
         )(token, shards, old)
-        unflatten = self.layout.unflatten
-        return (*((unflatten(shards), unflatten(whole)) if self.layout.copied else (unflatten(whole), None)), token)
+        if self.layout.copied:
+            return self.layout.unflatten(shards), self.layout.unflatten(whole), token
+        return self.layout.unflatten(whole), None, token
 
     def pack(self, opt_state: Any) -> Any:
         """Logical -> stored optimizer state."""

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from rendezvous import unordered
 
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify import TOLERANCE, differences
-from rendezvous import unordered
 
 
 def covering(product: Iterable[Any]) -> list[Any]:

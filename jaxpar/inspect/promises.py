@@ -115,8 +115,8 @@ def not_by_layer(step: Step, program: Program) -> list[Leaf]:
 def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str, int]:
     """What is gathered over an axis that depends on parameters alone: where, and bytes of one execution.
 
-    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`, on CPU devices behind the token. Ranks of `tensor` compute with
-    their parts of the weights (Shoeybi et al. 2019, section 3): none should be here.
+    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`, on CPU devices behind the token.
+    Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3): none should be here.
     """
     mapped = next((eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None)
     if mapped is None:
