@@ -3,6 +3,7 @@
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
 #   make test       format, types, docs, tests
 #   make battery    every strategy x every model, not only the covering array of `make test`
+#   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
@@ -25,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train compare test battery lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test battery soak lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -38,6 +39,9 @@ test: lint types docs $(VENV)/.packages
 
 battery: setup
 	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
+
+soak: setup
+	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from .inspect.plan import plan
 from .inspect.verify import verify
 from .kernels import local_kernel
 from .loop import Hook, Loop, Units
-from .mesh import simulate
+from .mesh import enough_threads, simulate
 from .model import Mean, Model, Replicated, all_rows
 from .state import State
 from .step import make_train_step
@@ -39,3 +39,5 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+enough_threads()  # where XLA_FLAGS simulates devices; the backend reads it when it starts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import os
+import re
 import warnings
 from collections.abc import Sequence
 
@@ -13,6 +14,21 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from .strategy import AXES, Strategy
+
+
+def enough_threads(devices: int | None = None) -> None:
+    """Give XLA's CPU runtime four threads for each simulated device, unless the environment has a number.
+
+    By default it has one a device, and all can end up waiting in a collective for a device whose work no thread takes
+    up; then XLA ends the process after 40 s. That happens even where collectives are in one order (jax 0.10.2, 8
+    devices on 2 busy cores, programs of `order.py`: 7 of 9 runs of 200 steps; with 32 threads none). The number is
+    read when the backend starts. Without `devices`, theirs is that of XLA_FLAGS, if it simulates any.
+    """
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if devices is None and flag:
+        devices = int(flag[1])
+    if devices is not None:
+        os.environ.setdefault("PJRT_NPROC", str(4 * devices))
 
 
 def simulate(devices: int) -> None:
@@ -26,10 +42,7 @@ def simulate(devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
-        # Threads of XLA's pool. With one a device, all can end up waiting in a collective for a device that has no
-        # thread left (measured on jax 0.10.2, 8 devices on 2 busy cores: most runs of 100 steps hung; with 2 a
-        # device, none).
-        os.environ.setdefault("PJRT_NPROC", str(4 * devices))
+        enough_threads(devices)
     except RuntimeError as error:
         found = jax.devices()
         if len(found) != devices or found[0].platform != "cpu":
@@ -37,19 +50,6 @@ def simulate(devices: int) -> None:
                 f"simulate({devices}) came too late: jax already runs on {len(found)} {found[0].platform} device(s); "
                 "call it right after `import jaxpar`, before the first array"
             ) from error
-
-
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for the programs of a step on this mesh.
-
-    On CPUs, collectives start in the order of the program, except that one beside a loop does not wait for those in the
-    loop, and two that meet out of order hang or abort the process. The schedule for concurrency, XLA's default, puts
-    them side by side; that for memory does not (jax 0.10.2, layers in a Python loop, tensor=2, fsdp=2, zero=2: 7 of 7
-    processes hung, most within 10 rounds of 3 steps; then none in 500 rounds). A caller who jits steps passes them to
-    that jit.
-    """
-    cpu = mesh.devices.flat[0].platform == "cpu"
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if cpu else {}
 
 
 def check_context(mesh: Mesh) -> None:

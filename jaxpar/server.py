@@ -17,7 +17,6 @@ from .batches import batch_specs
 from .fit import check_state
 from .gradients import Metrics, Sums, block_key, metrics_of
 from .layers import positions
-from .mesh import compiler_options
 from .pieces import Saved
 from .precision import LossScale
 from .state import State
@@ -120,9 +119,8 @@ class ServerStep(Step):
         if key not in self._jitted:
             self.check(batch)
             programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
-            options = compiler_options(self.mesh)
             programs |= {"both": self._both}
-            self._jitted[key] = {name: jax.jit(fun, compiler_options=options) for name, fun in programs.items()}
+            self._jitted[key] = {name: jax.jit(fun) for name, fun in programs.items()}
         return self._jitted[key]
 
     def _losses(self, state: State, batch: Any) -> Sums:

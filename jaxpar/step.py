@@ -21,7 +21,7 @@ from .gradients import Local, Metrics, Sums, metrics_of
 from .kept import make_leaves
 from .layout import Layout, place_optimizer
 from .leaves import Pipe, name_of
-from .mesh import check_context, compiler_options, make_mesh
+from .mesh import check_context, make_mesh
 from .model import Model
 from .order import Token
 from .parallel import rule_of
@@ -250,7 +250,7 @@ class Step(Start):
         check_rows(batch, self.local.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
-        """The jitted function; `inside` a caller's `jit`, whose own options for the compiler are those that count."""
+        """The jitted function; `inside` a caller's `jit` nothing is donated."""
         leaves, tree = jax.tree.flatten(batch)
         key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
@@ -270,7 +270,6 @@ class Step(Start):
                 out_shardings=outs,
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
-                compiler_options=None if inside else compiler_options(self.mesh),
             )
         return self._jitted[key]
 
@@ -305,7 +304,8 @@ class Step(Start):
         (grads, variables, sums), token = self._mapped(self.local.gradients, batch, outs)(
             state.step, stored, state.variables, state.key, state.step, scale
         )
-        return self._unscaled(grads, state), variables, order.behind(token, sums)
+        grads, sums = order.behind(token, (grads, sums))
+        return self._unscaled(grads, state), variables, sums
 
     def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
         """Reduced gradients -> logical float32 gradients of the loss itself."""
@@ -315,8 +315,7 @@ class Step(Start):
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._gradients(state, batch)
-        loss = metrics_of(sums)["loss"]
-        return loss, self.filled(order.behind(order.start(loss, self.mesh), grads))
+        return metrics_of(sums)["loss"], self.filled(grads)
 
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
         return self.update(state, *self._gradients(state, batch))

@@ -71,7 +71,7 @@ class Update:
             new, packed, variables = keep(new, masters), keep(packed, state.optimizer), keep(variables, state.variables)
             scale = state.scale.next(finite)
             metrics["skipped"] = scale.skipped
-        stored, copy, token = self.publish(new, state, order.start(loss, self.layout.mesh))
+        stored, copy, token = self.publish(new, state, order.start(metrics["grad_norm"], self.layout.mesh))
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (state.step + 1, metrics))
         return State(step, stored, copy, packed, variables, scale, state.key), metrics

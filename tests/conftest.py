@@ -20,9 +20,6 @@ os.environ |= {
         " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
         f" --xla_cpu_collective_call_terminate_timeout_seconds=600{QUICK}"
     ),
-    # Threads of XLA's pool. By default as many as devices, and all can end up waiting in a collective for one that
-    # has no thread left (jax 0.10.2: most loops of 100 steps hung on two busy cores; with 16 threads or more none did).
-    "PJRT_NPROC": "32",
     # Of the rest, LLVM's optimization is half.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     # A CPU program from the persistent cache has lost the order of its collectives: two all-gathers met in one

@@ -60,7 +60,8 @@ def outcome(model: str, strategy: str, steps: int, held: bool) -> str:
         return f"hung: no end after {HANG} s"
     if done.returncode in (0, REFUSED):
         return "refused" if done.returncode else "ok"
-    return f"ended with status {done.returncode}: {done.stderr[-600:]}"
+    said = [line for line in done.stderr.splitlines() if not line.startswith((" ", "WARNING", "I0000"))]  # no frames
+    return f"ended with status {done.returncode}: {' | '.join(said)[-600:]}"
 
 
 def main() -> None:
