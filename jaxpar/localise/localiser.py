@@ -37,7 +37,7 @@ class Placed:
       shape: the shape of the whole.
       active: whether it has a cotangent.
       weight: whether it comes from parameters alone; where two splits conflict, weights keep theirs.
-      origin: the parameter, or the step, that it is split because of.
+      origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
       broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
     """
 
@@ -180,7 +180,7 @@ def localise(
 
     Args:
       dims: for each parameter, the dim that is split.
-      names: their paths, for errors.
+      names: their paths, for errors; empty where a split that does not work out is to be gathered instead.
 
     Returns the function, whose results are whole, and what it gathers for want of a rule (place -> bytes), which is
     filled when the function is traced. Raises ValueError where a split dim is reshaped to one that does not divide.
