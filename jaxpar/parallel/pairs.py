@@ -14,11 +14,11 @@ modules by construction, others by habit), so that order, shapes and paths tell 
     tables, by their names                by rows, or by features if the rows do not divide
 
 A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies. Inner modules
-go first; what one without pairs holds stands in the module around it. Of the pairs that a chain allows, those are taken that
-multiply most. The price is counted for each position of the output, in elements that are sent against products that
-are saved. A pair saves b (a + c) and sends in proportion to a + c, so that it is worth it from the width of b on: the
-hidden features must be as many as those on its narrower side, or it would rather be computed twice. A product alone
-sends 2 b + a for its a b and is split if it is large, and multiplies 64 times for each element.
+go first; what one without pairs holds stands in the module around it. Of the pairs that a chain allows, those are
+taken that multiply most. The price is counted for each position of the output, in elements that are sent against
+products that are saved. A pair saves b (a + c) and sends in proportion to a + c, so that it is worth it from the width
+of b on: the hidden features must be as many as those on its narrower side, or it would rather be computed twice. A
+product alone sends 2 b + a for its a b and is split if it is large, and multiplies 64 times for each element.
 
 A guess can be wrong (a module that creates its leaves in another order). Then more is sent; the result is the same,
 because `localise` follows the loss itself.
@@ -114,7 +114,7 @@ class _Search:
     def __init__(self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool):
         self.leaves, self.ranks, self.chosen, self.expanding = leaves, ranks, chosen, expanding
         self.dims: dict[str, int] = {}
-        self.grouped: set[int] = set()  # kernels of grouped convolutions
+        self.beside: set[int] = set()  # grouped convolutions, stacked vectors
         if not expanding:
             for path, shape in leaves:
                 if path not in chosen and len(shape) == 2 and _is_table(path):
@@ -149,10 +149,17 @@ class _Search:
             if len(shape) > 1:
                 yield None
         elif len(shape) > 1 and not _NO_PRODUCT.fullmatch(path):
-            if len(shape) > 2 and shape[-2] == 1:
-                self.grouped.add(at)
+            if (len(shape) > 2 and shape[-2] == 1) or self._stacked(path, shape):
+                self.beside.add(at)
             else:
                 yield _Product((at,), shape[-2], shape[-1], math.prod(shape))
+
+    def _stacked(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether it is a vector for each layer of a stack, [L, b] beside [L, a, b]."""
+        first = path.partition("/")[0] if "/" in path else ""
+        return len(shape) == 2 and any(
+            len(other) > 2 and (other[0], other[-1]) == shape and name.startswith(first) for name, other in self.leaves
+        )
 
     def _ungrouped(self, products: Sequence[_Product | None]) -> list[_Product | None]:
         """Without the grouped convolutions that stand between two that might be a pair."""
@@ -161,7 +168,7 @@ class _Search:
             if one and two and three and one.out_of == two.out_of == three.into != two.into != one.into:
                 groups, rest = divmod(two.out_of, two.into)
                 if not rest and groups % self.ranks == 0 and len(self.leaves[two.at[0]][1]) > 2:
-                    self.grouped.update(two.at)
+                    self.beside.update(two.at)
                     out.remove(two)
         return out
 
@@ -188,7 +195,7 @@ class _Search:
         self.dims.update((self.leaves[i][0], len(self.leaves[i][1]) - 2) for i in two.at)
         for at in range(one.at[0], two.at[0]):
             path, shape = self.leaves[at]
-            beside = at in self.grouped or len(shape) == 1 or (len(shape) == 2 and _NO_PRODUCT.fullmatch(path))
+            beside = at in self.beside or len(shape) == 1 or (len(shape) == 2 and _NO_PRODUCT.fullmatch(path))
             if beside and shape[-1] == one.out_of and path not in self.chosen:
                 self.dims.setdefault(path, len(shape) - 1)
 
