@@ -282,6 +282,10 @@ LEAVES: dict[str, tuple[Any, dict[str, int]]] = {
         ],
         {"attn/query/kernel": 1, "attn/out/kernel": 0, "mlp/0/kernel": 1, "mlp/0/bias": 0, "mlp/1/kernel": 0},
     ),
+    "the value of a state, which is no attention's": (
+        [("hidden/kernel", (8, 32)), ("policy/kernel", (32, 4)), ("value/kernel", (32, 1))],
+        {"hidden/kernel": 1, "policy/kernel": 0},
+    ),
     "a head that is known": (
         [("a/kernel", (8, 32)), ("b/kernel", (32, 8)), ("head/kernel", (8, 10))],
         {"a/kernel": 1, "b/kernel": 0, "head/kernel": 1},

@@ -210,6 +210,9 @@ def _presets(shapes: _Shapes) -> dict[str, int | None]:
     flat, by_heads = ([(_pattern("", key), dim) for key, dim in table.items()] for table in (PRESETS | ENDS, HEADS))
     chosen: dict[str, int | None] = {}
     for path, shape in shapes.items():
+        above, _, end = path.rpartition("value/")
+        if end in ("kernel", "w") and not any(f"{above}{name}/{end}" in shapes for name in ("query", "key")):
+            continue  # of a state, not of attention
         table = [*by_heads, *flat] if _has_heads(path, shapes) else flat
         for dim in [dim for pattern, dim in table if pattern.fullmatch(path)][:1]:
             if dim is None or len(shape) + dim >= 0:
