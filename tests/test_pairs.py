@@ -19,6 +19,7 @@ from tensor_cells import SGD, STEPS
 from test_tensor_dims import leaves_of
 
 import jaxpar as jp
+from jaxpar.inspect.candidates import Estimator
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify import Reference
 from jaxpar.models import named
@@ -274,13 +275,15 @@ LEAVES: dict[str, tuple[Any, dict[str, int]]] = {
         [("pos_embedding", (1, 16, 24)), ("table", (63, 24)), ("tok/embed", (62, 24)), ("cls_token", (1, 1, 24))],
         {"table": 1, "tok/embed": 0},
     ),
-    "feed-forwards beside attention that is known": (
+    "feed-forwards and convolutions beside attention that is known": (
         [
             *[("attn/query/kernel", (24, 24)), ("attn/out/kernel", (24, 24))],
             *[("mlp/0/kernel", (24, 96)), ("mlp/0/bias", (96,)), ("mlp/1/kernel", (96, 24))],
             *[("pool/kernel", (24, 24)), ("classes/kernel", (24, 8)), ("lora_a", (24, 2)), ("lora_b", (2, 24))],
+            *[("block/a/kernel", (3, 3, 24, 24)), ("block/a/bias", (24,)), ("block/b/kernel", (3, 3, 24, 8))],
         ],
-        {"attn/query/kernel": 1, "attn/out/kernel": 0, "mlp/0/kernel": 1, "mlp/0/bias": 0, "mlp/1/kernel": 0},
+        {"block/a/kernel": 3, "block/a/bias": 0, "block/b/kernel": 2}
+        | {"attn/query/kernel": 1, "attn/out/kernel": 0, "mlp/0/kernel": 1, "mlp/0/bias": 0, "mlp/1/kernel": 0},
     ),
     "the value of a state, which is no attention's": (
         [("hidden/kernel", (8, 32)), ("policy/kernel", (32, 4)), ("value/kernel", (32, 1))],
@@ -377,6 +380,8 @@ def test_what_no_rank_can_split_is_computed_by_each_and_said() -> None:
     )
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+    with pytest.warns(UserWarning, match="splits no"), pytest.raises(ValueError, match="each of its ranks would"):
+        Estimator(model, SGD, None, None)._step(jp.Strategy(tensor=2, data=4), jax.devices())  # `plan` has better ones
     with pytest.raises(ValueError, match="splits no parameter"):  # as the user's own rules say
         jp.make_train_step(model, SGD, "tensor=2,data=4", rules={"kernel": None})
 

@@ -101,7 +101,8 @@ def found(leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expandin
       leaves: paths and shapes, in the order of creation.
       ranks: the number of devices on `tensor`.
       chosen: what rules say, with None for leaves that stay whole; nothing is paired across these.
-      expanding: pairs [a, b], [b, a] with b > a alone: feed-forwards of a model whose other parts are known.
+      expanding: only pairs of convolutions, and pairs [a, b], [b, a] with b > a: feed-forwards of a model whose
+        attention is known.
     """
     search = _Search(leaves, ranks, chosen, expanding)
     search.module("", range(len(leaves)))
@@ -178,8 +179,11 @@ class _Search:
         for n in range(2, len(chain) + 1):
             one, two = chain[n - 2], chain[n - 1]
             options = [best[n - 1]]
-            grows = one.into == two.out_of < two.into
-            if one.pairs(two, self.ranks) and (grows or not self.expanding):
+            apart = one.into == two.out_of < two.into or all(
+                len(self.leaves[i][1]) > 3
+                for i in (*one.at, *two.at)  # convolutions over two dims or more
+            )
+            if one.pairs(two, self.ranks) and (apart or not self.expanding):
                 size, begins = best[n - 2]
                 options.append((size + one.size + two.size, (*begins, n - 2)))
             best.append(max(options, key=lambda option: option[0]))

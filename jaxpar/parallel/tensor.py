@@ -88,7 +88,7 @@ def tensor_dims(
     dims = Dims((path, dim) for path in shapes if (dim := chosen.get(path, more.get(path))) is not None)
     dims.found = frozenset(more.keys() - chosen.keys())
     if size > 1 and not dims:
-        if rules or own is not None or known:
+        if rules or own is not None or known & table.keys():
             raise ValueError(_nothing(shapes, size))
         warnings.warn(
             f"{_nothing(shapes, size)} Until then each of the {size} ranks holds and computes all of it", stacklevel=2
