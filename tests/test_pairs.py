@@ -266,6 +266,14 @@ LEAVES: dict[str, tuple[Any, dict[str, int]]] = {
         ],
         {"0/one/kernel": 3, "0/two/kernel": 2, "1/one/kernel": 3, "1/two/kernel": 2},
     ),
+    "a shortcut is made between": (
+        [("one/kernel", (3, 3, 8, 16)), ("cut/kernel", (1, 1, 8, 16)), ("two/kernel", (3, 3, 16, 16))],
+        {"one/kernel": 3, "two/kernel": 2},
+    ),
+    "an image of one channel": (
+        [("one/kernel", (3, 3, 1, 8)), ("two/kernel", (3, 3, 1, 8)), ("three/kernel", (3, 3, 8, 4))],
+        {"one/kernel": 3, "two/kernel": 3, "three/kernel": 2},
+    ),
     "groups that the ranks do not divide": (
         [("a/kernel", (1, 1, 8, 12)), ("b/kernel", (3, 3, 4, 12)), ("c/kernel", (1, 1, 12, 8))],
         {"b/kernel": 3, "c/kernel": 2},

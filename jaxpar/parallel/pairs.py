@@ -115,6 +115,7 @@ class _Search:
     def __init__(self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool):
         self.leaves, self.ranks, self.chosen, self.expanding = leaves, ranks, chosen, expanding
         self.dims: dict[str, int] = {}
+        self.seen = False  # whether there was a product
         self.beside: set[int] = set()  # grouped convolutions, stacked vectors
         if not expanding:
             for path, shape in leaves:
@@ -135,7 +136,7 @@ class _Search:
                 left += self.module(f"{prefix}{name}/", inner)
         out: list[_Product | None] = []
         before = len(self.dims)
-        for chain in _chains(_alike(self._ungrouped(left))):
+        for chain in _chains(_alike(self._ungrouped(left), lambda i: self.leaves[i][1])):
             out += self._pairs(chain) if chain else [None]
         if prefix and len(self.dims) == before:
             return out
@@ -150,7 +151,9 @@ class _Search:
             if len(shape) > 1:
                 yield None
         elif len(shape) > 1 and not _NO_PRODUCT.fullmatch(path):
-            if (len(shape) > 2 and shape[-2] == 1) or self._stacked(path, shape):
+            depthwise = len(shape) > 2 and shape[-2] == 1 and self.seen  # or of an image of one channel
+            self.seen = True
+            if depthwise or self._stacked(path, shape):
                 self.beside.add(at)
             else:
                 yield _Product((at,), shape[-2], shape[-1], math.prod(shape))
@@ -215,13 +218,18 @@ def _is_table(path: str) -> bool:
     return bool(_TABLE.fullmatch(path)) and not _KERNEL.fullmatch(path) and not _NO_PRODUCT.fullmatch(path)
 
 
-def _alike(products: Sequence[_Product | None]) -> list[_Product | None]:
-    """Those that read one input and write as many features, as one: no one of them can follow another."""
+def _alike(products: Sequence[_Product | None], shape: Callable[[int], tuple[int, ...]]) -> list[_Product | None]:
+    """Those that read one input and write as many features: no one of them can follow another. Of one shape they are
+    one; of a convolution and its shortcut the larger counts.
+    """
     out: list[_Product | None] = []
     for product in products:
         last = out[-1] if out else None
         if product and last and (product.into, product.out_of) == (last.into, last.out_of) and last.into != last.out_of:
-            out[-1] = _Product((*last.at, *product.at), last.into, last.out_of, last.size + product.size)
+            if shape(last.at[0]) == shape(product.at[0]):
+                out[-1] = _Product((*last.at, *product.at), last.into, last.out_of, last.size + product.size)
+            elif last.size < product.size:
+                out[-1] = product
         else:
             out.append(product)
     return out
