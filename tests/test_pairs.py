@@ -322,6 +322,8 @@ def test_rules_come_first() -> None:
     assert (dict(both), both.found) == ({"a/kernel": 1, "a/bias": 0, "b/kernel": 0}, frozenset(both))
     assert tensor_dims(leaves, 2, None, {"c/kernel": -1}) == {"c/kernel": 1}  # a table is complete
     assert tensor_dims(leaves, 2, None, None, {"c/kernel": ("embed", "mlp")}) == {"c/kernel": 1}
+    names = {"c/kernel": ("embed", "kv")}  # which say nothing of this axis
+    assert tensor_dims(leaves, 2, None, None, names) == {"a/kernel": 1, "a/bias": 0, "b/kernel": 0}
 
 
 @functools.cache
