@@ -55,9 +55,9 @@ def creation_order(create: Callable[[jax.Array], Any]) -> list[str]:
     closed, out = jax.make_jaxpr(create, return_shape=True)(jax.random.key(0))
     paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(out[0])]
     flat = jx.flatten(closed)
-    places = _places(flat.eqns, flat.outvars)
+    places = dict(zip(paths, _places(flat.eqns, flat.outvars), strict=False))  # variables may follow the parameters
     natural = lambda path: [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)]
-    return sorted(paths, key=lambda path: (places[paths.index(path)], natural(path)))
+    return sorted(paths, key=lambda path: (places[path], natural(path)))
 
 
 def _places(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -115,6 +115,8 @@ class _Search:
     def __init__(self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool):
         self.leaves, self.ranks, self.chosen, self.expanding = leaves, ranks, chosen, expanding
         self.dims: dict[str, int] = {}
+        # Modules, layers and features out of what may be stacks of kernels.
+        self.stacks = {(_module(path), s[0], s[-1]) for path, s in leaves if len(s) > 2}
         self.seen = False  # whether there was a product
         self.beside: set[int] = set()  # grouped convolutions, stacked vectors
         if not expanding:
@@ -160,10 +162,7 @@ class _Search:
 
     def _stacked(self, path: str, shape: tuple[int, ...]) -> bool:
         """Whether it is a vector for each layer of a stack, [L, b] beside [L, a, b]."""
-        first = path.partition("/")[0] if "/" in path else ""
-        return len(shape) == 2 and any(
-            len(other) > 2 and (other[0], other[-1]) == shape and name.startswith(first) for name, other in self.leaves
-        )
+        return len(shape) == 2 and (_module(path), *shape) in self.stacks
 
     def _ungrouped(self, products: Sequence[_Product | None]) -> list[_Product | None]:
         """Without the grouped convolutions that stand between two that might be a pair."""
@@ -212,6 +211,11 @@ class _Search:
             a, b, size = shape[-2], shape[-1], math.prod(shape)
             if _KERNEL.fullmatch(path) and a % self.ranks == 0 and size >= max(PAD_FROM, _WORTH * (2 * b + a)):
                 self.dims[path] = len(shape) - 2
+
+
+def _module(path: str) -> str:
+    """The outermost module of a leaf."""
+    return path.partition("/")[0] if "/" in path else ""
 
 
 def _is_table(path: str) -> bool:
