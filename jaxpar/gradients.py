@@ -137,7 +137,12 @@ class Local:
             return flat
         units = self.layout.kept.units
         dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
-        fun, gathered = localise(flat, dims, [leaf.path for leaf in units], self.ranks, self.strategy.sequence, RULES)
+        kept, found = self.layout.kept, self.layout.found
+        rolled = {
+            leaf.path for leaf, at in zip(kept.leaves, kept.origin, strict=True) if kept.models[at[0]].path in found
+        }
+        names = ["" if leaf.path in found | rolled else leaf.path for leaf in units]  # found, and nobody's mistake
+        fun, gathered = localise(flat, dims, names, self.ranks, self.strategy.sequence, RULES)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
         parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
         local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)

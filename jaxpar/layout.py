@@ -38,6 +38,7 @@ class Layout:
       copied: whether a replicated copy in the compute dtype is stored beside a sharded float32 master (ZeRO-1 and 2 in
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
+      found: the paths of the model's leaves that are on `tensor` though no rule names them (`parallel/pairs.py`).
     """
 
     kept: Kept
@@ -46,6 +47,7 @@ class Layout:
     sharded: frozenset[str]
     copied: bool
     optimizer: Any
+    found: frozenset[str] = frozenset()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,9 @@ from .mesh import check_context, make_mesh
 from .model import Model
 from .order import Token
 from .parallel import rule_of
+from .parallel.pairs import creation_order
 from .parallel.schedules import Schedule
-from .parallel.tensor import Rules, tensor_dims
+from .parallel.tensor import Dims, Rules, tensor_dims
 from .precision import Policy
 from .start import Start
 from .state import State
@@ -104,7 +106,8 @@ class Step(Start):
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         parts = mesh.shape["tensor"]
-        split = tensor_dims(flat, parts, rules, model.rules, model.names()) if parts > 1 else {}
+        order = functools.partial(creation_order, model.create)
+        split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
         kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
@@ -114,7 +117,7 @@ class Step(Start):
             state, tuned, [leaf for leaf in seen if leaf.trainable], "optimizer" in self.rule.sharded
         )
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
-        self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places)
+        self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found)
         self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.local = Local(model, self.layout, strategy, axes, schedule)

@@ -50,6 +50,14 @@ def _tied(x: jax.Array) -> jax.Array:
     return jnp.sign(x) + (x - jax.lax.stop_gradient(x))
 
 
+def _conv(x: jax.Array, y: jax.Array, groups: int = 1, padding: Any = "SAME", **options: Any) -> jax.Array:
+    """[N, H, C] and [H, C / groups, O] -> [N, H, O]."""
+    numbers = ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x, y, (1,), padding, dimension_numbers=numbers, feature_group_count=groups, **options
+    )
+
+
 # Split with x along dim 2; the second result is whole, and comes from what is whole.
 KERNEL = jp.local_kernel(lambda x, y, z: (jnp.sin(x) * y, z**2), (2, 2, None), (2, None))
 INDEX = np.array([[3, 0, -1], [1, 1, 2]])
@@ -146,12 +154,54 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "convolution": lambda x, y: jax.lax.conv_general_dilated(
         x, y[:, :, :3], (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH")
     ),
+    "depthwise": lambda x, y: _conv(x, y[:3, :1], groups=8) * _conv(y, x[:3, :1], groups=8),
+    "channel multiplier": lambda x, y: _conv(x, jnp.tile(y[:3, :1], (1, 1, 2)), groups=8),
+    "grouped": lambda x, y: (
+        _conv(x, y[:3, :4], groups=2) * _conv(x, y[:3, :2], groups=4) + _conv(y, x[:3, :4], groups=2)
+    ),
+    "groups that ranks do not divide": lambda x, y: _conv(jnp.repeat(x, 3, -1), y[:3].transpose(0, 2, 1), groups=3),
+    "convolution by parts of x": lambda x, y: (
+        _conv(x, y[:3].transpose(0, 2, 1)) * _conv(y, x[:3].transpose(0, 2, 1)) + _conv(y[..., :6], x[:3])[..., :6]
+    ),
+    "transposed convolution": lambda x, y: (
+        _conv(x, y[:3].transpose(0, 2, 1), padding=[(2, 2)], lhs_dilation=(2,)).sum()
+        * jax.lax.conv_transpose(y[..., :6], x[:3], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+    ),
+    "gradients of convolutions": lambda x, y: (
+        jax.grad(lambda k: jnp.sin(_conv(x, k, groups=8)).sum())(y[:3, :1])
+        * jax.grad(lambda k: jnp.sin(_conv(y, k, groups=2)).sum())(x[:3, :4]).sum()
+        + jax.grad(lambda v: jnp.sin(_conv(v, y[:3, :4], groups=2)).sum())(x).sum()
+    ),
+    "pooling": lambda x, y: sum(
+        jax.lax.reduce_window(x * y, start, of, window, (1, 1, 1), "SAME") * y
+        for window in ((2, 1, 1), (1, 3, 1), (1, 1, 2))
+        for start, of in ((-jnp.inf, jax.lax.max), (0.0, jax.lax.add))
+    ),
+    "pooling of any kind": lambda x, y: (
+        y[:, :5]
+        * jax.lax.reduce_window(
+            jax.lax.stop_gradient(x), jnp.float32(1), lambda a, b: a * b, (1, 2, 1), (1, 1, 1), "VALID"
+        )
+    ),
+    "gradient of pooling": lambda x, y: (
+        jax.grad(lambda v: (jax.lax.reduce_window(v, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 2, 1), "VALID") ** 2).sum())(
+            x
+        )
+        * y
+    ),
     "dropout": lambda x, y: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, X), x / 0.5, 0) * y,
     "layer norm": lambda x, y: (
         (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * y[0, 0]
     ),
     "scatter": lambda x, y: y.at[jnp.array([0, 2])].add(x[:2]).at[:, 1].set(x[:, 0]),
-    "segment sum": lambda x, y: jax.ops.segment_sum(x, jnp.array([0, 1, 0, 2]), 3) * y[:3],
+    "segment sum": lambda x, y: (
+        jax.ops.segment_sum(x, jnp.array([0, 1, 0, 2]), 3) * y[:3]
+        + jax.ops.segment_max(x, jnp.array([0, 1, 2, 2]), 3)
+        + jax.ops.segment_sum(y, jnp.array([0, 1, 0, 2]), 3) * x[:3]
+    ),
+    "scatter of parts": lambda x, y: (
+        y.at[:, jnp.array([1, 1, 4])].add(x[:, :3]).at[jnp.array([2])].max(x[1:2]).at[..., jnp.array([0, 5])].mul(2.0)
+    ),
 }
 
 

@@ -143,7 +143,7 @@ RESNET = leaves_of(named("resnet-tiny").model)
         (
             [("attn/c_attn/kernel", (24, 72))],
             2,
-            {},
+            {"own": {}},
             (
                 "tensor=2 splits no parameter",
                 "attn/c_attn/kernel: it holds several projections side by side",

@@ -168,7 +168,13 @@ class Estimator:
         return Estimate(**state, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
-        return make_train_step(self.model, self.optimizer, strategy, mesh=devices, rules=self.rules)
+        step = make_train_step(self.model, self.optimizer, strategy, mesh=devices, rules=self.rules)
+        if strategy.tensor > 1 and all(leaf.tensor is None for leaf in step.layout.leaves):
+            raise ValueError(
+                f"tensor={strategy.tensor} splits no parameter, and each of its ranks would compute the same; say "
+                "which dims to split: rules={...: -1}"
+            )
+        return step
 
     def _facts_of(self, strategy: Strategy) -> _Facts:
         changes = {"data": 1, "fsdp": 1, "pipe": 1, "microbatches": 1, "chunks": 1}

@@ -2,5 +2,6 @@
 
 from . import calls as calls
 from . import sums as sums
+from . import windows as windows
 from .localiser import localise as localise
 from .rules import RULES as RULES

@@ -1,10 +1,10 @@
 """Rewrite a traced loss into the program of one tensor rank.
 
 Of a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`, comes the loss
-that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value
-is whole on each rank or split along one dim; a rule for each primitive (`rules.py`, `sums.py`, `calls.py`) says what
-its equation becomes. Whole values that split computation reads pass an edge (`edges.py`) whose transpose is an
-all-reduce, once for all readers: the query, key and value of attention share it. A sum over a split dim is followed
+that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
+whole on each rank or split along one dim; a rule for each primitive (`rules.py`, `sums.py`, `windows.py`, `calls.py`)
+says what its equation becomes. Whole values that split computation reads pass an edge (`edges.py`) whose transpose is
+an all-reduce, once for all readers: the query, key and value of attention share it. A sum over a split dim is followed
 by an all-reduce; with `sequence`, that of a matmul with a parameter by a reduce-scatter along dim 1 instead, so that
 what follows up to the next matmul is split along the sequence (Korthikanti et al. 2022, section 4.2.2). An equation
 without a rule gets whole values: the mathematics stays, at the price of gathering them, which is noted.
@@ -37,7 +37,7 @@ class Placed:
       shape: the shape of the whole.
       active: whether it has a cotangent.
       weight: whether it comes from parameters alone; where two splits conflict, weights keep theirs.
-      origin: the parameter, or the step, that it is split because of.
+      origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
       broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
     """
 
@@ -180,7 +180,7 @@ def localise(
 
     Args:
       dims: for each parameter, the dim that is split.
-      names: their paths, for errors.
+      names: their paths, for errors; empty where a split that does not work out is to be gathered instead.
 
     Returns the function, whose results are whole, and what it gathers for want of a rule (place -> bytes), which is
     filled when the function is traced. Raises ValueError where a split dim is reshaped to one that does not divide.

@@ -93,7 +93,7 @@ def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     if len(dims) != 1 or eqn.params["dimensions"] is not None:
         return None
     (dim,) = dims
-    heads = not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
+    heads = x.origin and not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
     if shape[dim] % work.ranks and heads:
         raise ValueError(
             f"tensor={work.ranks} does not divide {shape[dim]}: {list(x.shape)}, whose dim {x.dim} is split because of "
@@ -168,35 +168,36 @@ def _pad(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 @rule("rev")
 def _rev(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _along(work, eqn, inputs, eqn.params["dimensions"])
+    return along(work, eqn, inputs, eqn.params["dimensions"])
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _along(work, eqn, inputs, [eqn.params["axis"]])
+    return along(work, eqn, inputs, [eqn.params["axis"]])
 
 
 @rule("sort")
 def _sort(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _along(work, eqn, inputs, [eqn.params["dimension"]])
+    return along(work, eqn, inputs, [eqn.params["dimension"]])
 
 
 @rule("top_k")
 def _top_k(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _along(work, eqn, inputs, [eqn.params.get("axis", len(inputs[0].shape) - 1) % len(inputs[0].shape)])
+    return along(work, eqn, inputs, [eqn.params.get("axis", len(inputs[0].shape) - 1) % len(inputs[0].shape)])
 
 
 @rule("split")
 def _split(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _along(work, eqn, inputs, [eqn.params["axis"]])
+    return along(work, eqn, inputs, [eqn.params["axis"]])
 
 
-def _along(work: Localiser, eqn: Any, inputs: Sequence[Placed], dims: Sequence[int]) -> Found | None:
-    """An equation that mixes elements along `dims` alone."""
+def along(work: Localiser, eqn: Any, inputs: Sequence[Placed], dims: Sequence[int]) -> Found | None:
+    """An equation that mixes elements along `dims` alone; scalars among its inputs are what it starts with."""
     dim = _dim(inputs)
     if dim in dims:
         return None
-    return [(value, dim) for value in jx.bind(eqn, [work.part(x, dim) for x in inputs])]
+    values = [work.part(x, dim) if x.shape else work.entered(x) for x in inputs]
+    return [(value, dim) for value in jx.bind(eqn, values)]
 
 
 @rule("slice")

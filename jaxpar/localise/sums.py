@@ -101,25 +101,6 @@ def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [work.summed(value, shape_of(eqn), inputs[keep].weight != inputs[other].weight, eqn)]
 
 
-@rule("conv_general_dilated")
-def _convolution(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Split by rows, by output features, or by the input features of both operands."""
-    left, right = inputs
-    numbers = eqn.params["dimension_numbers"]
-    rows, features = numbers.lhs_spec[:2]
-    into, out_of = numbers.rhs_spec[:2]
-    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
-        return None
-    if right.dim is None and left.dim == rows:
-        return [(jx.bind(eqn, [left.value, work.entered(right)])[0], numbers.out_spec[0])]
-    if right.dim == into:
-        return [(jx.bind(eqn, [work.entered(left), right.value])[0], numbers.out_spec[1])]
-    if right.dim == out_of or (right.dim is None and left.dim == features):
-        (value,) = jx.bind(eqn, [work.part(left, features), work.part(right, out_of)])
-        return [(edges.leave(value, work.ranks), None)]
-    return None
-
-
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ SIZES = {
     "resnet50": Config(blocks=(3, 4, 6, 3), bottleneck=True),
 }
 
-RULES: dict[str, int] = {}  # `tensor` splits nothing: convolutions are whole
+RULES: dict[str, int] | None = None  # `tensor` splits the pairs of convolutions of each block, which jaxpar finds
 
 
 class Convolution(nnx.Module):

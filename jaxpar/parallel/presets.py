@@ -6,9 +6,10 @@ import re
 
 # Kernels are [in, out], perhaps stacked: -1 is column-parallel, -2 row-parallel. The first rule that matches counts.
 PRESETS: dict[str, int | None] = {
-    # Attention: ours; Llama, Qwen, Gemma and their kin as Hugging Face names them; T5; Llama as Meta does; GPT-2.
-    "(query|key|value|[qkv]_proj|[qkv]|w[qkv])/(kernel|w)": -1,
-    "(out|o_proj|out_proj|o|wo|(attn|attention)/c_proj)/(kernel|w)": -2,
+    # Attention: ours; Llama, Qwen, Gemma and their kin as Hugging Face names them; T5; Llama as Meta does; GPT-2;
+    # Diffusers.
+    "(query|key|value|[qkv]_proj|[qkv]|w[qkv]|to_[qkv])/(kernel|w)": -1,
+    "(out|o_proj|out_proj|o|wo|to_out|to_out_0|(attn|attention)/c_proj)/(kernel|w)": -2,
     # Feed-forward: ours; Hugging Face; GPT-2; OPT and ViT; GPT-J; T5; Meta; BERT; Flax's examples.
     "(gate|up|gate_proj|up_proj|c_fc|fc1|fc_in|wi|wi_[01]|w1|w3|intermediate/dense)/(kernel|w)": -1,
     "(down|down_proj|mlp/c_proj|fc2|fc_out|w2|output/dense)/(kernel|w)": -2,
@@ -16,6 +17,9 @@ PRESETS: dict[str, int | None] = {
     "MlpBlock_[0-9]+/Dense_1/kernel": -2,
     # Gemma of Flax's examples, with heads N: [N, D, h], [2, N, D, h], [3, N, D, h] and [N, h, D].
     "(q|kv|qkv|attn_vec)_einsum/w": -3,
+}
+# Where a model begins and ends: they say nothing of what is between.
+ENDS: dict[str, int | None] = {
     "(head|lm_head)/(kernel|w)": -1,
     "(wpe|[^/]*(pos|type)[^/]*)/embedding": None,
     "embedding|input_embedding": -2,

@@ -7,7 +7,8 @@
 
 The first of these that names a leaf decides: the user's `rules`; the model's own table; Flax's annotations, if the
 model has any that speak of this axis; `presets.py`, if the model has neither table nor annotations. A bias that none
-names follows its kernel.
+names follows its kernel. Where presets know no layer of the model and rules split nothing, `pairs.py` finds products
+that follow one another: convolutions, dense layers by any name.
 
 A rule is `{path: dim}`: the path a regular expression for whole components at the end of a leaf's path, and the dim
 perhaps counted from the end, so that it holds for a layer and for a stack of layers [L, ...]; None: whole. Or it is
@@ -19,15 +20,23 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..leaves import PAD_FROM
-from .presets import DIMS, FUSED, HEADS, NORM, PAIRS, PRESETS
+from .pairs import found
+from .presets import DIMS, ENDS, FUSED, HEADS, NORM, PAIRS, PRESETS
 
 Rules = Mapping[str, int | str | None]
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
 _Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Dims(dict[str, int]):
+    """The dim over `tensor` of every leaf that has one, by path; `found` are those that no rule names."""
+
+    found: frozenset[str] = frozenset()
 
 
 def tensor_dims(
@@ -36,7 +45,8 @@ def tensor_dims(
     rules: Rules | None = None,
     own: Rules | None = None,
     names: Mapping[str, tuple[Any, ...]] | None = None,
-) -> dict[str, int]:
+    order: Callable[[], Sequence[str]] | None = None,
+) -> Dims:
     """The dim over `tensor` of every leaf that has one, by path, counted from the start.
 
     Args:
@@ -45,9 +55,13 @@ def tensor_dims(
       rules: the user's, see above; each must match a leaf. What they do not name is decided as if there were none.
       own: the model's table. It is meant to be complete: with one, be it empty, no preset applies.
       names: by path one name, None or tuple of names for each dim, fewer if the last dims have none.
+      order: gives the paths in the order in which the model creates its leaves (`pairs.creation_order`); that of
+        `leaves` if None. Asked for only where it matters.
 
     Raises ValueError, naming leaf and numbers, for a rule that is none or matches no leaf, rules that disagree on a
-    leaf, a dim that the leaf does not have or that `size` does not divide, and where nothing would be split.
+    leaf, a dim that the leaf does not have or that `size` does not divide, and where rules, a table or annotations
+    are given and nothing would be split. Warns where none are given and nothing is found to split: every rank then
+    computes the same.
     """
     shapes = dict(leaves)
     axes = {path: entry for path, entry in (names or {}).items() if path in shapes}
@@ -60,16 +74,25 @@ def tensor_dims(
     chosen = _claims("rules", paths, shapes, known)
     chosen = {path: dim for path, dim in annotated.items() if mine.keys() & {*_flat(axes[path])}} | chosen
     chosen = _claims("the model's rules", own_paths, shapes) | chosen
+    seek = False
     if known & table.keys():
         chosen = annotated | chosen
     elif own is None:
+        seek = all(dim is None for dim in chosen.values())
         chosen = _presets(shapes) | chosen
 
     _check_division(chosen, shapes, size)
     chosen = _biases(shapes, chosen) | chosen
-    dims = {path: dim for path in shapes if (dim := chosen.get(path)) is not None}
+    more = _pairs(shapes, size, chosen, order) if seek and size > 1 else {}
+    more = _biases(shapes, more) | more
+    dims = Dims((path, dim) for path in shapes if (dim := chosen.get(path, more.get(path))) is not None)
+    dims.found = frozenset(more.keys() - chosen.keys())
     if size > 1 and not dims:
-        raise ValueError(_nothing(shapes, size))
+        if rules or own is not None or known & table.keys():
+            raise ValueError(_nothing(shapes, size))
+        warnings.warn(
+            f"{_nothing(shapes, size)} Until then each of the {size} ranks holds and computes all of it", stacklevel=2
+        )
     return dims
 
 
@@ -170,14 +193,30 @@ def _claims(what: str, rules: Mapping[str, Any], shapes: _Shapes, known: set[str
     return chosen
 
 
+def _pairs(
+    shapes: _Shapes, size: int, chosen: Mapping[str, int | None], order: Callable[[], Sequence[str]] | None
+) -> dict[str, int]:
+    """What no rule names; where presets know columns and rows of the model's layers, feed-forwards alone."""
+    ends = [_pattern("", key) for key in ENDS]
+    layers = [path for path in chosen if len(shapes[path]) > 1 and not any(end.fullmatch(path) for end in ends)]
+    known = len({dim - len(shapes[path]) for path in layers if (dim := chosen[path]) is not None}) > 1
+    whole = {path: None for path in shapes if FUSED.fullmatch(path)}
+    rest = [path for path, shape in shapes.items() if len(shape) > 1 and path not in chosen and path not in whole]
+    paths = order() if rest and order is not None else list(shapes)
+    return found([(path, shapes[path]) for path in paths], size, {**whole, **chosen}, known) if rest else {}
+
+
 def _presets(shapes: _Shapes) -> dict[str, int | None]:
-    flat, by_heads = ([(_pattern("", key), dim) for key, dim in table.items()] for table in (PRESETS, HEADS))
+    flat, by_heads = ([(_pattern("", key), dim) for key, dim in table.items()] for table in (PRESETS | ENDS, HEADS))
     chosen: dict[str, int | None] = {}
     for path, shape in shapes.items():
+        above, _, end = path.rpartition("value/")
+        if end in ("kernel", "w") and not any(f"{above}{name}/{end}" in shapes for name in ("query", "key")):
+            continue  # of a state, not of attention
         table = [*by_heads, *flat] if _has_heads(path, shapes) else flat
-        dim = next((dim for pattern, dim in table if pattern.fullmatch(path)), None)
-        if dim is not None and len(shape) + dim >= 0:
-            chosen[path] = len(shape) + dim
+        for dim in [dim for pattern, dim in table if pattern.fullmatch(path)][:1]:
+            if dim is None or len(shape) + dim >= 0:
+                chosen[path] = None if dim is None else len(shape) + dim
     return chosen
 
 
@@ -235,9 +274,9 @@ def _nothing(shapes: _Shapes, size: int) -> str:
     path = max(shapes, key=lambda path: math.prod(shapes[path]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")
     return (
-        f"tensor={size} splits no parameter, as no rule names one; the largest are {_largest(shapes)}.{fused} Say "
-        "which dim to split, -1 for the output features of a kernel, -2 for its input features: "
-        f"rules={{{_end(path)!r}: -1}}"
+        f"tensor={size} splits no parameter, as no rule names one and no product follows another; the largest are "
+        f"{_largest(shapes)}.{fused} Say which dim to split, -1 for the output features of a kernel, -2 for its input "
+        f"features: rules={{{_end(path)!r}: -1}}"
     )
 
 
