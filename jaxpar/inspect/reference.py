@@ -170,12 +170,13 @@ def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
 
 def _change(a: jax.Array, b: jax.Array) -> float:
     """The largest change of an element; 0 where it is not finite, which says nothing about rounding."""
-    change = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+    with np.errstate(invalid="ignore"):
+        change = np.abs(np.asarray(a) - np.asarray(b))
     return float(np.nan_to_num(change, nan=0, posinf=0).max(initial=0))
 
 
 def _moves(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _trained(tree: Any) -> Any:

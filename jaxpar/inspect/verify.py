@@ -187,7 +187,7 @@ def differences(kind: str, ours: Any, theirs: Any, terms: Sequence[float] | None
     largest element stands for it.
     """
     pairs = [
-        (name_of(path), np.asarray(a, np.float64), np.asarray(b, np.float64))
+        (name_of(path), _real(a), _real(b))
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
     ]
     largest = max((np.abs(b).max(initial=0) for _, _, b in pairs), default=0.0)
@@ -196,11 +196,18 @@ def differences(kind: str, ours: Any, theirs: Any, terms: Sequence[float] | None
     for (path, a, b), cancelling in zip(pairs, terms or [0.0] * len(pairs), strict=True):
         scales = {"leaf": float(np.abs(b).max(initial=0)), "tree": max(floor, 1e-30), "terms": cancelling}
         of = max(scales, key=lambda name: scales[name])
-        error = float(np.abs(a - b).max(initial=0) / scales[of])
+        with np.errstate(invalid="ignore"):  # infinities
+            error = float(np.abs(a - b).max(initial=0) / scales[of])
         ratio = float((a * b).sum() / (b * b).sum()) if (b * b).sum() > 0 else 1.0
         error = error if np.isfinite(error) else float("inf")
         found.append(Difference(kind, path, error, ratio, _hint(a, b, ratio), of))
     return found
+
+
+def _real(x: Any) -> np.ndarray:
+    """float64; of complex numbers, real and imaginary parts."""
+    x = np.asarray(x)
+    return np.stack([x.real, x.imag]).astype(np.float64) if np.iscomplexobj(x) else x.astype(np.float64)
 
 
 def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
