@@ -120,3 +120,16 @@ def test_an_annotated_nnx_module_makes_the_program_of_a_plain_one(key: str, eage
     plain = traces(None)
     assert traces(("fsdp", "tensor")) == plain
     assert traces(("embed", "mlp")) == plain
+
+
+def test_a_constraint_of_the_users_own_mesh_is_left_out() -> None:
+    """It named a mesh that is not the step's: "Mesh for all inputs should be equal"."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def traced(constrain: Any) -> str:
+        loss = lambda params, batch, key: (constrain(batch["x"] @ params["w"]) ** 2).mean()
+        model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, loss)
+        return str(jp.make_train_step(model, optax.sgd(0.1), "fsdp").trace(BATCH))
+
+    assert traced(lambda x: jax.lax.with_sharding_constraint(x, rows)) == traced(lambda x: x)
