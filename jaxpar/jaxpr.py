@@ -75,7 +75,9 @@ def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats:
 
 
 def flatten(closed: Any, remats: bool = False) -> Flat:
-    """Inline every nested `jit`, and every rematerialised call that holds a scan (or all of them)."""
+    """Inline every nested `jit`, and every rematerialised call that holds a scan (or all of them); leave out
+    constraints of shardings, but for those within loops.
+    """
     constvars: list[Any] = []
     consts: list[Any] = []
     eqns: list[Any] = []
@@ -99,6 +101,8 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 walk(inner, inner_consts, inner_env)
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
+            elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
+                env[eqn.outvars[0]] = read(eqn.invars[0])
             else:
                 env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
                 eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=[env[v] for v in eqn.outvars]))

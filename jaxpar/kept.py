@@ -152,13 +152,9 @@ def make_leaves(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
                 "(Model(stateful=True)), or use the loss's own key"
             )
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"parameter {name} is {x.dtype}; make it two real ones, and lax.complex(real, imag) in the loss"
-            )
         names.append(name)
         shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        trains.append(bool(jnp.issubdtype(x.dtype, jnp.floating)) and (trainable is None or bool(trainable(name))))
+        trains.append(bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name))))
     if not any(trains):
         listed = ", ".join(names[:5]) or "none"
         needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"

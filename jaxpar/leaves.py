@@ -168,13 +168,15 @@ def place(
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
     stacked = not own and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
-    dim = next((d for d in dims if shape[d] and shape[d] % shards == 0), None) if shards > 1 else None
+    dim = next((d for d in dims if shape[d] % shards == 0), None) if shards > 1 and math.prod(shape) else None
     note = ""
-    if dim is None and shards > 1:
+    if shards > 1 and not math.prod(shape):
+        note = f"replicated: {shape} has no elements"
+    elif dim is None and shards > 1:
         if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks):
             dim = max(dims, key=lambda d: shape[d])
             note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
-        elif stacked and not rolled and tensor != 0 and shape[0] and shape[0] % shards == 0:
+        elif stacked and not rolled and tensor != 0 and shape[0] % shards == 0:
             dim = 0
         else:
             rest = "no dim" if tensor is None else f"no dim but {tensor}, which is on tensor,"

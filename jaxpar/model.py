@@ -16,6 +16,7 @@ import numpy as np
 from . import collectives
 
 _RESERVED = ("loss", "grad_norm", "skipped")
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
 _couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("couplings", default=None)
 
@@ -77,7 +78,8 @@ class Model:
 
     def create(self, key: jax.Array) -> tuple[Any, Any]:
         """Parameters and variables from a key. Raises ValueError where a stateful `init` returns no such pair."""
-        made = self.init(key)
+        with without_mesh():
+            made = self.init(key)
         if self.stateful and not (isinstance(made, tuple) and len(made) == 2):
             raise ValueError(f"init returned {type(made).__name__}; with stateful=True return (params, variables)")
         params, variables = made if self.stateful else (made, {})
@@ -89,7 +91,7 @@ class Model:
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
-        with rows_over(rows):
+        with rows_over(rows), without_mesh():
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):
@@ -149,6 +151,16 @@ def rows_over(axes: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         _rows.reset(token)
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Within it, a model sees no mesh, as on one device.
+
+    Where Flax finds a mesh around it, it makes constraints of the names that annotate parameters (`nn.DenseGeneral`
+    unboxes its kernel's in every call), and of those of activations. Inside a step's program they would be of a mesh
+    that the user does not know, on arrays that are one device's part already.
+    """
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def row_axes() -> tuple[str, ...]:

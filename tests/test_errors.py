@@ -150,7 +150,6 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
             ("no trainable parameters", "(w)", "must be true for some path"),
         ),
         (lambda: build(init=lambda key: {"i": jnp.arange(2)}), ("no trainable parameters", "(i)", "floating-point")),
-        (lambda: build(init=lambda key: {"c": jnp.ones(2, jnp.complex64)}), ("c is complex64", "real")),
         (lambda: build(init=lambda key: weights(key) | {"k": key}), ("k is key<fry>", "Model(stateful=True)")),
         (lambda: build().model(None), ("pair of functions", "use step.params(state)")),
         (

@@ -76,6 +76,20 @@ def test_of_one_program(strategy: str, shards: int) -> None:
     shown(found)
 
 
+def test_a_note_is_written_once() -> None:
+    """The note of a leaf that no rule splits came from the layout, and once more from explain itself."""
+    shapes = {"position": (128, 128), "split": (128, 8)}
+    model = jp.Model(
+        lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()},
+        lambda params, batch, key: jnp.mean(batch @ params["position"] @ params["split"]),
+    )
+    step = jp.make_train_step(model, optax.sgd(0.1), "tensor=2", mesh=jax.devices()[:2], rules={"split": 1})
+    found = step.explain(np.ones((4, 128), np.float32))
+    note = "whole on every tensor rank: no rule splits it"
+    assert found.notes == step.layout.notes == {"position": note}
+    assert " ".join(str(found).split()).count(note) == 1
+
+
 SERVES = {
     "single": set(),
     "ddp": {"data parallel"},

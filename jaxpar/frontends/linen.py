@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..leaves import name_of
-from ..model import Model, row_axes
+from ..model import Model, row_axes, without_mesh
 
 
 class Apply:
@@ -96,7 +96,8 @@ def from_linen(
 
     def names() -> dict[str, tuple[Any, ...]]:
         found: dict[str, tuple[Any, ...]] = {}
-        jax.eval_shape(lambda key: found.update(create(key).names), jax.random.key(0))
+        with without_mesh():
+            jax.eval_shape(lambda key: found.update(create(key).names), jax.random.key(0))
         return found
 
     def init(key: jax.Array) -> tuple[Any, Any]:

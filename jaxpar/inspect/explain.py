@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from ..batches import batch_specs, is_array
 from ..leaves import name_of
-from ..parallel.tensor import unsplit
 from ..server import OF_REPLICAS, ServerStep
 from ..step import Step
 from . import explain_text
@@ -159,11 +158,6 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
     loops, kept = dict(_loops(step, batch)), step.layout.kept
-    shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
-    dims = {leaf.path: leaf.tensor for leaf in kept.models if leaf.tensor is not None}
-    notes = unsplit(shapes, dims) if step.mesh.shape["tensor"] > 1 else {}
-    for path, note in step.layout.notes.items():
-        notes[path] = f"{notes[path]}; {note}" if path in notes else note
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
@@ -177,7 +171,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
         checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
-        notes=notes,
+        notes=step.layout.notes,
         gathered=dict(step.local.gathered),
         loops=loops,
         moves=tuple(moved),
