@@ -140,6 +140,8 @@ def _of_rows(eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[i
     found = _met(x, at, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
     if found is not None and x.span == 1:
         return replace(x, dim=batch[found], columns=frozenset())
+    if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
+        return moved  # a single row, which take_along_axis has whole
     return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}"))
 
 

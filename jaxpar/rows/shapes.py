@@ -13,6 +13,7 @@ from ..localise.rules import ELEMENTWISE
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .values import GATHER, Note, Value, combine, coupled, position, reshaped, spread
 
+_MORE = ("clamp", "add_any", "stop_gradient", "bitcast_convert_type", "random_clone", "random_gamma")
 _LINEAR = ("neg", "real", "imag", "conj", "copy", "copy_p", "reduce_precision", "stop_gradient")
 _COMPARED = ("eq", "ne", "gt", "lt", "ge", "le", "is_finite")
 FROM_ALL = "compute it from jp.all_rows(x)"
@@ -27,7 +28,7 @@ def mixed(eqn: Any, ins: Sequence[Value], what: str = "") -> Value:
     return coupled(ins, Note.at(eqn, f"{what or name + ' of'} a sum or mean over rows; {FROM_ALL}"))
 
 
-@rule(*ELEMENTWISE, "clamp", "random_fold_in", "random_seed", "threefry2x32", "random_gamma", "add_any", "stop_gradient")
+@rule(*ELEMENTWISE, *_MORE, "random_fold_in", "random_seed", "threefry2x32")
 def _elementwise(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     """Not linear: of rows alone, to which no mean over rows was added."""
     if any(x.kind == "sum" for x in ins):
@@ -128,7 +129,7 @@ def scaled(r: Reader, eqn: Any, x: Value, by: Value, sign: int) -> Value:
     return position(eqn, by, x) if x.kind == "rows" else x
 
 
-@rule(*ELEMENTWISE, "clamp", "add_any", "stop_gradient", table=WHOLE)
+@rule(*ELEMENTWISE, *_MORE, table=WHOLE)
 def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     name, scalars = eqn.primitive.name, [x.scalar for x in ins]
     varies = frozenset().union(*(x.varies for x in ins))

@@ -115,8 +115,9 @@ def reshaped(value: Value, old: Sequence[int], new: Sequence[int]) -> Value:
     """Rows after a reshape: always along dims that follow one another, perhaps merged with what is beside them."""
     before = math.prod(old[: value.dim]) * value.outer
     prefix = [math.prod(new[:i]) for i in range(len(new) + 1)]
-    start = max(i for i, p in enumerate(prefix) if p <= before and before % p == 0)
-    start = min(start, len(new) - 1)
+    starts = [i for i, p in enumerate(prefix[:-1]) if p <= before and before % p == 0]
+    # One row alone might stand in any dim of size 1: it stays in front.
+    start = prefix.index(before) if value.count == 1 and before in prefix[:-1] else max(starts)
     stop = next(i for i, p in enumerate(prefix) if i > start and p % (before * value.count) == 0)
     return replace(value, dim=start, span=stop - start, outer=before // prefix[start], columns=frozenset())
 
