@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,10 +127,6 @@ class Local:
                 rewrite,
                 self.strategy.sequence,
             )
-        known = any(kind[0] == jax.tree.structure((variables, batch, key)) for kind in self._programs)
-        if not known and self.model.rows is None and self.replicas * self.strategy.microbatches > 1:
-            trace = lambda rest, axes: jx.trace(lambda *at: fun(*at, axes), params, rest, axes=self.traced_axes | axes)[0]
-            check_coupling(logical[0], out, rest, trace, self.axes, self.strategy)
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
         if self.schedule is not None:
             check_pipe(program, out, self.layout, self.strategy)
@@ -140,6 +137,10 @@ class Local:
             )
         check_replicas(program, out, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(program, self.layout.policy.compute, self.strategy.precision)
+        known = any(kind[0] == jax.tree.structure((variables, batch, key)) for kind in self._programs)
+        if not known and self.model.rows is None and self.replicas * self.strategy.microbatches > 1:
+            again = lambda rest, axes: jx.trace(partial(fun, axes=axes), params, rest, axes=self.traced_axes | axes)[0]
+            check_coupling(logical[0], out, rest, again, self.axes, self.strategy)
         return program, out
 
     def _rewrite(self, flat: jx.Flat) -> jx.Flat:

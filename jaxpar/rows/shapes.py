@@ -166,8 +166,11 @@ def along(eqn: Any, x: Value, to: Sequence[int | None]) -> Value:
     if x.kind == "whole":
         counts = None if x.counts is None else to[x.counts]
         return replace(x, varies=frozenset(n for d in x.varies if (n := to[d]) is not None), counts=counts)
-    moved = x.moved(to)
-    return moved or coupled([x], Note.at(eqn, f"{eqn.primitive.name} may tear rows apart", certain=False))
+    if (moved := x.moved(to)) is not None:
+        return moved
+    if x.first is not None and x.first >= 0:
+        return coupled([x], Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))
+    return coupled([x], Note.at(eqn, f"{eqn.primitive.name} may tear rows apart", certain=False))
 
 
 def shape_rule(*names: str) -> Any:
