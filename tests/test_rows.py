@@ -237,9 +237,10 @@ def time_major(w: jax.Array, batch: Batch) -> jax.Array:
 
 def indexed(w: jax.Array, batch: Batch) -> jax.Array:
     nats = -jax.nn.log_softmax(batch["x"] @ w)
-    return nats[jnp.arange(len(nats)), batch["label"]].mean() + jnp.take_along_axis(
-        nats, batch["label"][:, None], 1
-    ).mean()
+    return (
+        nats[jnp.arange(len(nats)), batch["label"]].mean()
+        + jnp.take_along_axis(nats, batch["label"][:, None], 1).mean()
+    )
 
 
 def inside_a_row(w: jax.Array, batch: Batch) -> jax.Array:
@@ -275,7 +276,9 @@ def noisy(w: jax.Array, batch: Batch) -> jax.Array:
 
 def convolved(w: jax.Array, batch: Batch) -> jax.Array:
     images = w[batch["tokens"]].reshape(-1, 7, 5, 1)
-    x = jax.lax.conv_general_dilated(images, w[:3, :3, None, None], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x = jax.lax.conv_general_dilated(
+        images, w[:3, :3, None, None], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return nn.max_pool(x, (2, 2)).mean()
 
 
@@ -343,7 +346,10 @@ def test_a_metric_that_couples_rows_is_a_warning() -> None:
 
     def measured(w: jax.Array, batch: Batch) -> Any:
         value = mean(w, batch)
-        return value, {"perplexity": jnp.exp(value), "count": jp.Mean(batch["mask"].sum(), jnp.float32(len(batch["x"])))}
+        return value, {
+            "perplexity": jnp.exp(value),
+            "count": jp.Mean(batch["mask"].sum(), jnp.float32(len(batch["x"]))),
+        }
 
     (message,) = traced(of(measured))
     assert "metric 'perplexity'" in message
@@ -381,5 +387,5 @@ def test_the_adapters_take_rows(make: str) -> None:
     with pytest.raises(ValueError, match=r"test_rows\.py.*a sum or mean over rows"):
         traced(model(None))
     assert traced(model("independent")) == []
-    with pytest.raises(ValueError, match="rows='apart'.*'independent'"):
+    with pytest.raises(ValueError, match=r"rows='apart'.*'independent'"):
         model("apart")

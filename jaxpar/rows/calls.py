@@ -65,7 +65,7 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
 
 def _settled(eqn: Any, carry: list[Value], body: Any, over_rows: bool) -> tuple[list[Value], list[Value]]:
     """A loop's carry as it is in any step, and the outputs of the body then."""
-    carry = [replace(x, scalar=None, counts=None) for x in carry]
+    carry, outs = [replace(x, scalar=None, counts=None) for x in carry], []
     for _ in range(_ROUNDS):
         outs = body(carry)
         new = [_carried(eqn, old, out, over_rows) for old, out in zip(carry, outs, strict=False)]

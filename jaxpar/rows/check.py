@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import jaxpr as jx
 from ..model import Mean, Replicated
@@ -45,7 +44,7 @@ def check_coupling(
     try:
         small, large = ((_with_rows(rest, n * factor), {**axes, name: 4 // n}) for n in (1, 2))
         pair = trace(*small), trace(*large)
-    except Exception:  # noqa: BLE001  # the user's code, at a number of rows that it may not know
+    except Exception:  # the user's code, at a number of rows that it may not know
         found = _read(flat, None, out, rest, rows, axes, exact=True)
     else:
         found = _read(*pair, out, rest, rows * factor, axes or {name: 4}, exact=True)
@@ -113,7 +112,9 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> li
 
 
 def _kind(power: int | None) -> str:
-    return {0: "a sum over rows", -1: "a mean over rows, or the same for all"}.get(power or 0, f"a sum over rows x rows^{power}")
+    return {0: "a sum over rows", -1: "a mean over rows, or the same for all"}.get(
+        power or 0, f"a sum over rows x rows^{power}"
+    )
 
 
 def _line(flat: jx.Flat, atom: Any) -> str:

@@ -48,7 +48,10 @@ def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     summed = [all(d in contracted[i] for d in ins[i].dims) and ins[i].span > 0 for i in sides]
     if both:
         alike = (a.span, a.outer, a.count, a.first) == (b.span, b.outer, b.count, b.first)
-        met = all(_role(contracted, batch, 0, d) == _role(contracted, batch, 1, e) for d, e in zip(a.dims, b.dims, strict=False))
+        met = all(
+            _role(contracted, batch, 0, d) == _role(contracted, batch, 1, e)
+            for d, e in zip(a.dims, b.dims, strict=False)
+        )
         if not (alike and met and (all(_role(contracted, batch, 0, d) is not None for d in a.dims) or not a.span)):
             return coupled(ins, Note.at(eqn, f"a product of rows with other rows; {GATHER}"))
     side = sides[0]
@@ -58,14 +61,16 @@ def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
             return coupled(ins, Note.at(eqn, f"a sum over some of the rows; {FROM_ALL}"))
         found = Value("sum", power=power, size=math.prod(shapes(eqn)[0][d] for d in contracted[0]), notes=x.notes)
         if not both and any(other.varies & {contracted[1 - side][contracted[side].index(d)]} for d in x.dims):
-            return found.noted(Note.at(eqn, "weights rows by their place in the block; put the weights into the batch", False))
+            return found.noted(
+                Note.at(eqn, "weights rows by their place in the block; put the weights into the batch", False)
+            )
         return found
     moved = x.moved(to[side])
     if moved is None:
         return coupled(ins, Note.at(eqn, "a product may tear rows apart", certain=False))
     if not both:  # what the other has along the dims of the rows, if they are dims of both
-        mine = frozenset(n for d in other.varies if (n := to[1 - side][d]) is not None)
-        moved = position(eqn, Value(varies=mine), moved)
+        theirs = to[1 - side]
+        moved = position(eqn, Value(varies=frozenset(n for d in other.varies if (n := theirs[d]) is not None)), moved)
     return replace(moved, power=power, plus=any(v.plus for v in ins))
 
 
@@ -85,10 +90,10 @@ def _convolution(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value 
     rows, features = numbers.lhs_spec[:2]
     if b.kind == "whole" and list(a.dims) == [rows] and eqn.params["batch_group_count"] == 1:
         return replace(a, dim=numbers.out_spec[0], power=power)
-    if a.kind == b.kind == "rows" and list(a.dims) == [features] and list(b.dims) == [numbers.rhs_spec[0]]:
-        # A kernel for each row: vmap makes groups of features of them.
-        if a.outer == b.outer == 1 and a.count == b.count and eqn.params["feature_group_count"] % a.count == 0:
-            return replace(a, dim=numbers.out_spec[1], power=power)
+    # A kernel for each row: vmap makes groups of features of them.
+    own = a.kind == b.kind == "rows" and list(a.dims) == [features] and list(b.dims) == [numbers.rhs_spec[0]]
+    if own and a.outer == b.outer == 1 and a.count == b.count and eqn.params["feature_group_count"] % a.count == 0:
+        return replace(a, dim=numbers.out_spec[1], power=power)
     return None
 
 
@@ -132,7 +137,9 @@ def _sizes(eqn: Any, into: Sequence[int]) -> list[int]:
     return [d for d, n in enumerate(eqn.params["slice_sizes"]) if n == into[d]]
 
 
-def _of_rows(eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[int | None], whole: Sequence[int]) -> Value:
+def _of_rows(
+    eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[int | None], whole: Sequence[int]
+) -> Value:
     """What is looked up in rows."""
     numbers = eqn.params["dimension_numbers"]
     if at.kind == "whole" and all(d in whole and to[d] is not None for d in x.dims):
@@ -142,7 +149,8 @@ def _of_rows(eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[i
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole
-    return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}"))
+    # Indices that come with the rows may point into their own, as those of graphs that are laid one after another.
+    return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain=at.kind == "whole"))
 
 
 def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int], mapped: Sequence[int]) -> int | None:
@@ -156,8 +164,7 @@ def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int]
     return None
 
 
-@rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max",
-      "scatter_max", "scatter-sub")  # fmt: skip
+@rule(*(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")), "scatter")
 def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     (x, at, new), numbers = ins, eqn.params["dimension_numbers"]
     adds = eqn.primitive.name.replace("-", "_") in ("scatter_add", "scatter_sub")
@@ -171,7 +178,13 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | No
         return combine(eqn, [x, new]) if at.kind == "whole" and "rows" not in (x.kind, new.kind) else mixed(eqn, ins)
     rows = [v for v in (x, new) if v.kind == "rows"]
     window = next((d for d in range(len(into)) if new.kind == "rows" and new.span == 1 and to[d] == new.dim), None)
-    if at.kind == "whole" and x.kind == "rows" and x.span == 1 and to[x.dim] is not None and given[to[x.dim]] == into[x.dim]:
+    if (
+        at.kind == "whole"
+        and x.kind == "rows"
+        and x.span == 1
+        and to[x.dim] is not None
+        and given[to[x.dim]] == into[x.dim]
+    ):
         return x if new.kind == "whole" or window == x.dim else None  # all rows, at the same place in each
     if at.kind == "whole" and x.kind == "whole" and window is not None and given[new.dim] == into[window]:
         return replace(new, dim=window)
@@ -184,9 +197,10 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | No
         mine = Value("rows", dim=operand, outer=(v := (rows or [at])[0]).outer, count=v.count, first=v.first)
         fits = x.kind == "whole" or x.place == mine.place
         if fits and (at.kind == "whole" or at.dim == dim) and (new.kind == "whole" or new.dim == batch[dim]):
-            return replace(mine, plus=any(v.plus for v in rows), power=combine(eqn, [replace(v, dim=0) for v in (x, new)]).power)
-    if adds and x.kind == "whole":  # rows are added up where their indices say
-        if at.kind == "rows" or (new.kind == "rows" and new.dim in batch):
-            total = Value("sum", power=new.power, notes=frozenset())
-            return combine(eqn, [x, total])
-    return coupled(ins, Note.at(eqn, f"{eqn.primitive.name} of rows at computed indices; {FROM_ALL}", certain=x.kind == "rows"))
+            power = combine(eqn, [replace(v, dim=0) for v in (x, new)]).power
+            return replace(mine, plus=any(v.plus for v in rows), power=power)
+    by_index = at.kind == "rows" or (new.kind == "rows" and new.dim in batch)
+    if adds and x.kind == "whole" and by_index:  # rows are added up where their indices say
+        return combine(eqn, [x, Value("sum", power=new.power)])
+    certain = x.kind == "rows" and at.kind == "whole"
+    return coupled(ins, Note.at(eqn, f"{eqn.primitive.name} of rows at computed indices; {FROM_ALL}", certain))

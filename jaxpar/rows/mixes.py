@@ -9,8 +9,12 @@ from typing import Any
 
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .shapes import FROM_ALL, along, mixed, shape_rule, together, without
-from .values import GATHER, STEP, Note, Value, coupled
+from .values import STEP, Note, Value, combine, coupled
 
+_MATRICES = """
+cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
+tridiagonal_solve
+""".split()
 _EXTREMES = {"reduce_max": "maximum", "reduce_min": "minimum", "reduce_or": "any", "reduce_and": "all"}
 
 
@@ -98,8 +102,6 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
     if x.kind == update.kind == "whole":
         return Value(varies=x.varies | update.varies | {d for d, n in enumerate(of) if n != into[d]}, power=x.power)
     if x.kind == "sum" or update.kind == "sum":
-        from .values import combine
-
         return combine(eqn, [x, update])
     rows = x if x.kind == "rows" else update
     if any(into[d] != of[d] for d in rows.dims):
@@ -151,8 +153,7 @@ def _fft(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     return _over(eqn, ins, range(ndim - len(eqn.params["fft_lengths"]), ndim), True, "Fourier transform")
 
 
-@rule("cholesky", "lu", "qr", "householder_product", "eigh", "eig", "svd", "triangular_solve", "schur", "tridiagonal_solve",
-      "lu_pivots_to_permutation", "geqrf", "tridiagonal")  # fmt: skip
+@rule(*_MATRICES)
 def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     ndim = len(shapes(eqn)[0])
     inside = 1 if eqn.primitive.name == "lu_pivots_to_permutation" else 2
@@ -171,7 +172,9 @@ def _window(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
+@rule(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
+)
 def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     (x,), (shape,), name = ins, shapes(eqn), eqn.primitive.name
     axes = [int(d) for d in eqn.params["axes"]]
@@ -212,6 +215,3 @@ def _others_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value
     (x,), (shape,) = ins, shapes(eqn)
     found = along(eqn, replace(x, counts=None), without(len(shape), [int(d) for d in eqn.params["axes"]]))
     return replace(found, zero=False, scalar=None, power=0 if x.power == 0 else None)
-
-
-__all__ = ["GATHER"]

@@ -85,8 +85,8 @@ class Reader:
 
     def constants(self, values: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
         """The values of arrays that a trace closed over."""
-        same = twins is not None and len(twins) == len(values)
-        return [self.constant(x, twins[i] if same else None) for i, x in enumerate(values)]
+        others = twins if twins is not None and len(twins) == len(values) else [None] * len(values)
+        return [self.constant(x, other) for x, other in zip(values, others, strict=True)]
 
     def constant(self, x: Any, twin: Any) -> Value:
         """A number or array that stands in the program."""
@@ -138,7 +138,9 @@ class Reader:
             if found is None:
                 powers = {x.power for x in ins if not x.zero}
                 found = [
-                    Value(varies=frozenset(range(len(getattr(v.aval, "shape", ())))), power=0 if powers <= {0} else None)
+                    Value(
+                        varies=frozenset(range(len(getattr(v.aval, "shape", ())))), power=0 if powers <= {0} else None
+                    )
                     for v in eqn.outvars
                 ]
         else:

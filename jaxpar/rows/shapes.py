@@ -140,20 +140,22 @@ def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
         power = next(iter(found)) if len(found := {x.power for x in ins if not x.zero}) == 1 else power
     elif name in ("mul", "div") and None not in (p := [x.power for x in ins]):
         power = p[0] + p[1] * (1 if name == "mul" else -1)  # type: ignore[operator]
-    scalar = None
-    if None not in scalars:
-        a, *b = scalars
-        if name in ("convert_element_type", "copy", "stop_gradient"):
-            scalar = a
-        elif name in ("add", "sub", "mul", "max") and b:
-            scalar = {"add": a + b[0], "sub": a - b[0], "mul": a * b[0], "max": max(a, b[0])}[name]
-        elif name == "div" and b[0]:
-            scalar = a / b[0]
+    scalar = _computed(name, [float(c) for c in scalars if c is not None]) if None not in scalars else None
     keeps = name in ("neg", "convert_element_type", "copy", "stop_gradient", "mul", "add", "sub", "select_n")
     data = ins[1:] if name == "select_n" else ins
     zero = keeps and (any if name == "mul" else all)(x.zero for x in data)
     counts = ins[0].counts if name in ("convert_element_type", "copy") else None
     return Value(varies=varies, scalar=scalar, zero=zero, power=power, counts=counts)
+
+
+def _computed(name: str, given: Sequence[float]) -> float | None:
+    """What some elementwise equation makes of known numbers."""
+    if name in ("convert_element_type", "copy", "stop_gradient"):
+        return given[0]
+    if name not in ("add", "sub", "mul", "max", "div") or (name == "div" and not given[1]):
+        return None
+    a, b = given
+    return {"add": a + b, "sub": a - b, "mul": a * b, "max": max(a, b), "div": a / (b or 1.0)}[name]
 
 
 # -- dims --------------------------------------------------------------------------------------------------------------
@@ -194,7 +196,9 @@ def _reshape(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
         return x
     if x.kind == "whole":
         return replace(x, varies=spread(x.varies, old, new), counts=None)
-    if eqn.params["dimensions"] is not None or not x.span or not new:
+    if not x.span:
+        return x
+    if eqn.params["dimensions"] is not None or not new:
         return coupled([x], Note.at(eqn, "reshape takes the one row of a block"))
     return reshaped(x, old, new)
 
@@ -286,7 +290,9 @@ def _joined(r: Reader, eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim
         return None
     inner = {size // (x.outer * x.count) for x, size in zip(ins, sizes, strict=True)}
     if len(inner) == 1 and len({(x.count, x.first) for x in ins}) == 1:
-        return replace(ins[0], outer=sum(x.outer for x in ins), power=combine(eqn, [replace(x, outer=1) for x in ins]).power)
+        return replace(
+            ins[0], outer=sum(x.outer for x in ins), power=combine(eqn, [replace(x, outer=1) for x in ins]).power
+        )
     firsts = [x.first or 0 for x in ins]
     ends = [f + x.count for f, x in zip(firsts, ins, strict=True)]
     if len(inner) == 1 and all(x.outer == 1 for x in ins) and firsts[1:] == ends[:-1]:
