@@ -52,7 +52,7 @@ def _cond(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
 def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     p, q = eqn.params, twin.params if twin is not None else {}
     n, k = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    body = lambda carry: r.inner(p["body_jaxpr"], q.get("body_jaxpr"), [*ins[n:k], *carry])
+    body = lambda carry: replace(r, looped=True).inner(p["body_jaxpr"], q.get("body_jaxpr"), [*ins[n:k], *carry])
     carry, _ = _settled(eqn, list(ins[k:]), body, False)
     (goes_on,) = r.inner(p["cond_jaxpr"], q.get("cond_jaxpr"), [*ins[:n], *carry])
     if goes_on.kind == "extreme":  # vmap makes loops that end when all rows have ended, and keep those that have
@@ -96,8 +96,12 @@ def _scan(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
     consts, init, xs = ins[:n], list(ins[n : n + k]), ins[n + k :]
     over = [x for x in xs if x.kind == "rows" and 0 in x.dims]
     slices = [_step(x, shape[1:]) for x, shape in zip(xs, shapes(eqn)[n + k :], strict=True)]
-    body = lambda carry: r.inner(parts.body, other.body if other else None, [*consts, *carry, *slices])
+    body = lambda carry: replace(r, looped=True).inner(
+        parts.body, other.body if other else None, [*consts, *carry, *slices]
+    )
     carry, outs = _settled(eqn, init, body, bool(over))
+    if over:  # its steps have gone through all rows
+        carry = [replace(x, first=None) if x.kind == "sum" else x for x in carry]
     return [*carry, *(_stacked(eqn, x, over[0] if over else None) for x in outs[k:])]
 
 

@@ -13,7 +13,7 @@ from .. import jaxpr as jx
 from ..model import Mean, Replicated
 from ..strategy import Strategy
 from .reader import Reader
-from .values import Note, Value
+from .values import Note, Value, named
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
@@ -111,10 +111,8 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> li
     return sorted(notes, key=lambda n: n.line)
 
 
-def _kind(power: int | None) -> str:
-    return {0: "a sum over rows", -1: "a mean over rows, or the same for all"}.get(
-        power or 0, f"a sum over rows x rows^{power}"
-    )
+def _kind(power: float | None) -> str:
+    return "a mean over rows, or the same for all" if power == -1 else named(power)
 
 
 def _line(flat: jx.Flat, atom: Any) -> str:

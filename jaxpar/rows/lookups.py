@@ -12,7 +12,7 @@ from .shapes import FROM_ALL, mixed, shape_rule
 from .values import GATHER, Note, Value, combine, coupled, position
 
 
-def _power(*powers: int | None) -> int | None:
+def _power(*powers: float | None) -> float | None:
     return None if None in powers else sum(p or 0 for p in powers)
 
 
@@ -129,7 +129,7 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
             return coupled(ins, Note.at(eqn, "a lookup whose indices are rows", certain=False))
         place = Note.at(eqn, "a lookup by a row's place in its block; put the place into the batch", certain=False)
         return replace(moved, power=table.power).noted(*[place] * bool(at.columns))
-    return _of_rows(eqn, table, at, batch, to, _sizes(eqn, into))
+    return _of_rows(r, eqn, table, at, batch, to, _sizes(eqn, into))
 
 
 def _sizes(eqn: Any, into: Sequence[int]) -> list[int]:
@@ -138,7 +138,7 @@ def _sizes(eqn: Any, into: Sequence[int]) -> list[int]:
 
 
 def _of_rows(
-    eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[int | None], whole: Sequence[int]
+    r: Reader, eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[int | None], whole: Sequence[int]
 ) -> Value:
     """What is looked up in rows."""
     numbers = eqn.params["dimension_numbers"]
@@ -149,8 +149,10 @@ def _of_rows(
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole
-    # Indices that come with the rows may point into their own, as those of graphs that are laid one after another.
-    return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain=at.kind == "whole"))
+    # Indices that come with the rows may point into their own, as those of graphs that are laid one after another do.
+    # Those of a loop may go through all rows.
+    certain = at.kind == "whole" and not r.looped
+    return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain))
 
 
 def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int], mapped: Sequence[int]) -> int | None:
@@ -164,7 +166,7 @@ def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int]
     return None
 
 
-@rule(*(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")), "scatter")
+@shape_rule(*(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")), "scatter")
 def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     (x, at, new), numbers = ins, eqn.params["dimension_numbers"]
     adds = eqn.primitive.name.replace("-", "_") in ("scatter_add", "scatter_sub")
@@ -174,17 +176,16 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | No
     batch = [d for d in range(len(given)) if d not in numbers.update_window_dims]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     to = _offsets(into, gone, numbers.update_window_dims)
+    if x.kind == at.kind == new.kind == "whole":
+        varies = {d for d, n in enumerate(to) if n in new.varies} | set(numbers.scatter_dims_to_operand_dims)
+        power = x.power if x.power == new.power or new.zero else new.power if x.zero else None
+        return Value(varies=x.varies | varies | set(numbers.operand_batching_dims), power=power)
     if "sum" in (x.kind, new.kind):
         return combine(eqn, [x, new]) if at.kind == "whole" and "rows" not in (x.kind, new.kind) else mixed(eqn, ins)
     rows = [v for v in (x, new) if v.kind == "rows"]
     window = next((d for d in range(len(into)) if new.kind == "rows" and new.span == 1 and to[d] == new.dim), None)
-    if (
-        at.kind == "whole"
-        and x.kind == "rows"
-        and x.span == 1
-        and to[x.dim] is not None
-        and given[to[x.dim]] == into[x.dim]
-    ):
+    own = to[x.dim] if x.kind == "rows" and x.span == 1 else None
+    if at.kind == "whole" and own is not None and given[own] == into[x.dim]:
         return x if new.kind == "whole" or window == x.dim else None  # all rows, at the same place in each
     if at.kind == "whole" and x.kind == "whole" and window is not None and given[new.dim] == into[window]:
         return replace(new, dim=window)
@@ -202,5 +203,5 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | No
     by_index = at.kind == "rows" or (new.kind == "rows" and new.dim in batch)
     if adds and x.kind == "whole" and by_index:  # rows are added up where their indices say
         return combine(eqn, [x, Value("sum", power=new.power)])
-    certain = x.kind == "rows" and at.kind == "whole"
+    certain = x.kind == "rows" and at.kind == "whole" and not r.looped
     return coupled(ins, Note.at(eqn, f"{eqn.primitive.name} of rows at computed indices; {FROM_ALL}", certain))

@@ -33,7 +33,8 @@ def part(r: Reader, eqn: Any, x: Value, size: int, start: int, stop: int, stride
         return x
     if stride == 1 and x.outer == 1 and start % inner == stop % inner == 0:
         return replace(x, count=length // inner, first=max(x.first or 0, 0) + start // inner)
-    return coupled([x], Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))
+    # Every second row, say: of pairs, which no block may part.
+    return coupled([x], Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=stride == 1))
 
 
 @shape_rule("slice")
@@ -89,7 +90,7 @@ def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Valu
     if any(s.kind != "whole" for s in starts):
         return mixed(eqn, ins, "a slice that starts at")
     if x.kind == "rows" and any(sizes[d] != shape[d] for d in x.dims):
-        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))
+        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=not r.looped))
     return replace(x, counts=None, columns=frozenset())
 
 
@@ -190,7 +191,8 @@ def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
         return coupled(ins, Note.at(eqn, f"{name} over rows {x.first} to {last} of a block; {FROM_ALL}"))
     if name == "reduce_sum":
         rest = _grown(r, eqn, twin, x, [d for d in axes if d not in x.dims])
-        return Value("sum", power=rest.power, size=math.prod(shape[d] for d in axes), notes=x.notes)
+        some = x.first if set(x.dims) <= set(axes) else STEP
+        return Value("sum", power=rest.power, size=math.prod(shape[d] for d in axes), first=some, notes=x.notes)
     if name in _EXTREMES:
         note = Note.at(eqn, f"{_EXTREMES[name]} over rows; {FROM_ALL}")
         return Value("extreme", power=None, notes=x.notes | {note})

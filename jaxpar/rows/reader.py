@@ -51,11 +51,14 @@ def shape_of(eqn: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Reader:
-    """One reading: `rows` in a block, the mesh axes over which blocks are spread, and whether programs have twins."""
+    """One reading: `rows` in a block, the mesh axes over which blocks are spread, whether programs have twins, and
+    whether the program is the body of a loop.
+    """
 
     rows: int
     axes: frozenset[str] = frozenset()
     exact: bool = False
+    looped: bool = False
 
     def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr (or a `jx.Flat`)."""
@@ -102,7 +105,7 @@ class Reader:
         power = 0 if not self.exact or zero else self._power(x, twin)
         return Value(varies=varies, scalar=scalar, zero=zero, power=power)
 
-    def _power(self, x: Any, twin: Any) -> int | None:
+    def _power(self, x: Any, twin: Any) -> float | None:
         if twin is None:
             return None
         if np.shape(x) != np.shape(twin):
@@ -112,7 +115,7 @@ class Reader:
             return 0
         return doubled(float(b.flat[0]) / float(a.flat[0])) if a.size == 1 and a.flat[0] else None
 
-    def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> int | None:
+    def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float | None:
         """The power of n that the product of some sizes has: (input, dim) each."""
         if not self.exact:
             return 0
@@ -162,9 +165,9 @@ class Reader:
         return coupled(ins)
 
 
-def doubled(ratio: float) -> int | None:
-    """The k for which a ratio is 2^k; None if it is no power of two."""
+def doubled(ratio: float) -> float | None:
+    """The k for which a ratio is 2^k; None unless it is a multiple of 1/2."""
     if ratio <= 0 or not math.isfinite(ratio):
         return None
-    power = math.log2(ratio)
-    return round(power) if abs(power - round(power)) < 1e-3 else None
+    power = round(2 * math.log2(ratio)) / 2
+    return power if math.isclose(ratio, 2**power, rel_tol=1e-3) else None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..localise.rules import ELEMENTWISE
 from .reader import WHOLE, Reader, rule, shape_of, shapes
-from .values import GATHER, Note, Value, combine, coupled, position, reshaped, spread
+from .values import GATHER, STEP, Note, Value, combine, coupled, position, reshaped, some_rows, spread
 
 _MORE = ("clamp", "add_any", "stop_gradient", "bitcast_convert_type", "random_clone", "random_gamma")
 _LINEAR = ("neg", "real", "imag", "conj", "copy", "copy_p", "reduce_precision", "stop_gradient")
@@ -25,6 +25,8 @@ FROM_ALL = "compute it from jp.all_rows(x)"
 def mixed(eqn: Any, ins: Sequence[Value], what: str = "") -> Value:
     """A result that is not linear in what was summed over rows."""
     name = eqn.primitive.name
+    if any(x.kind == "sum" and x.first == STEP for x in ins):
+        return coupled(ins, some_rows(eqn))
     return coupled(ins, Note.at(eqn, f"{what or name + ' of'} a sum or mean over rows; {FROM_ALL}"))
 
 
@@ -135,7 +137,7 @@ def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     varies = frozenset().union(*(x.varies for x in ins))
     if name == "select_n" and len(ins) == 3 and ins[1].counts is not None:  # what keeps indices from being negative
         return replace(ins[1], notes=frozenset())
-    power: int | None = 0 if all(x.power == 0 for x in ins) else None
+    power: float | None = 0 if all(x.power == 0 for x in ins) else None
     if name in ("add", "sub", "max", "min", *_LINEAR, "convert_element_type", "select_n"):
         power = next(iter(found)) if len(found := {x.power for x in ins if not x.zero}) == 1 else power
     elif name in ("mul", "div") and None not in (p := [x.power for x in ins]):
@@ -200,7 +202,13 @@ def _reshape(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
         return x
     if eqn.params["dimensions"] is not None or not new:
         return coupled([x], Note.at(eqn, "reshape takes the one row of a block"))
-    return reshaped(x, old, new)
+    found = reshaped(x, old, new)
+    last = found.dim + found.span
+    if r.exact and twin is not None and last < len(new):
+        # Where sizes leave it open which of two dims has the rows, it is the one that grows with them.
+        grown = [b > a for a, b in zip(new, shape_of(twin), strict=True)]
+        found = replace(found, span=found.span + (grown[last] and not any(grown[d] for d in found.dims)))
+    return found
 
 
 @shape_rule("transpose")

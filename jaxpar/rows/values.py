@@ -24,8 +24,11 @@ from typing import Any
 
 from .. import jaxpr as jx
 
-STEP = -1  # `first` of the rows that one step of a scan over rows sees
+STEP = -1  # `first` of some rows: those that one step of a scan over rows sees; and of sums over some rows
 SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding
+
+GATHER = "give it jp.all_rows(x) for one of them"
+SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Value:
     outer: int = 1
     count: int = 0
     first: int | None = None
-    power: int | None = 0
+    power: float | None = 0
     plus: bool = False
     size: int = 1
     varies: frozenset[int] = frozenset()
@@ -158,9 +161,11 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
         small = a.scalar is not None and abs(a.scalar) <= SMALL
         return b if a.zero or small else _added(eqn, b, a.power, -1, "a value that is the same for all rows")
     if b.kind == "sum":
-        return replace(_added(eqn, a, b.power, 0, _named(b.power)), size=max(a.size, b.size))
+        return replace(_added(eqn, a, b.power, 0, named(b.power)), size=max(a.size, b.size))
     if a.kind == "sum" and not b.span:  # a scan over rows adds them up, one in each step
         return _added(eqn, a, b.power, 0, "rows")
+    if a.kind == "sum" and a.first == STEP:
+        return coupled([a, b], some_rows(eqn))
     if a.kind == "sum":
         mean = _added(eqn, a, b.power, -1, "each row")
         return coupled([mean]) if mean.kind == "coupled" else replace(b, plus=True, power=_both(mean.power, b.power))
@@ -177,22 +182,26 @@ def position(eqn: Any, whole: Value, rows: Value) -> Value:
     return rows.noted(Note.at(eqn, what, certain=False))
 
 
-def _added(eqn: Any, total: Value, power: int | None, shift: int, what: str) -> Value:
+def some_rows(eqn: Any) -> Note:
+    """Groups of rows, as a reshape makes them, may or may not be parted by blocks."""
+    what = f"{eqn.primitive.name} of sums over groups of rows, which blocks may part; give groups a dim of their own"
+    return Note.at(eqn, what, certain=False)
+
+
+def _added(eqn: Any, total: Value, power: float | None, shift: int, what: str) -> Value:
     """A sum over rows and something else that, as a sum over rows, has the power `power + shift`."""
     if total.power is None or power is None:
         return replace(total, power=None)
     if total.power == power + shift:
         return total
-    return coupled([total], Note.at(eqn, f"adds up {_named(total.power)} and {what}; {SCALES}"))
+    return coupled([total], Note.at(eqn, f"adds up {named(total.power)} and {what}; {SCALES}"))
 
 
-def _both(a: int | None, b: int | None) -> int | None:
+def _both(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else b
 
 
-def _named(power: int | None) -> str:
-    return {0: "a sum over rows", -1: "a mean over rows"}.get(power or 0, f"a sum over rows times rows^{power}")
-
-
-GATHER = "give it jp.all_rows(x) for one of them"
-SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
+def named(power: float | None) -> str:
+    """What a sum over rows with this power is called."""
+    usual = "a sum over rows" if power == 0 else "a mean over rows" if power == -1 else None
+    return usual or f"a sum over rows times rows^{power:g}"
