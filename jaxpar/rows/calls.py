@@ -18,7 +18,7 @@ def _param(eqn: Any, *names: str) -> Any:
     return None if eqn is None else next(eqn.params[n] for n in names if n in eqn.params)
 
 
-@rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", table=ALWAYS)
+@rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
 def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
     return r.inner(_param(eqn, *names), _param(twin, *names), ins)

@@ -74,6 +74,14 @@ def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     return replace(moved, power=power, plus=any(v.plus for v in ins))
 
 
+@rule(*(f"dot_product_attention{kind}_fwd{end}" for kind in ("", "_fp8") for end in ("", "_wrapper")))
+def _attention(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    """cuDNN's, of [rows, positions, heads, head_dim] or [rows, heads, ...]."""
+    rows = [x for x in ins if x.kind == "rows"]
+    alike = all(x.kind == "whole" or (x.place == rows[0].place and not x.plus) for x in ins)
+    return replace(rows[0], power=None) if rows and alike and list(rows[0].dims) == [0] else None
+
+
 def _role(contracted: Any, batch: Any, side: int, dim: int) -> tuple[str, int] | None:
     """What a dim of one operand is to the product; None if it stays a dim of the operand alone."""
     if dim in contracted[side]:

@@ -13,7 +13,13 @@ from ..localise.rules import ELEMENTWISE
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .values import GATHER, STEP, Note, Value, combine, coupled, position, reshaped, some_rows, spread
 
-_MORE = ("clamp", "add_any", "stop_gradient", "bitcast_convert_type", "random_clone", "random_gamma")
+_MORE = """
+add_any bitcast_convert_type clamp clz log2 mulhi one_minus_square polygamma random_clone random_gamma stop_gradient
+""".split()
+_SAME = """
+device_put from_edtype layout_constraint mesh_cast optimization_barrier pvary random_wrap reduced_vary_cast relayout
+reshard sharding_constraint to_edtype with_memory_space_constraint
+""".split()
 _LINEAR = ("neg", "real", "imag", "conj", "copy", "copy_p", "reduce_precision", "stop_gradient")
 _COMPARED = ("eq", "ne", "gt", "lt", "ge", "le", "is_finite")
 FROM_ALL = "compute it from jp.all_rows(x)"
@@ -233,7 +239,7 @@ def without(ndim: int, gone: Sequence[int]) -> list[int | None]:
     return [None if d in gone else d - sum(g < d for g in gone) for d in range(ndim)]
 
 
-@shape_rule("optimization_barrier", "sharding_constraint", "random_wrap", "mesh_cast")
+@shape_rule(*_SAME)
 def _each(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     return list(ins)
 
