@@ -291,6 +291,16 @@ def whole(w: jax.Array, batch: Batch) -> jax.Array:
     return nats.mean() + 0.01 * jnp.square(jax.nn.softmax(every).mean(0)).sum()
 
 
+def loop_by_row(w: jax.Array, batch: Batch) -> jax.Array:
+    """Each row ends after steps of its own."""
+
+    def one(x: jax.Array) -> jax.Array:
+        on = lambda carry: carry[1] < 3 * jnp.abs(x[0])
+        return jax.lax.while_loop(on, lambda carry: (jnp.tanh(carry[0]), carry[1] + 1), (x.sum(), 0.0))[0]
+
+    return mean(w, batch) + jax.lax.stop_gradient(jax.vmap(one)(batch["x"])).mean()
+
+
 def derivative(w: jax.Array, batch: Batch) -> jax.Array:
     penalty = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ w).sum()))(batch["x"])
     return jnp.square(penalty).sum(-1).mean() + jnp.linalg.norm(batch["x"], axis=1).mean()
@@ -302,7 +312,7 @@ def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 APART = [mean, sum_by_rows, weighted, decay, smoothed, attention, merged, time_major, indexed, inside_a_row, by_row]
-APART += [two_views, noisy, convolved, whole, derivative, mean_of_a_mean]
+APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
@@ -333,7 +343,16 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         x = jnp.exp(x - jax.lax.stop_gradient(x.max()))  # of no effect: a softmax
         return -jnp.log(x[:, 0] / x.sum(-1)).mean()
 
-    for loss, words in ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows")):
+    def dispatched(w: jax.Array, batch: Batch) -> jax.Array:
+        order = jnp.argsort(batch["label"])  # tokens by their experts, and back
+        return jnp.square((batch["x"][order] @ w)[jnp.argsort(order)] - batch["y"]).mean()
+
+    def grouped(w: jax.Array, batch: Batch) -> jax.Array:
+        gain = batch["x"][:, 0].reshape(-1, 4)  # groups of four rows, which no block parts here
+        return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
+
+    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"))
+    for loss, words in (*cases, (dispatched, "sort over rows"), (grouped, "groups of rows")):
         (message,) = traced(of(loss))
         assert "may couple rows" in message
         assert words in message

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from .. import jaxpr as jx
+from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
-from .shapes import mixed
 from .values import STEP, Note, Value, combine, coupled, reasons
 
 _ROUNDS = 12
@@ -55,7 +55,9 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
     body = lambda carry: replace(r, looped=True).inner(p["body_jaxpr"], q.get("body_jaxpr"), [*ins[n:k], *carry])
     carry, _ = _settled(eqn, list(ins[k:]), body, False)
     (goes_on,) = r.inner(p["cond_jaxpr"], q.get("cond_jaxpr"), [*ins[:n], *carry])
-    if goes_on.kind == "extreme":  # vmap makes loops that end when all rows have ended, and keep those that have
+    if goes_on.kind == "rows":  # of vmap: it goes on until all rows have ended, and keeps those that have
+        return [replace(goes_on, power=None, notes=x.notes) if x.kind == "whole" else x for x in carry]
+    if goes_on.kind == "extreme":
         note = Note.at(eqn, "a loop that ends when all rows of a block have ended", certain=False)
         return [x.noted(note) if x.kind != "whole" else x for x in carry]
     if goes_on.kind != "whole":

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from .elementwise import FROM_ALL, mixed
 from .reader import Reader, rule, shape_of, shapes
-from .shapes import FROM_ALL, mixed, shape_rule
+from .shapes import shape_rule
 from .values import GATHER, Note, Value, combine, coupled, position
 
 

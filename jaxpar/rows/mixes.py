@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from .elementwise import FROM_ALL, mixed, together
 from .reader import WHOLE, Reader, rule, shape_of, shapes
-from .shapes import FROM_ALL, along, mixed, shape_rule, together, without
-from .values import STEP, Note, Value, combine, coupled
+from .shapes import along, shape_rule, without
+from .values import STEP, Note, Value, combine, coupled, reasons
 
 _MATRICES = """
 cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
@@ -139,7 +140,11 @@ def _cumulative(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value |
 @rule("sort", "approx_top_k")
 def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     dim = eqn.params.get("dimension", eqn.params.get("reduction_dimension"))
-    return _over(eqn, ins, [dim % len(shapes(eqn)[0])], False, "sort")
+    found = _over(eqn, ins, [dim % len(shapes(eqn)[0])], False, "sort")
+    if found is None or found.kind != "coupled" or len(ins) == 1:
+        return found
+    # An order may be undone, as where tokens are sorted by their experts and then put back.
+    return coupled(ins, *(replace(n, certain=False) for n in found.notes - reasons(ins)))
 
 
 @rule("top_k")
