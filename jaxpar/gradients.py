@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from .parallel.cut import shareable
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
 from .refusals import check_pipe, check_replicas, warn_precision
+from .rows import check_coupling
 from .sliced import Program
 from .strategy import Strategy
 
@@ -98,14 +100,20 @@ class Local:
             for at, unit in zip(origin, layer_of.get(i, [i]), strict=True)
         }
 
-        def fun(leaves: Sequence[Any], rest: Any) -> Any:
+        def fun(leaves: Sequence[Any], rest: Any, axes: Any = self.axes) -> Any:
             variables, batch, key = rest
             own = [leaves[values_of[i]] for i in range(len(kept.models))]
-            return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(self.axes))
+            return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
         whole = [leaf.dim == 0 for leaf in units]
         own = [leaf.layers is not None for leaf in units]
+        logical: list[jx.Flat] = []
+
+        def rewrite(flat: jx.Flat) -> jx.Flat:
+            logical.append(flat)
+            return self._rewrite(flat)
+
         with couplings() as noted:
             program, out = slice_program(
                 fun,
@@ -116,7 +124,7 @@ class Local:
                 self.strategy.remat,
                 own,
                 kept.families,
-                self._rewrite,
+                rewrite,
                 self.strategy.sequence,
             )
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
@@ -129,6 +137,10 @@ class Local:
             )
         check_replicas(program, out, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(program, self.layout.policy.compute, self.strategy.precision)
+        known = any(kind[0] == jax.tree.structure((variables, batch, key)) for kind in self._programs)
+        if not known and self.model.rows is None and self.replicas * self.strategy.microbatches > 1:
+            again = lambda rest, axes: jx.trace(partial(fun, axes=axes), params, rest, axes=self.traced_axes | axes)[0]
+            check_coupling(logical[0], out, rest, again, self.axes, self.strategy)
         return program, out
 
     def _rewrite(self, flat: jx.Flat) -> jx.Flat:

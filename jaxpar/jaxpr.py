@@ -82,7 +82,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
     consts: list[Any] = []
     eqns: list[Any] = []
 
-    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any]) -> None:
+    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None) -> None:
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else env[atom]
@@ -98,14 +98,17 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             ):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env)
+                walk(inner, inner_consts, inner_env, site if site and not where(eqn) else eqn.source_info)
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
                 env[eqn.outvars[0]] = read(eqn.invars[0])
             else:
                 env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
-                eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=[env[v] for v in eqn.outvars]))
+                # What jax.numpy wraps in a jit is traced once for all callers and knows no line of them.
+                source = site if site and not where(eqn) else eqn.source_info
+                ins = list(map(read, eqn.invars))
+                eqns.append(eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source))
 
     jaxpr, values = opened(closed)
     env = {v: jec.Var(v.aval) for v in jaxpr.invars}

@@ -60,6 +60,8 @@ class Model:
         complete: what it does not name is whole, unless the annotations name it. Without one, jaxpar's presets serve.
       names: the model's annotations, for `tensor`: `names()` is, by leaf path, a name, None or a tuple of names for
         each dim, logical ones ("mlp") or mesh axes.
+      rows: "independent" where the loss is known to be a mean over rows that do not know of each other, whatever its
+        program looks like: then no loss that couples rows is refused. None: it is checked when it is first traced.
     """
 
     init: Callable[..., Any]
@@ -70,11 +72,14 @@ class Model:
     bind: Callable[[Any, Any], Any] | None = None
     rules: Mapping[str, int | str | None] | None = None
     names: Callable[[], Mapping[str, tuple[Any, ...]]] = dict
+    rows: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss"):
             if not callable(getattr(self, name)):
                 raise ValueError(f"Model({name}={getattr(self, name)!r}): {name} must be a function")
+        if self.rows not in (None, "independent"):
+            raise ValueError(f"Model(rows={self.rows!r}): use 'independent', or None to have the loss checked")
 
     def create(self, key: jax.Array) -> tuple[Any, Any]:
         """Parameters and variables from a key. Raises ValueError where a stateful `init` returns no such pair."""

@@ -65,6 +65,7 @@ def from_linen(
     loss: Callable[[Any, Any], Any],
     example: Any,
     rules: Mapping[str, int | str | None] | None = None,
+    rows: str | None = None,
 ) -> Model:
     """A model from a Linen module, which is not changed and need not be annotated.
 
@@ -75,6 +76,7 @@ def from_linen(
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
       rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
         to dims (`nn.with_partitioning`, `nn.with_logical_partitioning`) serve beside it.
+      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
     The collection `params` holds the parameters; other collections are state (BatchNorm statistics), the same on all
     replicas. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`, `nn.Dropout`,
@@ -126,7 +128,7 @@ def from_linen(
     def bind(params: Any, variables: Any) -> Any:
         return module.bind({"params": params, **variables})
 
-    return Model(init, call, stateful=True, bind=bind, rules=rules, names=names)
+    return Model(init, call, stateful=True, bind=bind, rules=rules, names=names, rows=rows)
 
 
 def _is_boxed(x: Any) -> bool:

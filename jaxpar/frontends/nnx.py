@@ -17,6 +17,7 @@ def from_nnx(
     make: Callable[[nnx.Rngs], nnx.Module],
     loss: Callable[[Any, Any], Any],
     rules: Mapping[str, int | str | None] | None = None,
+    rows: str | None = None,
 ) -> Model:
     """A model from an NNX module, which is not changed and need not be annotated.
 
@@ -25,6 +26,7 @@ def from_nnx(
       loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
       rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
         to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
+      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
     `nnx.Param`s are the parameters, which the optimizer alone changes: what the loss assigns to one lasts for that
     call. Every other variable is state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
@@ -93,6 +95,7 @@ def from_nnx(
         bind=bind,
         rules=rules,
         names=lambda: _annotations(param_state),
+        rows=rows,
     )
 
 

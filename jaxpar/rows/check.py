@@ -1,0 +1,152 @@
+"""The check of a traced loss: ValueError for rows that are coupled, a warning for those that may be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .. import jaxpr as jx
+from ..model import Mean, Replicated
+from ..strategy import Strategy
+from .reader import Reader
+from .values import Note, Value, named
+
+Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
+_SHOWN = 6
+_SILENCE = "if it is meant so, give rows='independent' to jp.Model, jp.from_nnx or jp.from_linen"
+
+
+def check_coupling(
+    flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], strategy: Strategy
+) -> None:
+    """Raise ValueError where the loss is not a mean over rows that do not know of each other; warn where it may not be.
+
+    Also warns where a metric is not.
+
+    Args:
+      flat: the traced loss on one block's rows; its last inputs are the leaves of `rest`, (variables, batch, key).
+      out: the abstract tree of its outputs, ({name: Mean}, variables).
+      rest: abstract; batch leaves are [rows, ...] unless marked as `Replicated`.
+      trace: the loss on another such `rest`, with these mesh axes.
+      axes: the mesh axes over which blocks are spread, name -> size.
+    """
+    rows = _rows(rest)
+    found = _read(flat, None, out, rest, rows, axes)
+    if not any(found.values()):
+        return
+    # A doubt. Read again beside the same rows in blocks twice as large; with a single replica, as one of several, so
+    # that jp.all_rows and BatchNorm are seen.
+    name, factor = next(iter(axes), "data"), 1 if rows > 1 else 2
+    try:
+        small, large = ((_with_rows(rest, n * factor), {**axes, name: 4 // n}) for n in (1, 2))
+        pair = trace(*small), trace(*large)
+    except Exception:  # the user's code, at a number of rows that it may not know
+        found = _read(flat, None, out, rest, rows, axes, exact=True)
+    else:
+        found = _read(*pair, out, rest, rows * factor, axes or {name: 4}, exact=True)
+    _report(found, axes, strategy)
+
+
+def _rows(rest: Any) -> int:
+    _, batch, _ = rest
+    leaves = jax.tree.leaves(batch, is_leaf=_is_replicated)
+    return next(x.shape[0] for x in leaves if not _is_replicated(x))
+
+
+def _with_rows(rest: Any, factor: int) -> Any:
+    variables, batch, key = rest
+
+    def leaf(x: Any) -> Any:
+        return x if _is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
+
+    return variables, jax.tree.map(leaf, batch, is_leaf=_is_replicated), key
+
+
+def _is_replicated(x: Any) -> bool:
+    return isinstance(x, Replicated)
+
+
+def _read(
+    flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, rows: int, axes: Mapping[str, int], exact: bool = False
+) -> dict[str, list[Note]]:
+    """The notes that reach each result of the loss."""
+    reader = Reader(rows, frozenset(axes), exact)
+    variables, batch, key = rest
+
+    def whole(tree: Any) -> list[Value]:
+        return [Value(varies=frozenset(range(len(x.shape)))) for x in jax.tree.leaves(tree)]
+
+    fed: list[Value] = []
+    for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
+        fed += whole(x) if _is_replicated(x) else [Value("rows", count=rows)]
+    inputs = [*whole(variables), *fed, *whole(key)]
+    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
+    consts = reader.constants(flat.consts, twin.consts if twin is not None else None)
+    values = reader.run(flat, twin, consts, [*params, *inputs])
+    sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
+    return {name: _result(name, flat, values, mean) for name, mean in sums.items()}
+
+
+def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> list[Note]:
+    """What is wrong with one result: the notes on its way, or powers of the number of rows that do not fit."""
+    total, count = values[mean.total], values[mean.count]  # type: ignore[index]
+    notes = total.notes | count.notes
+    if any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
+        return sorted(notes, key=lambda n: n.line)
+    powers = [None if x.power is None else x.power - (x.kind == "whole") for x in (total, count)]
+    if None not in powers and powers[0] != powers[1] and not total.zero:
+        what = "the loss" if name == "loss" else f"metric {name!r}"
+        kinds = " and ".join(_kind(p) for p in powers)
+        plain = count.kind == "whole" and count.scalar == 1
+        said = (
+            f"{what} is {_kind(powers[0])}; divide by the number of rows, or return jp.Mean(total, count)"
+            if plain
+            else f"{what} is jp.Mean of {kinds}; give two sums over rows"
+        )
+        return [*notes, Note(_line(flat, flat.outvars[mean.total]), said)]  # type: ignore[call-overload]
+    return sorted(notes, key=lambda n: n.line)
+
+
+def _kind(power: float | None) -> str:
+    return "a mean over rows, or the same for all" if power == -1 else named(power)
+
+
+def _line(flat: jx.Flat, atom: Any) -> str:
+    """Where a result is computed, casts aside."""
+    by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    while not jx.is_literal(atom) and atom in by:
+        eqn = by[atom]
+        if eqn.primitive.name != "convert_element_type" or jx.is_literal(eqn.invars[0]) or eqn.invars[0] not in by:
+            return jx.where(eqn)
+        atom = eqn.invars[0]
+    return "what the loss returns"
+
+
+def _report(found: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy) -> None:
+    replicas, m = math.prod(axes.values()), strategy.microbatches
+    blocks = " x ".join(f"{n} {what}" for n, what in ((replicas, "replicas"), (m, "microbatches")) if n > 1)
+    loss = list(found.get("loss", ()))
+    if certain := [n for n in loss if n.certain]:
+        raise ValueError(
+            f"the loss couples rows, and {blocks} see only their own, so the result would not be one device's:\n"
+            f"{_listed(certain)}\n{_SILENCE}"
+        )
+    if loss:
+        warnings.warn(f"the loss may couple rows, which {blocks} spread:\n{_listed(loss)}\n{_SILENCE}", stacklevel=2)
+    for name, notes in found.items():
+        if name != "loss" and (certain := [n for n in notes if n.certain]):
+            warnings.warn(
+                f"metric {name!r} couples rows, and is averaged over {blocks} that see only their own:\n"
+                f"{_listed(certain)}",
+                stacklevel=2,
+            )
+
+
+def _listed(notes: Sequence[Note]) -> str:
+    lines = list(dict.fromkeys(f"- {n.line}: {n.what}" for n in notes))
+    more = [f"- and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join([*lines[:_SHOWN], *more])

@@ -1,0 +1,224 @@
+"""What equations that take parts of rows, put them in order, or reduce over them make of rows and sums over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from .elementwise import FROM_ALL, mixed, together
+from .reader import WHOLE, Reader, rule, shape_of, shapes
+from .shapes import along, shape_rule, without
+from .values import STEP, Note, Value, combine, coupled, reasons
+
+_MATRICES = """
+cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
+tridiagonal_solve
+""".split()
+_EXTREMES = {"reduce_max": "maximum", "reduce_min": "minimum", "reduce_or": "any", "reduce_and": "all"}
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def part(r: Reader, eqn: Any, x: Value, size: int, start: int, stop: int, stride: int = 1) -> Value:
+    """Rows start to stop of the one dim over which they go, which has a size."""
+    if (start, stop, stride) == (0, size, 1):
+        return x
+    inner, length = size // (x.outer * x.count), len(range(start, stop, stride))
+    block = x.count * inner
+    if stride == 1 and start % block == stop % block == 0:
+        return replace(x, outer=length // block)
+    if stride == inner and start < inner and length == x.outer * x.count:
+        return x
+    if stride == 1 and x.outer == 1 and start % inner == stop % inner == 0:
+        return replace(x, count=length // inner, first=max(x.first or 0, 0) + start // inner)
+    # Every second row, say: of pairs, which no block may part.
+    return coupled([x], Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=stride == 1))
+
+
+@shape_rule("slice")
+def _slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    (x,), (shape,) = ins, shapes(eqn)
+    if x.kind != "rows":
+        return replace(x, counts=None)
+    p = eqn.params
+    strides = p["strides"] or (1,) * len(shape)
+    changed = [d for d in x.dims if (p["start_indices"][d], p["limit_indices"][d], strides[d]) != (0, shape[d], 1)]
+    if not changed:
+        return replace(x, columns=frozenset())
+    if x.span > 1:
+        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))
+    d = x.dim
+    return part(r, eqn, x, shape[d], p["start_indices"][d], p["limit_indices"][d], strides[d])
+
+
+@shape_rule("split")
+def _split(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    (x,), (shape,) = ins, shapes(eqn)
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    if x.kind != "rows" or axis not in x.dims:
+        return [replace(x, counts=None, columns=frozenset())] * len(sizes)
+    if x.span > 1:
+        return [coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))] * len(sizes)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [part(r, eqn, x, shape[axis], a, a + n) for a, n in zip(starts, sizes, strict=True)]
+
+
+@shape_rule("unstack")
+def _unstack(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    (x,), axis = ins, eqn.params["axis"]
+    if x.kind == "rows" and axis in x.dims:
+        return [coupled(ins, Note.at(eqn, f"takes rows one by one; {FROM_ALL}"))] * len(eqn.outvars)
+    return [along(eqn, x, without(len(shapes(eqn)[0]), [axis]))] * len(eqn.outvars)
+
+
+@shape_rule("tile")
+def _tile(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    (x,), reps = ins, eqn.params["reps"]
+    if x.kind == "whole":
+        return replace(x, counts=None)
+    if x.kind != "rows" or all(reps[d] == 1 for d in x.dims):
+        return x
+    return replace(x, outer=x.outer * reps[x.dim]) if x.span == 1 else None
+
+
+@shape_rule("dynamic_slice")
+def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    x, *starts = ins
+    sizes, (shape, *_) = eqn.params["slice_sizes"], shapes(eqn)
+    if any(s.kind != "whole" for s in starts):
+        return mixed(eqn, ins, "a slice that starts at")
+    if x.kind == "rows" and any(sizes[d] != shape[d] for d in x.dims):
+        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=not r.looped))
+    return replace(x, counts=None, columns=frozenset())
+
+
+@shape_rule("dynamic_update_slice")
+def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    x, update, *starts = ins
+    into, of, *_ = shapes(eqn)
+    if any(s.kind != "whole" for s in starts):
+        return None
+    if x.kind == update.kind == "whole":
+        return Value(varies=x.varies | update.varies | {d for d, n in enumerate(of) if n != into[d]}, power=x.power)
+    if x.kind == "sum" or update.kind == "sum":
+        return combine(eqn, [x, update])
+    rows = x if x.kind == "rows" else update
+    if any(into[d] != of[d] for d in rows.dims):
+        return coupled(ins, Note.at(eqn, f"writes rows at other places; {FROM_ALL}", certain=x.kind == "rows"))
+    return together(eqn, [x, update])
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def _over(eqn: Any, ins: Sequence[Value], dims: Sequence[int], linear: bool, what: str) -> Value | None:
+    """An equation that mixes elements along `dims`, and leaves the others alone."""
+    if any(x.kind == "sum" for x in ins):
+        return next(x for x in ins if x.kind == "sum") if linear and len(ins) == 1 else mixed(eqn, ins)
+    found = together(eqn, ins)
+    if found.kind == "rows" and set(dims) & set(found.dims):
+        return coupled(ins, Note.at(eqn, f"{what} over rows; {FROM_ALL}"))
+    if found.kind == "rows" and found.plus and not linear:
+        return mixed(eqn, ins, f"{what} of rows that hold")
+    return found
+
+
+@rule("rev")
+def _rev(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    return _over(eqn, ins, eqn.params["dimensions"], True, "reverse order")
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    name = eqn.primitive.name
+    return _over(eqn, ins, [eqn.params["axis"]], name == "cumsum", name)
+
+
+@rule("sort", "approx_top_k")
+def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    dim = eqn.params.get("dimension", eqn.params.get("reduction_dimension"))
+    found = _over(eqn, ins, [dim % len(shapes(eqn)[0])], False, "sort")
+    if found is None or found.kind != "coupled" or len(ins) == 1:
+        return found
+    # An order may be undone, as where tokens are sorted by their experts and then put back.
+    return coupled(ins, *(replace(n, certain=False) for n in found.notes - reasons(ins)))
+
+
+@rule("top_k")
+def _top_k(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    ndim = len(shapes(eqn)[0])
+    return _over(eqn, ins, [eqn.params.get("axis", ndim - 1) % ndim], False, "top_k")
+
+
+@rule("fft")
+def _fft(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    ndim = len(shapes(eqn)[0])
+    return _over(eqn, ins, range(ndim - len(eqn.params["fft_lengths"]), ndim), True, "Fourier transform")
+
+
+@rule(*_MATRICES)
+def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    ndim = len(shapes(eqn)[0])
+    inside = 1 if eqn.primitive.name == "lu_pivots_to_permutation" else 2
+    return _over(eqn, ins, range(ndim - inside, ndim), False, f"{eqn.primitive.name} of matrices")
+
+
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
+      "select_and_scatter_add")  # fmt: skip
+def _window(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    window, (shape, *_) = eqn.params["window_dimensions"], shapes(eqn)
+    dims = [d for d, n in enumerate(window) if n != 1 or shape_of(eqn)[d] != shape[d]]
+    data = [x for x, s in zip(ins, shapes(eqn), strict=True) if s]
+    return _over(eqn, data, dims, eqn.primitive.name == "reduce_window_sum", "a window")
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+@rule(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
+)
+def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    (x,), (shape,), name = ins, shapes(eqn), eqn.primitive.name
+    axes = [int(d) for d in eqn.params["axes"]]
+    if x.kind == "sum":
+        return _grown(r, eqn, twin, x, axes) if name == "reduce_sum" else mixed(eqn, ins) if axes else x
+    if not set(axes) & set(x.dims):
+        if x.plus and name != "reduce_sum":
+            return mixed(eqn, ins, f"{name} of rows that hold")
+        grown = _grown(r, eqn, twin, x, axes) if name == "reduce_sum" else replace(x, power=0 if x.power == 0 else None)
+        return along(eqn, grown, without(len(shape), axes))
+    if x.first is not None and x.first != STEP:
+        last = x.first + x.count - 1
+        return coupled(ins, Note.at(eqn, f"{name} over rows {x.first} to {last} of a block; {FROM_ALL}"))
+    if name == "reduce_sum":
+        rest = _grown(r, eqn, twin, x, [d for d in axes if d not in x.dims])
+        some = x.first if set(x.dims) <= set(axes) else STEP
+        return Value("sum", power=rest.power, size=math.prod(shape[d] for d in axes), first=some, notes=x.notes)
+    if name in _EXTREMES:
+        note = Note.at(eqn, f"{_EXTREMES[name]} over rows; {FROM_ALL}")
+        return Value("extreme", power=None, notes=x.notes | {note})
+    return coupled(ins, Note.at(eqn, f"{name} over rows; {FROM_ALL}"))
+
+
+def _grown(r: Reader, eqn: Any, twin: Any, x: Value, axes: Sequence[int]) -> Value:
+    """A value summed over dims that have no rows, whose sizes may grow with the rows."""
+    growth = r.growth(eqn, twin, [(0, d) for d in axes]) if axes else 0
+    return replace(x, power=None if growth is None or x.power is None else x.power + growth)
+
+
+@rule("reduce_sum", table=WHOLE)
+def _reduce_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    (x,), (shape,), axes = ins, shapes(eqn), list(eqn.params["axes"])
+    scalar = None if x.scalar is None else x.scalar * math.prod(shape[d] for d in axes)
+    return replace(along(eqn, _grown(r, eqn, twin, x, axes), without(len(shape), axes)), scalar=scalar, counts=None)
+
+
+@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin", table=WHOLE)
+def _others_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    (x,), (shape,) = ins, shapes(eqn)
+    found = along(eqn, replace(x, counts=None), without(len(shape), [int(d) for d in eqn.params["axes"]]))
+    return replace(found, zero=False, scalar=None, power=0 if x.power == 0 else None)

@@ -1,0 +1,410 @@
+"""Losses that couple rows are named by line, and those that do not give no alarm. Traced only: nothing is compiled."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from zoo import ZOO
+
+import jaxpar as jp
+
+Batch = dict[str, Any]
+Loss = Callable[[jax.Array, Batch], Any]
+ROWS, DIM, WIDTH = 32, 6, 5
+RANDOM = np.random.default_rng(0)
+BATCH = {
+    "x": RANDOM.normal(size=(ROWS, DIM)).astype(np.float32),
+    "y": RANDOM.normal(size=(ROWS, WIDTH)).astype(np.float32),
+    "label": np.arange(ROWS, dtype=np.int32) % WIDTH,
+    "mask": (np.arange(ROWS) % 3 > 0).astype(np.float32),
+    "tokens": RANDOM.integers(DIM, size=(ROWS, 7)).astype(np.int32),
+}
+
+
+def traced(model: jp.Model, strategy: str = "data=2,microbatches=2", batch: Any = None) -> list[str]:
+    """The warnings of a trace. Raises ValueError where rows are coupled."""
+    devices = jax.devices()[: 1 if "data=1" in strategy else 2]
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.trace(BATCH if batch is None else batch)
+    return [str(w.message) for w in caught]
+
+
+def of(loss: Loss, rows: str | None = None) -> jp.Model:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"w": jax.random.normal(key, (DIM, WIDTH))}
+
+    return jp.Model(init=init, loss=lambda params, batch, key: loss(params["w"], batch), rows=rows)
+
+
+# -- losses that couple rows: the line that does ends in a comment with words of the message --------------------------
+
+
+def ppo(w: jax.Array, batch: Batch) -> jax.Array:
+    logits = batch["x"] @ w
+    advantage = batch["y"][:, 0]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)  # a sum or mean over rows
+    return -(jax.nn.log_softmax(logits)[:, 0] * advantage).mean()
+
+
+def info_nce(w: jax.Array, batch: Batch) -> jax.Array:
+    logits = (batch["x"] @ w) @ batch["y"].T  # jp.all_rows
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
+
+
+def masked_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    squares = jnp.square(batch["x"] @ w - batch["y"]).mean(-1)
+    return (squares * batch["mask"]).sum() / batch["mask"].sum()  # jp.Mean(total, count)
+
+
+def batch_norm(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    x = (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)  # jp.all_rows
+    return jnp.square(x - batch["y"]).mean()
+
+
+def rank(w: jax.Array, batch: Batch) -> jax.Array:
+    score = (batch["x"] @ w)[:, 0]
+    margin = score[:, None] - score[None]  # sub of rows with other rows
+    return jnp.maximum(0, 1 - margin).mean()
+
+
+def balance(w: jax.Array, batch: Batch) -> jax.Array:
+    gates = jax.nn.softmax(batch["x"] @ w)
+    load = jax.nn.one_hot(gates.argmax(-1), WIDTH).mean(0)
+    return jnp.square(gates - batch["y"]).mean() + 0.01 * (load * gates.mean(0)).sum()  # a product with
+
+
+def variance(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    return jnp.square(x - batch["y"]).mean() + jnp.maximum(0, 1 - x.std(0)).mean()  # a sum or mean over rows
+
+
+def mixup(w: jax.Array, batch: Batch) -> jax.Array:
+    x = 0.7 * batch["x"] + 0.3 * batch["x"][::-1]  # reverse order over rows
+    return jnp.square(x @ w - batch["y"]).mean()
+
+
+def permuted(w: jax.Array, batch: Batch) -> jax.Array:
+    order = jax.random.permutation(jax.random.key(0), batch["x"].shape[0])
+    return jnp.square(batch["x"] @ w - batch["y"][order]).mean()  # picks rows by computed indices
+
+
+def sorting(w: jax.Array, batch: Batch) -> jax.Array:
+    x = jnp.sort(batch["x"] @ w, axis=0)  # sort over rows
+    return jnp.square(x - batch["y"]).mean()
+
+
+def triplet(w: jax.Array, batch: Batch) -> jax.Array:
+    anchor = batch["x"] @ w
+    negative = jnp.roll(anchor, 1, axis=0)  # puts rows into another order
+    near, far = (jnp.square(anchor - other).sum(-1) for other in (batch["y"], negative))
+    return jnp.maximum(0, near - far + 1).mean()
+
+
+def discrepancy(w: jax.Array, batch: Batch) -> jax.Array:
+    """Maximum mean discrepancy with a Gaussian kernel."""
+    x, y = batch["x"] @ w, batch["y"]
+    kernel = lambda a, b: jnp.exp(-jnp.square(a[:, None] - b[None]).sum(-1)).mean()  # sub of rows with other rows
+    return kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)
+
+
+def vicreg(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    covariance = x.T @ x / (x.shape[0] - 1)
+    return jnp.square(x - batch["y"]).mean() + jnp.square(covariance - jnp.eye(WIDTH)).sum()  # a sum or mean over rows
+
+
+def barlow_twins(w: jax.Array, batch: Batch) -> jax.Array:
+    correlation = (batch["x"] @ w).T @ batch["y"] / batch["x"].shape[0]
+    return jnp.square(1 - jnp.diagonal(correlation)).sum()  # a sum or mean over rows
+
+
+def median(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    return jnp.abs(x - jnp.median(x, 0)).mean()  # over rows
+
+
+def cumulative(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square(jnp.cumsum(batch["x"] @ w, axis=0)).mean()  # cumsum over rows
+
+
+def global_max(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    return jnp.square(x / jnp.abs(x).max() - batch["y"]).mean()  # maximum over rows
+
+
+def log_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.log(jnp.square(batch["x"] @ w - batch["y"]).mean())  # log of a sum or mean over rows
+
+
+def plain_sum(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square(batch["x"] @ w - batch["y"]).sum()  # the loss is a sum over rows
+
+
+def decay_in_a_sum(w: jax.Array, batch: Batch) -> jp.Mean:
+    """Each block would add the decay, to be divided by the count of all."""
+    nats = jnp.square(batch["x"] @ w - batch["y"]).mean(-1) * batch["mask"]
+    total = nats.sum() + 0.1 * jnp.square(w).sum()  # adds up a sum over rows and a value that is the same for all rows
+    return jp.Mean(total, batch["mask"].sum())
+
+
+def last_row(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    return jnp.square(x - x[-1]).mean()  # takes some of the rows
+
+
+def over_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    """A recurrence from row to row."""
+
+    def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        carry = jnp.tanh(carry + x @ w)  # a sum or mean over rows
+        return carry, carry
+
+    return jax.lax.scan(step, jnp.zeros(WIDTH), batch["x"])[1].mean()
+
+
+COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
+COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
+COUPLED += [last_row, over_rows]
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_a_loss_that_couples_rows_is_named_by_its_line(loss: Loss) -> None:
+    """PPO's normalisation of advantages trained in silence, with a gradient 63% off."""
+    lines, first = inspect.getsourcelines(loss)
+    at, words = next((first + i, line.split("  # ")[1].strip()) for i, line in enumerate(lines) if "  # " in line)
+    with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b.*{re.escape(words)}"):
+        traced(of(loss))
+    assert traced(of(loss, rows="independent")) == []
+
+
+# -- losses that do not -----------------------------------------------------------------------------------------------
+
+
+def mean(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square(batch["x"] @ w - batch["y"]).mean()
+
+
+def sum_by_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square(batch["x"] @ w - batch["y"]).sum() / batch["x"].shape[0]
+
+
+def weighted(w: jax.Array, batch: Batch) -> jp.Mean:
+    nats = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["label"])
+    return jp.Mean((nats * batch["mask"]).sum(), batch["mask"].sum() + 1e-8)
+
+
+def decay(w: jax.Array, batch: Batch) -> jax.Array:
+    return mean(w, batch) + 0.1 * jnp.square(w).sum()
+
+
+def smoothed(w: jax.Array, batch: Batch) -> jax.Array:
+    labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], WIDTH), 0.1)
+    nats = optax.softmax_cross_entropy(batch["x"] @ w, labels)
+    return jnp.where(batch["mask"] > 0, nats, 0).mean()
+
+
+def attention(w: jax.Array, batch: Batch) -> jax.Array:
+    x = jax.nn.one_hot(batch["tokens"], DIM) @ w
+    x = jax.nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], is_causal=True)[:, :, 0]
+    return jnp.square(x).mean()
+
+
+def merged(w: jax.Array, batch: Batch) -> jax.Array:
+    """[B, T] -> [B T], through chunks of it, and back."""
+    x = w[batch["tokens"]].reshape(-1, WIDTH)
+    x = jax.lax.map(jnp.tanh, x.reshape(4, -1, WIDTH)).reshape(-1, 7, WIDTH)
+    return x.mean(1).mean()
+
+
+def time_major(w: jax.Array, batch: Batch) -> jax.Array:
+    x = jnp.moveaxis(w[batch["tokens"]], 1, 0)
+    step = lambda carry, x: (jnp.tanh(carry + x), carry)
+    last, outs = jax.lax.scan(step, jnp.zeros((batch["x"].shape[0], WIDTH)), x)
+    return last.mean() + jnp.moveaxis(outs, 0, 1).mean()
+
+
+def indexed(w: jax.Array, batch: Batch) -> jax.Array:
+    nats = -jax.nn.log_softmax(batch["x"] @ w)
+    return (
+        nats[jnp.arange(len(nats)), batch["label"]].mean()
+        + jnp.take_along_axis(nats, batch["label"][:, None], 1).mean()
+    )
+
+
+def inside_a_row(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    top, _ = jax.lax.top_k(jnp.sort(x, axis=1), 2)
+    return top.mean() + jax.nn.logsumexp(jnp.cumsum(x, axis=1), axis=1).mean() + (x - x.mean(1, keepdims=True)).mean()
+
+
+def by_row(w: jax.Array, batch: Batch) -> jax.Array:
+    """vmap, with segments inside a row and a choice by row."""
+
+    def one(x: jax.Array, tokens: jax.Array, label: jax.Array) -> jax.Array:
+        sums = jax.ops.segment_sum(w[tokens], tokens, num_segments=DIM)
+        return jax.lax.cond(label > 2, jnp.sin, jnp.cos, sums.sum() + (x @ w)[label])
+
+    return jax.vmap(one)(batch["x"], batch["tokens"], batch["label"]).mean()
+
+
+def two_views(w: jax.Array, batch: Batch) -> jax.Array:
+    """Rows laid after rows, and taken apart again: preference losses."""
+    both = jnp.concatenate([batch["x"], 2 * batch["x"]]) @ w
+    better, worse = jnp.split(both, 2)
+    return -jax.nn.log_sigmoid(better - worse).mean()
+
+
+def noisy(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, x.shape)
+    keys = jax.random.split(jax.random.key(1), x.shape[0])
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return jnp.square(jnp.where(kept, x + noise, 0) - batch["y"]).mean()
+
+
+def convolved(w: jax.Array, batch: Batch) -> jax.Array:
+    images = w[batch["tokens"]].reshape(-1, 7, 5, 1)
+    x = jax.lax.conv_general_dilated(
+        images, w[:3, :3, None, None], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return nn.max_pool(x, (2, 2)).mean()
+
+
+def whole(w: jax.Array, batch: Batch) -> jax.Array:
+    """All rows of the microbatch: normalised, compared with each other, balanced."""
+    x = batch["x"] @ w
+    every = jp.all_rows(x)
+    x = (x - every.mean(0)) / (every.std(0) + 1e-5)
+    nats = -jax.nn.log_softmax(x @ jp.all_rows(batch["y"]).T).mean(-1)
+    return nats.mean() + 0.01 * jnp.square(jax.nn.softmax(every).mean(0)).sum()
+
+
+def loop_by_row(w: jax.Array, batch: Batch) -> jax.Array:
+    """Each row ends after steps of its own."""
+
+    def one(x: jax.Array) -> jax.Array:
+        on = lambda carry: carry[1] < 3 * jnp.abs(x[0])
+        return jax.lax.while_loop(on, lambda carry: (jnp.tanh(carry[0]), carry[1] + 1), (x.sum(), 0.0))[0]
+
+    return mean(w, batch) + jax.lax.stop_gradient(jax.vmap(one)(batch["x"])).mean()
+
+
+def derivative(w: jax.Array, batch: Batch) -> jax.Array:
+    penalty = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ w).sum()))(batch["x"])
+    return jnp.square(penalty).sum(-1).mean() + jnp.linalg.norm(batch["x"], axis=1).mean()
+
+
+def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    x = batch["x"] @ w
+    return (jnp.square(x - batch["y"]) + 0.1 * jnp.abs(x).mean()).mean()
+
+
+APART = [mean, sum_by_rows, weighted, decay, smoothed, attention, merged, time_major, indexed, inside_a_row, by_row]
+APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean]
+
+
+@pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
+def test_a_loss_that_does_not_gives_no_alarm(loss: Loss) -> None:
+    assert traced(of(loss)) == []
+    assert traced(of(loss), "data=1,microbatches=4") == []
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "gpt_masked", "resnet", "resnet_linen", "encoder_decoder", "function"])
+def test_no_model_gives_an_alarm(name: str) -> None:
+    """BatchNorm reaches over all rows by itself, with one replica too, where nothing shows of that in a trace."""
+    entry = ZOO[name]()
+    for strategy in ("data=2", "data=1,microbatches=2"):
+        assert traced(entry.model, strategy, entry.batch) == []
+
+
+# -- what is said, and when -------------------------------------------------------------------------------------------
+
+
+def test_what_may_couple_rows_is_a_warning() -> None:
+    def opaque(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        x = x + jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return jnp.square(x - batch["y"]).mean()
+
+    def shifted(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        x = jnp.exp(x - jax.lax.stop_gradient(x.max()))  # of no effect: a softmax
+        return -jnp.log(x[:, 0] / x.sum(-1)).mean()
+
+    def dispatched(w: jax.Array, batch: Batch) -> jax.Array:
+        order = jnp.argsort(batch["label"])  # tokens by their experts, and back
+        return jnp.square((batch["x"][order] @ w)[jnp.argsort(order)] - batch["y"]).mean()
+
+    def grouped(w: jax.Array, batch: Batch) -> jax.Array:
+        gain = batch["x"][:, 0].reshape(-1, 4)  # groups of four rows, which no block parts here
+        return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
+
+    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"))
+    for loss, words in (*cases, (dispatched, "sort over rows"), (grouped, "groups of rows")):
+        (message,) = traced(of(loss))
+        assert "may couple rows" in message
+        assert words in message
+        assert "test_rows.py" in message
+        assert traced(of(loss, rows="independent")) == []
+
+
+def test_a_metric_that_couples_rows_is_a_warning() -> None:
+    """Gradients are right, and what is reported is not."""
+
+    def measured(w: jax.Array, batch: Batch) -> Any:
+        value = mean(w, batch)
+        return value, {
+            "perplexity": jnp.exp(value),
+            "count": jp.Mean(batch["mask"].sum(), jnp.float32(len(batch["x"]))),
+        }
+
+    (message,) = traced(of(measured))
+    assert "metric 'perplexity'" in message
+    assert "exp of" in message
+
+
+def test_it_asks_only_where_rows_are_spread() -> None:
+    assert traced(of(ppo), "data=1") == []
+    for strategy in ("data=2", "data=1,microbatches=2"):
+        with pytest.raises(ValueError, match="rows='independent'"):
+            traced(of(ppo), strategy)
+    with pytest.raises(ValueError, match=r"(?s)2 replicas x 2 microbatches.*a sum or mean over rows"):
+        jp.verify(of(ppo), "data=2,microbatches=2", BATCH, mesh=jax.devices()[:2])
+
+
+def test_one_row_in_a_block() -> None:
+    """Where a dim of size 1 may be any."""
+    batch = jax.tree.map(lambda x: x[:4], BATCH)
+    for loss in (mean, attention, indexed, two_views, whole):
+        assert traced(of(loss), batch=batch) == [], loss.__name__
+    with pytest.raises(ValueError, match=r"jp\.Mean"):
+        traced(of(masked_mean), batch=batch)
+
+
+@pytest.mark.parametrize("make", ["nnx", "linen"])
+def test_the_adapters_take_rows(make: str) -> None:
+    def loss(module: Any, batch: Batch) -> jax.Array:
+        return module(batch["x"]).std()
+
+    def model(rows: str | None) -> jp.Model:
+        if make == "nnx":
+            return jp.from_nnx(lambda rngs: nnx.Linear(DIM, 3, rngs=rngs), loss, rows=rows)
+        return jp.from_linen(nn.Dense(3), loss, example=BATCH, rows=rows)
+
+    with pytest.raises(ValueError, match=r"test_rows\.py.*a sum or mean over rows"):
+        traced(model(None))
+    assert traced(model("independent")) == []
+    with pytest.raises(ValueError, match=r"rows='apart'.*'independent'"):
+        model("apart")
