@@ -19,14 +19,18 @@ from .leaves import Leaf, Pipe, may_stack, name_of, place
 def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
     """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
 
-    They share their first dim, the number of layers, and the first part of their paths. The layout is made before any
-    batch is seen, so that this is a guess; a leaf guessed wrongly is gathered where it is used.
+    They share their first dim, the number of layers, and the first part of their paths. Where some of these lie below
+    a path all of whose leaves share that dim, the others have it by chance ([heads, head_dim], and as many layers as
+    heads). The layout is made before any batch is seen, so that this is a guess; a leaf guessed wrongly is gathered
+    where it is used.
     """
+    inside = _inside_stack([(path, shape) for path, shape, _ in flat])
     groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
     for path, shape, rolled in flat:
         if rolled or may_stack(shape):
             first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
             groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
+    groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
     # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none.
     sizes = {
         key: (any(key[1] or len(shape) > 2 for _, shape in group), sum(math.prod(shape) for _, shape in group))
