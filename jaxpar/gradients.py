@@ -104,7 +104,7 @@ class Local:
             return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(self.axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
-        whole = [leaf.dim == 0 for leaf in units]
+        sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
         own = [leaf.layers is not None for leaf in units]
         with couplings() as noted:
             program, out = slice_program(
@@ -112,7 +112,7 @@ class Local:
                 params,
                 rest,
                 self.traced_axes,
-                whole,
+                sharded,
                 self.strategy.remat,
                 own,
                 kept.families,

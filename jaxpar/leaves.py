@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 PAD_FROM = 16_384  # elements; smaller leaves are not worth the padding
-_LAYERS = 512  # no model stacks more
+LAYERS = 512  # no model stacks more
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ class Leaf:
         """Whether a sharded leaf may be a stack of layers, to be moved one after the other."""
         return self.dim != 0 and (self.rolled or self.layers is not None or may_stack(self.shape))
 
-    def inner(self, sliced: bool) -> int:
-        """The sharded dim, in one layer of the leaf if it is sliced."""
-        return (self.dim or 0) - (0 if not sliced else 1 if self.layers is None else self.stage + 1)
+    def inner(self, sliced: bool, layers: int = 0) -> int:
+        """The sharded dim, in one layer of the leaf if it is sliced; its layers are on dim `layers`."""
+        if sliced and self.layers is None:
+            return (self.dim or 0) - (layers <= (self.dim or 0))
+        return (self.dim or 0) - (self.stage + 1 if sliced else 0)
 
     def pad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
         """Pads the sharded dim for rest; `dim` where `x` is one layer of a stack."""
@@ -199,7 +201,7 @@ def place(
 
 def may_stack(shape: tuple[int, ...]) -> bool:
     """Whether an array may be a stack of layers, by its shape."""
-    return len(shape) > 1 and shape[0] <= _LAYERS and (len(shape) > 2 or shape[0] < shape[1])
+    return len(shape) > 1 and shape[0] <= LAYERS and (len(shape) > 2 or shape[0] < shape[1])
 
 
 def name_of(path: Any) -> str:
