@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from . import jaxpr as jx
 from .hoist import split
 from .localise.edges import saves_no_gather, saves_sums
+from .loops import roll_loops
 from .pieces import Segment, Stack, Unit
-from .roll import NotAlike, roll
 from .sliced import Program
 from .slices import Chain, Slice, sliced
 
@@ -59,12 +59,7 @@ def slice_program(
     Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
     flat, out = jx.trace(fun, list(params), rest, axes=axes)
-    unrolled = []
-    for family in families:
-        try:
-            flat = _rolled(flat, family, len(params), axes)
-        except NotAlike as why:
-            unrolled.append((family[0][0], str(why)))
+    flat, loops = roll_loops(flat, families, len(params), axes)
     flat = rewrite(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]
@@ -114,7 +109,7 @@ def slice_program(
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
     return Program(
-        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(unrolled)
+        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(loops)
     ), out
 
 
@@ -122,14 +117,6 @@ def positions(out: Any) -> Any:
     """For each output of a program its position, in the tree of what the traced function returns."""
     tree = jax.tree.structure(out)
     return jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-
-
-def _rolled(flat: jx.Flat, family: Sequence[tuple[int, Sequence[int]]], params: int, axes: dict[str, int]) -> jx.Flat:
-    """A program with the layers of a family as one scan. Raises NotAlike."""
-    stacks = [flat.invars[i] for i, _ in family]
-    fun = roll(flat, params, stacks, [[flat.invars[i] for i in members] for _, members in family])
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-    return jx.trace(fun, *inputs, axes=axes)[0]
 
 
 def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequence[bool]) -> int:
