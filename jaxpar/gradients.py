@@ -26,8 +26,9 @@ from .parallel import rule_of
 from .parallel.cut import shareable
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
-from .refusals import check_pipe, check_replicas, warn_precision
+from .refusals import check_pipe, check_replicas, warn_gathered, warn_precision
 from .sliced import Program
+from .stacks import described
 from .strategy import Strategy
 
 _LARGE = 1 << 20  # bytes
@@ -120,8 +121,10 @@ class Local:
                 self.strategy.sequence,
             )
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
+        self.layout.loops.update(described(program, kept))
         if self.schedule is not None:
             check_pipe(program, out, self.layout, self.strategy)
+        warn_gathered(program, self.layout)
         if self.strategy.remat != "none" and not program.stacks:
             raise ValueError(
                 f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan "
@@ -306,11 +309,10 @@ class Local:
             if leaf.trainable:
                 spec, stored = self.layout.spec(leaf, "grads"), self.layout.stored(leaf, "grads")
                 shape = self.layout.sharding(spec).shard_shape(stored)
-                one_by_one = [j for j in members.get(i, ()) if grads[j] is not None]
-                assert not one_by_one or grads[i] is None, leaf.path  # read as one stack, or layer by layer
-                finished.append(
-                    jnp.stack([finish(j, shape[1:]) for j in members[i]]) if one_by_one else finish(i, shape)
-                )
+                parts = [finish(i, shape)] if grads[i] is not None else []
+                if any(grads[j] is not None for j in members.get(i, ())):  # layers that no scan reads
+                    parts.append(jnp.stack([finish(j, shape[1:]) for j in members[i]]))
+                finished.append(sum(parts[1:], parts[0]) if parts else finish(i, shape))
         return finished
 
     def _count(self, program: Program, position: int, variables: Any, batches: Any, keys: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ def slice_program(
     Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
     flat, out = jx.trace(fun, list(params), rest, axes=axes)
-    flat, loops = roll_loops(flat, families, len(params), axes)
+    flat, loops = roll_loops(flat, families, len(params), axes, own)
     flat = rewrite(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]

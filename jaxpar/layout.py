@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from .kept import Kept
 from .leaves import PAD_FROM, Leaf, name_of
 from .parallel.tensor import unsplit
 from .precision import Policy
+from .stacks import uneven
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Layout:
       copied: whether a replicated copy in the compute dtype is stored beside a sharded float32 master (ZeRO-1 and 2 in
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
+      loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
     kept: Kept
@@ -46,6 +48,7 @@ class Layout:
     sharded: frozenset[str]
     copied: bool
     optimizer: Any
+    loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -124,6 +127,12 @@ class Layout:
             for leaf in self.leaves
         ]
         total = ", ".join(f"{name} {size:,}" for name, size in self.bytes.items())
+        rolled = (leaf for leaf in self.leaves if leaf.rolled)
+        stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
+        stacks |= {
+            path: f"{stacks[path]}; other blocks are not alike: {why}" for path, why in uneven(self.kept).items()
+        }
+        lines += [f"{path}: {how}" for path, how in (stacks | self.loops).items()]
         return "\n".join([*lines, f"bytes per device: {total}"])
 
 

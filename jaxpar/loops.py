@@ -56,7 +56,7 @@ class _Lists:
 
 
 def roll_loops(
-    flat: jx.Flat, families: Sequence[Family], params: int, axes: dict[str, int]
+    flat: jx.Flat, families: Sequence[Family], params: int, axes: dict[str, int], own: Sequence[bool] = ()
 ) -> tuple[jx.Flat, list[Loop]]:
     """A program with its loops as scans, and what became of each.
 
@@ -65,13 +65,38 @@ def roll_loops(
       families: the leaves of each list of blocks: the stack, which the program does not read, and its layers, which it
         reads.
       axes: mesh axes that the program may name, name -> size.
+      own: for each leaf, whether the stages of a pipeline own its layers. Those that no scan reads are read from the
+        stack.
     """
     found = []
     for lists in _together(flat, params, [*_listed(families), *_stacked(flat, params)]):
         flat, loop = _rolled(flat, lists, params, axes)
         if loop is not None:
             found.append(loop)
+    stage = {
+        flat.invars[i]: (flat.invars[stack], k)
+        for family in families
+        for stack, members in family
+        if own and own[stack]
+        for k, i in enumerate(members)
+    }
+    if any(v in stage for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
+        program, inputs = flat, flat.invars
+
+        def fun(*values: Any) -> list[Any]:
+            env = dict(zip(inputs, values, strict=True))
+            given = [env[stage[v][0]][stage[v][1]] if v in stage else env[v] for v in inputs]
+            run = jx.run(program.eqns, [*program.constvars, *program.invars], program.outvars)
+            return run(*program.consts, *given)
+
+        flat = _traced(fun, flat, axes)
     return flat, found
+
+
+def _traced(fun: Any, flat: jx.Flat, axes: dict[str, int]) -> jx.Flat:
+    """A function of a program's inputs, as a program."""
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+    return jx.trace(fun, *inputs, axes=axes)[0]
 
 
 def _listed(families: Sequence[Family]) -> list[_Lists]:
@@ -126,8 +151,7 @@ def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> 
         chosen, alone, first = _spans(flat, lists, params, number)
         for at in reversed(range(len(chosen))):
             fun = chosen[at][1] if at == len(chosen) - 1 else _attempt(flat, lists, params, number, chosen[at][0])
-            inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-            flat = jx.trace(fun, *inputs, axes=axes)[0]
+            flat = _traced(fun, flat, axes)
         spans = [span for span, _ in chosen] + spans
         left, why, number = alone + left, first or why, number - 1
     if not lists.families and not spans:  # rows of a parameter that happen to be read one after another

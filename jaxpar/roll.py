@@ -209,10 +209,11 @@ def _bounds(readings: Readings, flat: jx.Flat, run: Pass, span: Span) -> list[li
                     k,
                     True,
                 )
-        if k + 1 < span.count and first[k + 1] - first[k] != size:
+        if k + 1 < span.count and (longer := first[k + 1] - first[k] - size):
+            eqn = order[first[k] + min(size, size + longer)]
             raise NotAlike(
-                f"{span.round(0)} has {size} operations from its first reading to the next block's, {span.round(k)} "
-                f"{first[k + 1] - first[k]}",
+                f"{span.round(k)} has {abs(longer)} operations {'more' if longer > 0 else 'less'} than "
+                f"{span.round(0)}, at {eqn.primitive} ({jx.where(eqn)})",
                 k + 1,
                 True,
             )

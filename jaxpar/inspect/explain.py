@@ -17,6 +17,7 @@ from ..batches import batch_specs, is_array
 from ..leaves import name_of
 from ..parallel.tensor import unsplit
 from ..server import OF_REPLICAS, ServerStep
+from ..stacks import described
 from ..step import Step
 from . import explain_text
 from .cost import Costs
@@ -79,7 +80,7 @@ class Explanation:
       transfers: the exchanges of a central server, which are no collectives; else empty.
       notes: leaf -> why it is not sharded, or padded.
       gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
-      loops: layers of Python loops: leaf -> whether they are one stack, and if not why.
+      loops: lists of blocks and stacks of layers: path -> how many layers, whether they are one stack, if not why.
       moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
         spec that would spare it.
       remarks: what a reader of the numbers should know.
@@ -158,7 +159,8 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     costs = [cost for text in texts for cost in Costs.from_hlo(text)]
     known = all(cost.executions is not None for cost in costs)
     moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
-    loops, kept = dict(_loops(step, batch)), step.layout.kept
+    kept = step.layout.kept
+    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
     shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
     dims = {leaf.path: leaf.tensor for leaf in kept.models if leaf.tensor is not None}
     notes = unsplit(shapes, dims) if step.mesh.shape["tensor"] > 1 else {}
@@ -216,20 +218,6 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return f"ZeRO-{step.strategy.zero}"
     return "data parallel"
-
-
-def _loops(step: Step, batch: Any) -> Iterator[tuple[str, str]]:
-    units = step.layout.kept.units
-    program, _ = step.local.program(*_abstract(step, batch))
-    unrolled = {units[i].path.partition("*")[0]: why for i, why in program.unrolled}
-    for leaf, members in zip(step.layout.leaves, step.layout.kept.origin, strict=True):
-        if leaf.rolled:
-            why = unrolled.get(leaf.path.partition("*")[0])
-            yield (
-                leaf.path,
-                f"{len(members)} layers of a Python loop, "
-                + (f"kept as one stack and run one by one: {why}" if why else "one stack"),
-            )
 
 
 def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
