@@ -156,10 +156,12 @@ def place(
     rolled: bool = False,
     tensor: int | None = None,
     ranks: int = 1,
+    second: bool = False,
 ) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
 
-    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`.
+    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`; layers that are on the `second` dim are
+    split last.
     """
     layers, first_dim, axes = None, 0, ("fsdp",)
     if own:
@@ -168,8 +170,10 @@ def place(
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
-    stacked = not own and (rolled or may_stack(shape))
+    second = second and not own and not rolled
+    stacked = not own and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
+    dims.sort(key=lambda d: second and d == 1)
     dim = next((d for d in dims if shape[d] and shape[d] % shards == 0), None) if shards > 1 else None
     note = ""
     if dim is None and shards > 1:
