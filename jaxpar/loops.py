@@ -150,7 +150,9 @@ def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> 
     while number >= 0:
         chosen, alone, first = _spans(flat, lists, params, number)
         for at in reversed(range(len(chosen))):
-            fun = chosen[at][1] if at == len(chosen) - 1 else _attempt(flat, lists, params, number, chosen[at][0])
+            span, fun = chosen[at]
+            if at < len(chosen) - 1:  # the program has changed behind it
+                fun = _attempt(flat, _ways(flat, lists, params, number), number, span)
             flat = _traced(fun, flat, axes)
         spans = [span for span, _ in chosen] + spans
         left, why, number = alone + left, first or why, number - 1
@@ -165,8 +167,8 @@ def _spans(
     """The scans that a pass can be, with the programs that have one of them each, the blocks that are left, and the
     first difference between blocks.
     """
-    readings, _, _ = _readings(flat, params, lists)
-    run = readings.passes[number]
+    ways = _ways(flat, lists, params, number)
+    run = ways[0][1].passes[number]
     chosen: list[tuple[Span, Any]] = []
     left: list[int] = []
     why: str | None = None
@@ -177,7 +179,7 @@ def _spans(
             span = Span(at, period, (run.stop - at) // period)
             while span.count > 1 and (best is None or span.stop > best[0].stop):
                 try:
-                    best = span, _attempt(flat, lists, params, number, span)
+                    best = span, _attempt(flat, ways, number, span)
                 except NotAlike as no:
                     why = why or str(no)
                     span = Span(at, period, min(no.block, span.count - 1) if no.block > 1 else 0)
@@ -191,20 +193,29 @@ def _spans(
     return chosen, left, why if left or len(chosen) > 1 else None
 
 
-def _attempt(flat: jx.Flat, lists: _Lists, params: int, number: int, span: Span) -> Any:
-    """The program with a scan in place of some blocks of a pass. Raises NotAlike.
+# Equations of a program, sorted out by the blocks of a loop, and the rows that a scan of it may slice.
+_Ways = list[tuple[tuple[Any, ...], Readings, Mapping[Any, Row]]]
 
-    Rows that are taken of one array, block by block (`mask[i]`), are what the scan slices. Where that does not fit,
-    they are equations like others.
+
+def _ways(flat: jx.Flat, lists: _Lists, params: int, number: int) -> _Ways:
+    """How a pass may be read. Rows that are taken of one array, block by block (`mask[i]`), are what the scan slices;
+    where that does not fit, they are equations like others.
     """
     readings, eqns, members = _readings(flat, params, lists)
-    run = readings.passes[number]
-    taken = _aside(readings, eqns, run)
+    aside = _aside(readings, eqns, readings.passes[number])
+    plain = (eqns, readings, members)
+    if not aside:
+        return [plain]
+    moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
+    return [(eqns, moved, {**members, **aside}), plain]
+
+
+def _attempt(flat: jx.Flat, ways: _Ways, number: int, span: Span) -> Any:
+    """The program with a scan in place of some blocks of a pass. Raises NotAlike."""
     first: NotAlike | None = None
-    for aside in (taken, {}) if taken else ({},):
-        moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
+    for eqns, readings, taken in ways:
         try:
-            return roll(flat, eqns, moved, {**members, **aside}, moved.passes[number], span)
+            return roll(flat, eqns, readings, taken, readings.passes[number], span)
         except NotAlike as why:
             first = first or why
     assert first is not None
