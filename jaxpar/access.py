@@ -24,6 +24,7 @@ class Access:
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
+        self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
         once = strategy.microbatches == 1 and self.pipe == 1
         self.last = [once and uses == (True,) for uses in program.uses]
 
@@ -31,7 +32,10 @@ class Access:
         leaf = self.leaves[index]
         used_by = ROWS if leaf.layers is not None else ("pipe", *ROWS)
         rest = used_by if leaf.dim is None or self.rules[index] is DDP else [a for a in used_by if a not in leaf.shard]
-        dim = leaf.inner(sliced) if sliced or leaf.layers is None else leaf.inner(True) + 1
+        if sliced:
+            dim = leaf.inner(True, self.layer_dims[index])
+        else:
+            dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
         return Use(dim, leaf.shard, tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:

@@ -61,7 +61,7 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
 def _run(signature: dict[int, Any]) -> tuple[int, int, int]:
     """The run (first number, period, repeats) of alike blocks that covers most; of those the shortest period."""
     best = (0, 1, 1)
-    for period in range(1, 5):
+    for period in range(1, 9):
         for first in signature:
             repeats = 1
             while all(
@@ -71,3 +71,30 @@ def _run(signature: dict[int, Any]) -> tuple[int, int, int]:
             if repeats > 1 and period * repeats > best[1] * best[2]:
                 best = (first, period, repeats)
     return best
+
+
+def unlike(leaves: Sequence[tuple[str, tuple[int, ...]]], prefix: str, member: str) -> str | None:
+    """How a block of a list differs from those of the family that `member`, a leaf's path, is in: the first leaf.
+
+    Args:
+      leaves: the model's paths and shapes.
+      prefix: the paths of the list's blocks up to their number.
+    """
+    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    for path, shape in leaves:
+        number = _NUMBER.match(path[len(prefix) :]) if path.startswith(prefix) else None
+        if number is not None:
+            blocks.setdefault(int(number[0]), {})[path[len(prefix) + number.end() :]] = shape
+    own = _NUMBER.match(member[len(prefix) :])
+    if own is None:
+        return None
+    mine = blocks[int(own[0])]
+    for number, block in sorted(blocks.items()):
+        for suffix in dict.fromkeys((*mine, *block)):
+            here, there = block.get(suffix), mine.get(suffix)
+            if here != there:
+                name = lambda n, shape, suffix=suffix: (
+                    f"{prefix}{n}{suffix} is {list(shape)}" if shape is not None else f"{prefix}{n} has no {suffix[1:]}"
+                )
+                return f"{name(number, here)} and {name(int(own[0]), there)}"
+    return None

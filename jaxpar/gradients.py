@@ -27,9 +27,10 @@ from .parallel import rule_of
 from .parallel.cut import shareable
 from .parallel.pipeline import Pipeline
 from .parallel.schedules import Schedule
-from .refusals import check_pipe, check_replicas, warn_precision
+from .refusals import check_pipe, check_replicas, warn_gathered, warn_precision
 from .rows import check_coupling
 from .sliced import Program
+from .stacks import described
 from .strategy import Strategy
 
 _LARGE = 1 << 20  # bytes
@@ -106,7 +107,7 @@ class Local:
             return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
-        whole = [leaf.dim == 0 for leaf in units]
+        sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
         own = [leaf.layers is not None for leaf in units]
         logical: list[jx.Flat] = []
 
@@ -120,7 +121,7 @@ class Local:
                 params,
                 rest,
                 self.traced_axes,
-                whole,
+                sharded,
                 self.strategy.remat,
                 own,
                 kept.families,
@@ -128,8 +129,10 @@ class Local:
                 self.strategy.sequence,
             )
         program = replace(program, coupled=bool(noted) or jx.communicates(program.eqns))
+        self.layout.loops.update(described(program, kept))
         if self.schedule is not None:
             check_pipe(program, out, self.layout, self.strategy)
+        warn_gathered(program, self.layout)
         if self.strategy.remat != "none" and not program.stacks:
             raise ValueError(
                 f"remat={self.strategy.remat!r} applies to the layers of a layer stack and the model has none; scan "
@@ -149,12 +152,7 @@ class Local:
             return flat
         units = self.layout.kept.units
         dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
-        kept, found = self.layout.kept, self.layout.found
-        rolled = {
-            leaf.path for leaf, at in zip(kept.leaves, kept.origin, strict=True) if kept.models[at[0]].path in found
-        }
-        names = ["" if leaf.path in found | rolled else leaf.path for leaf in units]  # found, and nobody's mistake
-        fun, gathered = localise(flat, dims, names, self.ranks, self.strategy.sequence, RULES)
+        fun, gathered = localise(flat, dims, self.layout.ruled, self.ranks, self.strategy.sequence, RULES)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
         parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
         local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
@@ -323,11 +321,10 @@ class Local:
             if leaf.trainable:
                 spec, stored = self.layout.spec(leaf, "grads"), self.layout.stored(leaf, "grads")
                 shape = self.layout.sharding(spec).shard_shape(stored)
-                one_by_one = [j for j in members.get(i, ()) if grads[j] is not None]
-                assert not one_by_one or grads[i] is None, leaf.path  # read as one stack, or layer by layer
-                finished.append(
-                    jnp.stack([finish(j, shape[1:]) for j in members[i]]) if one_by_one else finish(i, shape)
-                )
+                parts = [finish(i, shape)] if grads[i] is not None else []
+                if any(grads[j] is not None for j in members.get(i, ())):  # layers that no scan reads
+                    parts.append(jnp.stack([finish(j, shape[1:]) for j in members[i]]))
+                finished.append(sum(parts[1:], parts[0]) if parts else finish(i, shape))
         return finished
 
     def _count(self, program: Program, position: int, variables: Any, batches: Any, keys: jax.Array) -> jax.Array:

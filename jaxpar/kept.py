@@ -13,20 +13,24 @@ import jax
 import jax.numpy as jnp
 
 from .families import families
-from .leaves import Leaf, Pipe, may_stack, name_of, place
+from .leaves import LAYERS, Leaf, Pipe, may_stack, name_of, place
 
 
 def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
     """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
 
-    They share their first dim, the number of layers, and the first part of their paths. The layout is made before any
-    batch is seen, so that this is a guess; a leaf guessed wrongly is gathered where it is used.
+    They share their first dim, the number of layers, and the first part of their paths. Where some of these lie below
+    a path all of whose leaves share that dim, the others have it by chance ([heads, head_dim], and as many layers as
+    heads). The layout is made before any batch is seen, so that this is a guess; a leaf guessed wrongly is gathered
+    where it is used.
     """
+    inside = _inside_stack([(path, shape) for path, shape, _ in flat])
     groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
     for path, shape, rolled in flat:
         if rolled or may_stack(shape):
             first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
             groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
+    groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
     # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none.
     sizes = {
         key: (any(key[1] or len(shape) > 2 for _, shape in group), sum(math.prod(shape) for _, shape in group))
@@ -51,6 +55,27 @@ def _inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str]
         and all(map(may_stack, shapes))
         and len({shape[0] for shape in shapes}) == 1
         and any(len(shape) == 2 for shape in shapes)
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+def _on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves have one second dim, and neither one first nor one number of
+    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`.
+    """
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    varied = lambda values: len({*values}) > 1
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
+        and not varied(shape[1] for shape in shapes)
+        and any(len(shape) > 2 for shape in shapes)
+        and (varied(map(len, shapes)) or (varied(s[0] for s in shapes) and varied(s[-1] for s in shapes)))
     }
     return lambda path: any(path.startswith(f"{name}/") for name in stacks)
 
@@ -161,12 +186,9 @@ def make_leaves(
         raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
 
     alike = [(name, (x.shape, x.dtype, t, split.get(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
+    inside = _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)])
     # Paths with a slash of their own may be two parameters' at once.
-    found = (
-        []
-        if len({*names}) < len(names)
-        else families(alike, _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)]))
-    )
+    found = [] if len({*names}) < len(names) else families(alike, inside)
     pairs = [pair for family in found for pair in zip(family.paths, family.members, strict=True)]
     rolled = {members[0]: (path, members) for path, members in pairs}
     inner = {at for _, members in rolled.values() for at in members}
@@ -193,6 +215,7 @@ def make_leaves(
             node[last] = number
         order, tree = jax.tree.flatten(nested)
         flat, origin = [flat[i] for i in order], [origin[i] for i in order]
+    second = _on_second_dim([(path, shape) for path, shape, _ in flat])
     own = own_leaves(flat) if pipe.ranks > 1 else frozenset()
     dims = {at: split[name] for at, name in enumerate(names) if name in split}
     leaves = [
@@ -207,6 +230,7 @@ def make_leaves(
             is_rolled,
             dims[at[0]] + is_rolled if at[0] in dims else None,
             ranks,
+            second(path) and not inside(path),
         )
         for (path, shape, is_rolled), at in zip(flat, origin, strict=True)
     ]

@@ -22,12 +22,10 @@ import jax.numpy as jnp
 from . import jaxpr as jx
 from .hoist import split
 from .localise.edges import saves_no_gather, saves_sums
+from .loops import roll_loops
 from .pieces import Segment, Stack, Unit
-from .roll import NotAlike, roll
 from .sliced import Program
-
-# Elementwise: on operands of one shape, a layer of the result is the result on a layer.
-_ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())
+from .slices import Chain, Slice, sliced
 
 
 def slice_program(
@@ -35,7 +33,7 @@ def slice_program(
     params: Sequence[Any],
     rest: Any,
     axes: dict[str, int],
-    whole: Sequence[bool],
+    sharded: Sequence[int | None],
     remat: Any = "none",
     own: Sequence[bool] = (),
     families: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
@@ -48,7 +46,7 @@ def slice_program(
       params: abstract parameter leaves, in the compute dtype.
       rest: abstract pytree of everything else (mutable state, batch, key).
       axes: mesh axes that the loss may reduce over, name -> size.
-      whole: for each leaf, whether it cannot be sliced along dim 0 (stored sharded there).
+      sharded: for each leaf, the dim that is sharded at rest, along which no stack can slice it; None for no dim.
       remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
       own: for each leaf, whether the stages of a pipeline own its layers. The stack with most of them is cut into
         stages, and slices no others; no other stack slices them.
@@ -61,12 +59,7 @@ def slice_program(
     Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
     flat, out = jx.trace(fun, list(params), rest, axes=axes)
-    unrolled = []
-    for family in families:
-        try:
-            flat = _rolled(flat, family, len(params), axes)
-        except NotAlike as why:
-            unrolled.append((family[0][0], str(why)))
+    flat, loops = roll_loops(flat, families, len(params), axes, own)
     flat = rewrite(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]
@@ -76,16 +69,20 @@ def slice_program(
 
     own = own or [False] * len(params)
     scans = [e for e in eqns if e.primitive.name == "scan" and not any(v in floating for v in e.outvars)]
-    weight = {id(e): _weight(_sliced(e, floating, index, whole), params, own) for e in scans}
+    found = {id(e): sliced(e, floating, index) for e in scans}
+    layers: dict[int, int] = {}  # the dim along which all stacks slice a leaf
+    for one, _ in (x for e in scans for x in found[id(e)].values()):
+        if one.dim != sharded[one.leaf] and (one.dim == 0 or not own[one.leaf]):
+            layers.setdefault(one.leaf, one.dim)
+    found = {key: {p: x for p, x in xs.items() if layers.get(x[0].leaf) == x[0].dim} for key, xs in found.items()}
+    weight = {id(e): _weight({s for s, _ in found[id(e)].values()}, e.params["length"], params, own) for e in scans}
     main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
-
-    def kept(eqn: Any) -> Sequence[bool]:
-        """The leaves that a stack may not slice."""
-        return [stays or mine != (eqn is main) for stays, mine in zip(whole, own, strict=True)] if any(own) else whole
+    if any(own):  # the stages own layers of one stack, which slices no others
+        found = {id(e): {p: x for p, x in found[id(e)].items() if own[x[0].leaf] == (e is main)} for e in scans}
 
     groups: list[list[Any]] = [[]]
     for eqn in (e for e in eqns if not any(v in floating for v in e.outvars)):
-        if eqn.primitive.name == "scan" and _sliced(eqn, floating, index, kept(eqn)):
+        if found.get(id(eqn)):
             groups += [[eqn], []]
         else:
             groups[-1].append(eqn)
@@ -97,7 +94,7 @@ def slice_program(
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, floating, index, kept(eqn), active, axes, remat, sequence)
+            piece = _stack(eqn, found[id(eqn)], index, active, axes, remat, sequence)
             cut = piece if eqn is main else cut
         else:
             defined = {v for e in groups[number] for v in e.outvars}
@@ -112,7 +109,7 @@ def slice_program(
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
     return Program(
-        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(unrolled)
+        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(loops)
     ), out
 
 
@@ -122,17 +119,9 @@ def positions(out: Any) -> Any:
     return jax.tree.unflatten(tree, list(range(tree.num_leaves)))
 
 
-def _rolled(flat: jx.Flat, family: Sequence[tuple[int, Sequence[int]]], params: int, axes: dict[str, int]) -> jx.Flat:
-    """A program with the layers of a family as one scan. Raises NotAlike."""
-    stacks = [flat.invars[i] for i, _ in family]
-    fun = roll(flat, params, stacks, [[flat.invars[i] for i in members] for _, members in family])
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-    return jx.trace(fun, *inputs, axes=axes)[0]
-
-
-def _weight(sliced: dict[int, tuple[int, list[Any]]], params: Sequence[Any], own: Sequence[bool]) -> int:
-    """Elements of the leaves that a stack slices and the stages of a pipeline own."""
-    return sum(math.prod(params[i].shape) for i in {leaf for leaf, _ in sliced.values()} if own[i])
+def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequence[bool]) -> int:
+    """Elements that a stack reads of the leaves that the stages of a pipeline own."""
+    return sum(math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if own[s.leaf])
 
 
 def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
@@ -182,62 +171,42 @@ def _segment(
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
-def _sliced(
-    eqn: Any, floating: dict[Any, Any], index: dict[Any, int], whole: Sequence[bool]
-) -> dict[int, tuple[int, list[Any]]]:
-    """The scanned inputs that are parameters: position among xs -> (leaf, elementwise equations on the way)."""
-    found = {}
-    for position, at in enumerate(jx.scan_parts(eqn).xs):
-        chain: list[Any] = []
-        while not jx.is_literal(at) and at in floating:
-            step = floating[at]
-            atoms = [v for v in step.invars if not jx.is_literal(v)]
-            scalars = all(not v.aval.shape for v in step.invars if jx.is_literal(v))
-            if step.primitive.name not in _ELEMENTWISE or len(atoms) != 1 or not scalars:
-                break
-            chain.insert(0, step)
-            at = atoms[0]
-        if not jx.is_literal(at) and at in index and not whole[index[at]]:
-            found[position] = (index[at], chain)
-    return found
-
-
 def _stack(
     eqn: Any,
-    floating: dict[Any, Any],
+    found: dict[int, tuple[Slice, Chain]],
     index: dict[Any, int],
-    whole: Sequence[bool],
     active: set[Any],
     axes: dict[str, int],
     remat: Any,
     sequence: bool,
 ) -> Stack:
     parts = jx.scan_parts(eqn)
-    sliced = _sliced(eqn, floating, index, whole)
     n, k = len(parts.consts), len(parts.carry)
-    leaves = tuple(dict.fromkeys(leaf for leaf, _ in sliced.values()))  # one may be scanned twice
+    read = tuple(dict.fromkeys(one for one, _ in found.values()))  # one layer may be scanned twice
+    leaves = tuple(one.leaf for one in read)
     variables = list(index)
     body = jec.jaxpr_as_fun(parts.body)
 
     def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        mine, others = dict(zip(leaves, slices, strict=True)), iter(values[n + k :])
+        mine, others = dict(zip(read, slices, strict=True)), iter(values[n + k :])
         xs = []
         for position in range(len(parts.xs)):
-            leaf, chain = sliced.get(position, (None, []))
-            value = next(others) if leaf is None else mine[leaf]
+            one, chain = found.get(position, (None, ()))
+            value = next(others) if one is None else mine[one]
             for step in chain:
-                value = step.primitive.bind(*(a.val if jx.is_literal(a) else value for a in step.invars), **step.params)
+                value = step(value)
             xs.append(value)
         return body(*values[: n + k], *xs)
 
     inner = [v.aval for v in jx.opened(parts.body)[0].invars]
-    values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in sliced)]
-    slices = [jax.ShapeDtypeStruct(variables[i].aval.shape[1:], variables[i].aval.dtype) for i in leaves]
+    values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in found)]
+    whole = [(variables[one.leaf].aval, one.dim) for one in read]
+    slices = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in whole]
     flat, _ = jx.trace(
         layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none"
     )
 
-    outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in sliced))
+    outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in found))
     mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
     linear = [not jx.is_literal(v) and v in active and _inexact(w) for v, w in zip(outer, ours, strict=True)]
     while True:  # a carry may come to depend on parameters only after a layer
@@ -267,7 +236,7 @@ def _stack(
         tuple(outs),
     )
     outputs = (*parts.carry_out, *parts.ys)
-    return Stack(unit, outer, outputs, n, k, parts.length, parts.reverse)
+    return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
 
 
 def _inexact(var: Any) -> bool:

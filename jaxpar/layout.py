@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from .kept import Kept
 from .leaves import PAD_FROM, Leaf, name_of
 from .parallel.tensor import unsplit
 from .precision import Policy
+from .stacks import uneven
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Layout:
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
       found: the paths of the model's leaves that are on `tensor` though no rule names them (`parallel/pairs.py`).
+      loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
     kept: Kept
@@ -48,6 +50,16 @@ class Layout:
     copied: bool
     optimizer: Any
     found: frozenset[str] = frozenset()
+    loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def ruled(self) -> list[str]:
+        """The paths of the units, "" for those that are on `tensor` by no rule: there nobody made a mistake."""
+        kept, found = self.kept, self.found
+        rolled = {
+            leaf.path for leaf, at in zip(kept.leaves, kept.origin, strict=True) if kept.models[at[0]].path in found
+        }
+        return ["" if leaf.path in found | rolled else leaf.path for leaf in kept.units]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -126,6 +138,12 @@ class Layout:
             for leaf in self.leaves
         ]
         total = ", ".join(f"{name} {size:,}" for name, size in self.bytes.items())
+        rolled = (leaf for leaf in self.leaves if leaf.rolled)
+        stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
+        stacks |= {
+            path: f"{stacks[path]}; other blocks are not alike: {why}" for path, why in uneven(self.kept).items()
+        }
+        lines += [f"{path}: {how}" for path, how in (stacks | self.loops).items()]
         return "\n".join([*lines, f"bytes per device: {total}"])
 
 

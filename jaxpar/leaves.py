@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 PAD_FROM = 16_384  # elements; smaller leaves are not worth the padding
-_LAYERS = 512  # no model stacks more
+LAYERS = 512  # no model stacks more
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ class Leaf:
         """Whether a sharded leaf may be a stack of layers, to be moved one after the other."""
         return self.dim != 0 and (self.rolled or self.layers is not None or may_stack(self.shape))
 
-    def inner(self, sliced: bool) -> int:
-        """The sharded dim, in one layer of the leaf if it is sliced."""
-        return (self.dim or 0) - (0 if not sliced else 1 if self.layers is None else self.stage + 1)
+    def inner(self, sliced: bool, layers: int = 0) -> int:
+        """The sharded dim, in one layer of the leaf if it is sliced; its layers are on dim `layers`."""
+        if sliced and self.layers is None:
+            return (self.dim or 0) - (layers <= (self.dim or 0))
+        return (self.dim or 0) - (self.stage + 1 if sliced else 0)
 
     def pad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
         """Pads the sharded dim for rest; `dim` where `x` is one layer of a stack."""
@@ -154,10 +156,12 @@ def place(
     rolled: bool = False,
     tensor: int | None = None,
     ranks: int = 1,
+    second: bool = False,
 ) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
 
-    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`.
+    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`; layers that are on the `second` dim are
+    split last.
     """
     layers, first_dim, axes = None, 0, ("fsdp",)
     if own:
@@ -166,8 +170,10 @@ def place(
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
-    stacked = not own and (rolled or may_stack(shape))
+    second = second and not own and not rolled
+    stacked = not own and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
+    dims.sort(key=lambda d: second and d == 1)
     dim = next((d for d in dims if shape[d] % shards == 0), None) if shards > 1 and math.prod(shape) else None
     note = ""
     if shards > 1 and not math.prod(shape):
@@ -201,7 +207,7 @@ def place(
 
 def may_stack(shape: tuple[int, ...]) -> bool:
     """Whether an array may be a stack of layers, by its shape."""
-    return len(shape) > 1 and shape[0] <= _LAYERS and (len(shape) > 2 or shape[0] < shape[1])
+    return len(shape) > 1 and shape[0] <= LAYERS and (len(shape) > 2 or shape[0] < shape[1])
 
 
 def name_of(path: Any) -> str:

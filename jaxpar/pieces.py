@@ -26,6 +26,7 @@ from jax import lax
 
 from . import jaxpr as jx
 from .schedule import anchor, zeros_after
+from .slices import Slice
 
 
 class Access(Protocol):
@@ -175,9 +176,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stack:
-    """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`."""
+    """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
+
+    `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
+    """
 
     unit: Unit
+    slices: tuple[Slice, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     consts: int
@@ -201,7 +206,7 @@ class Stack:
     ) -> tuple[list[Any], Any]:
         """Outputs, and what `backward` needs of each layer, stacked (None without `grad`).
 
-        The layers are those from number `start` of the leaves. Where `real` [layers] is false, a layer only hands on
+        The iterations are those from number `start`. Where `real` [layers] is false, a layer only hands on
         what it gets.
         """
         consts, init, xs = self.parts(inputs)
@@ -209,7 +214,7 @@ class Stack:
         def layer(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
             number, xs, here = x
             inputs = [*consts, *carry, *xs]
-            full = [access.fetch(i, self._layer(leaves[i], start, number), True) for i in self.unit.leaves]
+            full = [access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in self.slices]
             if grad:
                 outs, saved = self.unit.forward(full, inputs, [*consts, *xs])
             else:
@@ -241,10 +246,15 @@ class Stack:
 
         # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions
         # would be pipelined across its end, with a layer's whole gradients between iterations.
-        fresh = [total is None for total in into]
-        totals = [
-            self._empty(access, i, leaves[i], cotangents[0]) if fresh[j] else into[j]
-            for j, i in enumerate(self.unit.leaves)
+        given = dict(zip(self.unit.leaves, into, strict=True))
+        totals = {
+            s.leaf: self._empty(access, s, leaves[s.leaf], cotangents[0]) if given[s.leaf] is None else given[s.leaf]
+            for s in self.slices
+        }
+        fresh = [
+            given[s.leaf] is None
+            and not any(s.meets(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
+            for s in self.slices
         ]
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -253,20 +263,20 @@ class Stack:
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
             reads, run = self.unit.backward(known, [*consts, *xs], saved, [*ct_carry, *ct_ys])
-            read = _pick(reads, self.unit.leaves)
-            ct_full, ct_in = run([access.fetch(i, self._layer(leaves[i], start, number), True) for i in read])
+            read = _pick(reads, self.slices)
+            ct_full, ct_in = run([access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in read])
             if here is not None:
                 through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
                 ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
-            written = []
-            for i, ct, total, first in zip(self.unit.leaves, ct_full, totals, fresh, strict=True):
-                given = None if ct is None else access.give(i, ct, True)
+            totals = dict(totals)
+            for s, ct, first in zip(self.slices, ct_full, fresh, strict=True):
+                given = None if ct is None else access.give(s.leaf, ct, True)
                 if given is not None:
-                    given = given if first else given + self._layer(total, start, number)
-                    total = lax.dynamic_update_index_in_dim(total, given, start + number, axis=0)
-                written.append(total)
-            return (ct_in[n_const : n_const + n_carry], ct_consts, written), ct_in[n_const + n_carry :]
+                    total = totals[s.leaf]
+                    given = given if first else given + s.of(total, start + number)
+                    totals[s.leaf] = s.into(total, given, start + number)
+            return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in _pick(linear_consts, consts)]
         (ct_carry, ct_consts, totals), ct_xs = lax.scan(
@@ -276,22 +286,22 @@ class Stack:
             length=self.length,
             reverse=not self.reverse,
         )
-        return totals, [*ct_consts, *ct_carry, *ct_xs]
+        return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
 
     @staticmethod
-    def _layer(stack: jax.Array, start: Any, number: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(stack, start + number, keepdims=False)
-
-    @staticmethod
-    def _empty(access: Access, index: int, shard: jax.Array, after: jax.Array) -> jax.Array | None:
+    def _empty(access: Access, of: Slice, shard: jax.Array, after: jax.Array) -> jax.Array | None:
         """Zeros for the gradients that the layers will give; None for a leaf that has none."""
 
         def given(shard: jax.Array) -> jax.Array | None:
-            whole = access.fetch(index, shard, True)
-            return access.give(index, whole, True) if jnp.issubdtype(whole.dtype, jnp.inexact) else None
+            whole = access.fetch(of.leaf, shard, True)
+            return access.give(of.leaf, whole, True) if jnp.issubdtype(whole.dtype, jnp.inexact) else None
 
-        shape = jax.eval_shape(given, jax.ShapeDtypeStruct(shard.shape[1:], shard.dtype))
-        return None if shape is None else zeros_after(after, (shard.shape[0], *shape.shape), shape.dtype)
+        one = [n for d, n in enumerate(shard.shape) if d != of.dim]
+        shape = jax.eval_shape(given, jax.ShapeDtypeStruct(tuple(one), shard.dtype))
+        if shape is None:
+            return None
+        stacked = (*shape.shape[: of.dim], shard.shape[of.dim], *shape.shape[of.dim :])
+        return zeros_after(after, stacked, shape.dtype)
 
 
 def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as jx
+from .loops import Loop
 from .pieces import Access, Segment, Stack, add
 
 
@@ -19,8 +20,8 @@ class Program:
     """A loss as pieces. `inputs` are the variables of the constants and of all that is not a parameter.
 
     `uses` has for each parameter leaf one entry a use: whether a stack slices it there. `main` is the stack that a
-    pipeline cuts; `unrolled` has, for loops over layers that are not alike, their first leaf and the first difference;
-    `coupled` says whether the loss of a row depends on other rows.
+    pipeline cuts; `loops` what became of Python loops over layers; `coupled` says whether the loss of a row depends on
+    other rows.
     """
 
     pieces: tuple[Segment | Stack, ...]
@@ -31,8 +32,13 @@ class Program:
     outputs: tuple[Any, ...]
     uses: tuple[tuple[bool, ...], ...]
     main: Stack | None = None
-    unrolled: tuple[tuple[int, str], ...] = ()
+    loops: tuple[Loop, ...] = ()
     coupled: bool = False
+
+    @property
+    def unrolled(self) -> tuple[tuple[int, str], ...]:
+        """Loops whose layers run one by one, all or some: their first leaf, and the first difference."""
+        return tuple((loop.leaf, loop.why) for loop in self.loops if loop.why is not None)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -55,7 +55,7 @@ def loss(leaves: list[jax.Array], rest: Any) -> list[jax.Array]:
 
 
 def sliced(remat: str = "none", whole: tuple[int, ...] = ()) -> Program:
-    program, _ = slice_program(loss, params(), rest(), {}, [i in whole for i in range(6)], remat)
+    program, _ = slice_program(loss, params(), rest(), {}, [0 if i in whole else None for i in range(6)], remat)
     return program
 
 
@@ -119,7 +119,7 @@ def test_a_leaf_scanned_twice_by_one_scan() -> None:
         return y.sum()
 
     w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
-    program, _ = slice_program(twice, [w], x, {}, [False])
+    program, _ = slice_program(twice, [w], x, {}, [None])
     assert program.stacks[0].unit.leaves == (0,)
     _, tape = program.forward(Whole(), [w], [x], grad=True)
     (ours,) = program.backward(Whole(), [w], tape, {0: jnp.ones(())}, [None])

@@ -59,8 +59,10 @@ def expected(step: Step, batch: Any) -> Ledger:
     """
     run = _piped(step, batch) if step.local.schedule else _run(step, batch)
     found = list(run.own)
-    for leaf, use in zip(step.layout.kept.units, run.uses, strict=True):
-        found += _leaf(step, leaf, use, run.last)
+    program, _ = step.local.program(*_abstract(step, batch))
+    dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
+    for i, (leaf, use) in enumerate(zip(step.layout.kept.units, run.uses, strict=True)):
+        found += _leaf(step, leaf, use, run.last and program.uses[i] in ((True,), (False,)), dims.get(i, 0))
     for leaf in step.layout.leaves:
         found += _published(step, leaf)
     rows = tuple(step.local.axes)
@@ -104,12 +106,14 @@ def _entry(kind: str, axes: tuple[str, ...], dtype: Any, count: int, elements: i
     return Collective(kind, axes, jnp.dtype(dtype).name, count, elements * jnp.dtype(dtype).itemsize)
 
 
-def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]:
-    """What is sent for one leaf. With `last`, a use that is the only one reduces at once."""
+def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool, dim: int) -> Iterator[Collective]:
+    """What is sent for one leaf, whose layers are on dim `dim`. With `last`, its use is the only one, and reduces at
+    once.
+    """
     strategy, shape = step.strategy, step.mesh.shape
     mine = leaf.layers is not None  # of a stage
     n = math.prod(shape[a] for a in leaf.shard)
-    ranks, layers = (shape["pipe"] if mine else 1), _layers(leaf)
+    ranks, layers = (shape["pipe"] if mine else 1), _layers(leaf, dim)
     leaf = leaf.local
     stored = math.prod(leaf.stored)
     sharded = shape["fsdp"] > 1 and leaf.dim is not None
@@ -130,17 +134,20 @@ def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool) -> Iterator[Collective]
     whole, sliced = use.given
     if not leaf.trainable or not whole + sliced:
         return
-    at_use = last and use.given in ((1, 0), (0, layers)) and (whole == 0) == (use.fetched[0] == 0)
+    at_use = last and (whole == 0 or use.given == (1, 0)) and (whole == 0) == (use.fetched[0] == 0)
+    all_reduces, reduced = (
+        (whole + sliced, whole * stored + sliced * stored // layers) if at_use else (1, stored // ranks)
+    )
     if not sharded:
         if rest:
-            yield _entry("all-reduce", rest, reduce, whole + sliced if at_use else 1, stored // ranks)
+            yield _entry("all-reduce", rest, reduce, all_reduces, reduced)
         return
     every = strategy.zero > 1 or at_use
-    pieces = whole * _pieces(leaf, False, n, compute, reduce) + sliced * _pieces(leaf, True, n, compute, reduce)
+    pieces = whole * _pieces(leaf, None, n, compute, reduce) + sliced * _pieces(leaf, dim, n, compute, reduce)
     elements = whole * (stored // ranks) + sliced * stored // layers if every else stored // ranks
     yield _entry("reduce-scatter", shard, reduce, pieces if every else 1, elements)
     if rest:
-        yield _entry("all-reduce", rest, reduce, whole + sliced if at_use else 1, stored // ranks // n)
+        yield _entry("all-reduce", rest, reduce, all_reduces, reduced // n)
 
 
 def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
@@ -155,15 +162,19 @@ def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
     yield _entry("all-gather", shard, dtype, count, math.prod(leaf.local.stored) // ranks)
 
 
-def _layers(leaf: Leaf) -> int:
-    """The layers of a leaf that is a stack, padding of the stages included."""
-    return math.prod(leaf.shape[: leaf.stage + 1])
+def _layers(leaf: Leaf, dim: int = 0) -> int:
+    """The layers of a leaf that is a stack along a dim, padding of the stages included."""
+    return math.prod(leaf.shape[: leaf.stage + 1]) if dim == 0 else leaf.shape[dim]
 
 
-def _pieces(leaf: Leaf, sliced: bool, n: int, dtype: Any, wider: Any) -> int:
-    """The number of reduce-scatters of one gradient: several pieces of a very large one."""
-    shape = leaf.stored[leaf.stage + 1 :] if sliced else leaf.stored
-    return scatter_pieces(shape, dtype, leaf.inner(sliced), n, wider)
+def _pieces(leaf: Leaf, dim: int | None, n: int, dtype: Any, wider: Any) -> int:
+    """The number of reduce-scatters of one gradient, of a layer on `dim` or of the whole: several pieces of a very
+    large one.
+    """
+    if dim is None:
+        return scatter_pieces(leaf.stored, dtype, leaf.inner(False), n, wider)
+    shape = (*leaf.stored[:dim], *leaf.stored[dim + 1 :]) if dim else leaf.stored[leaf.stage + 1 :]
+    return scatter_pieces(shape, dtype, leaf.inner(True, dim), n, wider)
 
 
 # An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from ..batches import batch_specs, is_array
 from ..leaves import name_of
 from ..server import OF_REPLICAS, ServerStep
+from ..stacks import described
 from ..step import Step
 from . import explain_text
 from .cost import Costs
@@ -78,7 +79,7 @@ class Explanation:
       transfers: the exchanges of a central server, which are no collectives; else empty.
       notes: leaf -> why it is not sharded, or padded.
       gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
-      loops: layers of Python loops: leaf -> whether they are one stack, and if not why.
+      loops: lists of blocks and stacks of layers: path -> how many layers, whether they are one stack, if not why.
       moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
         spec that would spare it.
       remarks: what a reader of the numbers should know.
@@ -157,7 +158,8 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     costs = [cost for text in texts for cost in Costs.from_hlo(text)]
     known = all(cost.executions is not None for cost in costs)
     moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
-    loops, kept = dict(_loops(step, batch)), step.layout.kept
+    kept = step.layout.kept
+    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
@@ -210,20 +212,6 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return f"ZeRO-{step.strategy.zero}"
     return "data parallel"
-
-
-def _loops(step: Step, batch: Any) -> Iterator[tuple[str, str]]:
-    units = step.layout.kept.units
-    program, _ = step.local.program(*_abstract(step, batch))
-    unrolled = {units[i].path.partition("*")[0]: why for i, why in program.unrolled}
-    for leaf, members in zip(step.layout.leaves, step.layout.kept.origin, strict=True):
-        if leaf.rolled:
-            why = unrolled.get(leaf.path.partition("*")[0])
-            yield (
-                leaf.path,
-                f"{len(members)} layers of a Python loop, "
-                + (f"kept as one stack and run one by one: {why}" if why else "one stack"),
-            )
 
 
 def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:

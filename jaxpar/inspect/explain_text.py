@@ -86,7 +86,7 @@ def text(found: Explanation) -> str:
     listed = {
         "not sharded, or padded": found.notes,
         "gathered by tensor ranks for want of a rule": {at: size(n) for at, n in found.gathered.items()},
-        "layers of Python loops": found.loops,
+        "layers": found.loops,
         "moved by the compiler for the update": _moves(found),
     }
     parts += ["\n".join([title, *_wrapped(lines)]) for title, lines in listed.items() if lines]
