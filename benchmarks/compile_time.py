@@ -35,6 +35,7 @@ STRATEGIES = {
     "ddp": "ddp",
     "tensor": "data=4,tensor=2",
     "pipe": "pipe=2,data=4,microbatches=4",
+    "pipe4": "pipe=4,data=2,microbatches=8",
     "four": "pipe=2,data=1,fsdp=2,tensor=2,microbatches=2",
 }
 # What jax calls the parts, in either of the versions that are supported.

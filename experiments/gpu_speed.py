@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 BASELINE = "single"
 # Rows and positions of a batch. 50,304 words are GPT-2's 50,257, filled up to a multiple of 128, for all alike.
 SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {"rows": 32, "length": 1024, "changes": {"vocab": 50304}},
-    "gpt2-medium": {"rows": 16, "length": 1024, "changes": {"vocab": 50304}},
-    "llama3.2-1b": {"rows": 8, "length": 2048, "changes": {}},
+    "gpt2": {"rows": 16, "length": 1024, "changes": {"vocab": 50304}},
+    "gpt2-medium": {"rows": 8, "length": 1024, "changes": {"vocab": 50304}},
+    "llama3.2-1b": {"rows": 4, "length": 2048, "changes": {}},
 }
 _SMALL = {"vocab": 64, "layers": 2, "heads": 2, "dim": 16, "context": 16}
 _SMALL_LLAMA = {**_SMALL, "kv_heads": 1, "ffn": 24}
@@ -42,8 +42,8 @@ class Contender:
     """A process with one step; it says what it is when it is ready, and runs steps when asked."""
 
     def __init__(self, name: str, spec: dict[str, Any]) -> None:
-        # Left to itself, JAX takes three quarters of the card.
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        # Left to itself, JAX takes three quarters of the card, and two processes share it.
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45", **os.environ}
         script = "gpu_torch.py" if name == "torch" else "gpu_worker.py"
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `end`
         self.process = subprocess.Popen(
