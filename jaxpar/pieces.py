@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as jx
+from .orientation import oriented
 from .schedule import anchor, zeros_after
 from .slices import Slice
 
@@ -93,7 +94,7 @@ class Unit:
 
         rest = (inputs, kept, saved.values, cotangents)
         flat, out = jx.trace(pull, list(self.shapes), *rest)
-        eqns = jx.live(flat.eqns, flat.outvars)
+        eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
         read = set(jx.free(eqns, flat.outvars))
         leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
         reads = tuple(v in read for v in leaves)

@@ -1,0 +1,112 @@
+"""`experiments/gpu.py` on a CPU, at its smallest: what will run on a GPU some day runs, and says what it found."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules that stand beside gpu.py, which find each other as when it is the script."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return module
+
+
+def test_cells(load: Any, tmp_path: Path) -> None:
+    """The last of the simulated devices plays the GPU, the first is the CPU."""
+    gpu_cells, report = load("gpu_cells"), load("gpu_report")
+    record = report.Record(tmp_path, "cells", budget=1000)
+    before = jax.config.jax_default_matmul_precision
+    try:
+        gpu_cells.run(record, ("function",), few=True)
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert [row.get("ok") for row in record.rows] == [True] * 3, record.rows
+    assert json.loads((tmp_path / "cells.json").read_text())["rows"] == record.rows
+    assert "zero2,microbatches=2,precision=bf16" in (tmp_path / "cells.txt").read_text()
+
+
+def test_budget_and_errors(load: Any, tmp_path: Path) -> None:
+    """What is not begun, and what runs out of memory, are rows that say so."""
+    gpu_cells, report = load("gpu_cells"), load("gpu_report")
+    record = report.Record(tmp_path, "cells", budget=-1)
+    gpu_cells.run(record, ("function",), few=True)
+    assert all("budget" in row["error"] for row in record.rows)
+    assert report.said(RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile")).startswith("OUT OF MEMORY")
+    assert not report.said(ValueError("no")).startswith("OUT")
+
+
+def test_attention(load: Any) -> None:
+    gpu_attention = load("gpu_attention")
+    odd, packed = gpu_attention.TINY
+    for case, dtype in ((odd, "bfloat16"), (packed, "float16")):
+        found = gpu_attention.measure(case, dtype, rounds=1)
+        assert found["ok"], found
+        assert found["by"] == "XLA"
+        assert found["peak_bytes"] is None  # a CPU device does not count
+
+
+@pytest.mark.parametrize("contender", ["fsdp", "plain"])
+def test_speed(load: Any, contender: str) -> None:
+    """A contender is ready, takes steps, and says what they took; both learn from the same loss."""
+    worker, speed = load("gpu_worker"), load("gpu_speed")
+    spec = speed.spec_of("gpt2", None, tiny=True)
+    first, steps = worker.make({**spec, "tiny": False, "contender": contender})
+    found = steps(2)
+    assert found["seconds"] > 0
+    assert found["tokens"] == spec["rows"] * spec["length"]
+    assert found["loss"] == pytest.approx(np.log(64), rel=0.05)
+    assert ("explained_GB" in first) == (contender == "fsdp")
+
+
+def test_unknown_model(load: Any) -> None:
+    with pytest.raises(ValueError, match="'gpt3': use one of gpt2, "):
+        load("gpu_speed").spec_of("gpt3", None, tiny=False)
+
+
+def test_profile(load: Any, tmp_path: Path) -> None:
+    gpu_profile, report = load("gpu_profile"), load("gpu_report")
+    record = report.Record(tmp_path, "profile", budget=1000)
+    gpu_profile.run(record, "gpt2", "single", tiny=True)
+    assert "error" not in record.rows[0], record.rows
+    assert (tmp_path / "profile.xplane.pb").stat().st_size > 0
+    shares = [row["share"] for row in record.rows if row["what"].startswith("share of")]
+    assert sum(shares) == pytest.approx(1)
+    kinds = {
+        "nvjet_tst_128x256_64x4_2x1 (custom-call.12)": "matmul",
+        "gemm_fusion_dot_7": "matmul",
+        "ncclDevKernel_AllGather_RING_LL": "collective",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "loop_add_fusion_3": "other",
+    }
+    assert {name: gpu_profile.kind_of(name) for name in kinds} == kinds
+    assert gpu_profile.gaps([(0, 4), (2, 6), (9, 10), (3, 5)]) == [3]
+
+
+def test_missing(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without tyro is told before anything imports it, and how to bring it."""
+    report = load("gpu_report")
+    find = report.importlib.util.find_spec
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None if name == "tyro" else find(name))
+    assert report.missing() == ["tyro>=1.0"]
+    assert "pip download" in report.how_to_bring(report.missing())
+    assert "'tyro>=1.0'" in report.how_to_bring(report.missing())
+
+
+def test_command_line() -> None:
+    """Its commands exist, and are all in docs/gpu.md."""
+    text = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
+    for command in ("train", "cells", "attention", "speed", "profile"):
+        assert f"gpu.py {command}" in text
