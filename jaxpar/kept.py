@@ -31,9 +31,14 @@ def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[s
             first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
             groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
     groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
-    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none.
+    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none. Blocks of a
+    # loop, and leaves below one path, come before a dim shared by chance: 7 in a convolution's [7, 7, in, out].
     sizes = {
-        key: (any(key[1] or len(shape) > 2 for _, shape in group), sum(math.prod(shape) for _, shape in group))
+        key: (
+            key[1] or any(inside(path) for path, _ in group),
+            any(key[1] or len(shape) > 2 for _, shape in group),
+            sum(math.prod(shape) for _, shape in group),
+        )
         for key, group in groups.items()
         if key[1] or len(group) > 1 or len(group[0][1]) > 2
     }

@@ -247,3 +247,10 @@ def test_more_than_half_of_the_parameters_at_once_is_a_warning(monkeypatch: pyte
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
     with pytest.warns(UserWarning, match=r"zero=3 gathers 9\d% .*layers/\*: 4 layers.*tanh.*test_loops.py.*sin"):
         step.trace(BATCH)
+
+
+def test_blocks_of_a_loop_come_before_a_dim_shared_by_chance() -> None:
+    """VGG's classifier is a convolution [7, 7, in, out]; it was taken for 7 layers, and `pipe` refused its blocks."""
+    blocks = [("conv2/*/kernel", (3, 3, 3, 16, 16), True), ("conv2/*/bias", (3, 16), True)]
+    classifier = [("fc/kernel", (7, 7, 24, 480), False), ("fc/bias", (480,), False)]
+    assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
