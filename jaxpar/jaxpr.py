@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from . import kernels
@@ -108,7 +109,8 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 # What jax.numpy wraps in a jit is traced once for all callers and knows no line of them.
                 source = site if site and not where(eqn) else eqn.source_info
                 ins = list(map(read, eqn.invars))
-                eqns.append(eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source))
+                eqn = eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source)
+                eqns.append(_unconstrained(eqn) if communicates([eqn], ("sharding_constraint",)) else eqn)
 
     jaxpr, values = opened(closed)
     env = {v: jec.Var(v.aval) for v in jaxpr.invars}
@@ -116,6 +118,44 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
     walk(jaxpr, values, env)
     outvars = tuple(v if is_literal(v) else env[v] for v in jaxpr.outvars)
     return Flat(tuple(constvars), tuple(consts), invars, outvars, tuple(eqns))
+
+
+def _unconstrained(eqn: Any) -> Any:
+    """An equation without the sharding constraints inside its loops and branches, and without what they told the types
+    of a mesh. A function's own derivatives, which are no jaxpr yet, keep theirs.
+    """
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(inside, value))
+        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
+            return value
+        jaxpr, consts = opened(value)
+        env: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom if is_literal(atom) else env[atom]
+
+        def new(var: Any) -> Any:
+            if isinstance(var, jec.DropVar):
+                return var
+            aval = var.aval
+            plain = isinstance(aval, ShapedArray)
+            env[var] = jec.Var(ShapedArray(aval.shape, aval.dtype, aval.weak_type) if plain else aval)
+            return env[var]
+
+        outer = {"constvars": list(map(new, jaxpr.constvars)), "invars": list(map(new, jaxpr.invars))}
+        eqns = []
+        for inner in jaxpr.eqns:
+            ins = list(map(read, inner.invars))
+            if inner.primitive.name == "sharding_constraint":
+                env[inner.outvars[0]] = ins[0]
+            else:
+                eqns.append(_unconstrained(inner.replace(invars=ins, outvars=list(map(new, inner.outvars)))))
+        jaxpr = jaxpr.replace(**outer, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
+        return jec.ClosedJaxpr(jaxpr, consts) if hasattr(value, "consts") else jaxpr
+
+    return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 
 
 def _holds_scan(jaxpr: Any) -> bool:

@@ -133,3 +133,20 @@ def test_a_constraint_of_the_users_own_mesh_is_left_out() -> None:
         return str(jp.make_train_step(model, optax.sgd(0.1), "fsdp").trace(BATCH))
 
     assert traced(lambda x: jax.lax.with_sharding_constraint(x, rows)) == traced(lambda x: x)
+
+
+def test_constraints_within_loops_and_branches_are_left_out() -> None:
+    """Loops kept them, and the mesh that they gave to types."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def traced(constrain: Any) -> str:
+        def body(x: jax.Array, w: jax.Array) -> Any:
+            x = constrain(x @ w)
+            return jax.lax.cond(x.sum() > 9, lambda y: constrain(2 * y), lambda y: y, x), None
+
+        loss = lambda params, batch, key: (jax.lax.scan(jax.checkpoint(body), batch["x"], params["w"])[0] ** 2).mean()
+        model = jp.Model(lambda key: {"w": jax.random.normal(key, (3, 8, 8))}, loss, rows="independent")
+        return str(jp.make_train_step(model, optax.sgd(0.1), "fsdp").trace(BATCH))
+
+    assert traced(lambda x: jax.lax.with_sharding_constraint(x, rows)) == traced(lambda x: x)
