@@ -31,7 +31,13 @@ FEW = ("fsdp", "zero2,microbatches=2,precision=bf16", "fsdp,precision=f16")
 
 def run(record: Record, models: tuple[str, ...], few: bool) -> None:
     """The first model under every strategy, the others under three; of `few`, these three only."""
-    jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU multiplies float32 in TF32
+    with jax.default_matmul_precision("highest"):  # else a GPU multiplies float32 in TF32
+        _run(record, models, few)
+    note = "gradients: max |a - b| over max(leaf, 1e-2 of the tree); loss: relative; float32 matmuls, no TF32"
+    record.show(("model", "strategy", "error_loss", "error_grad", "tolerance", "ok", "worst", "error"), note=note)
+
+
+def _run(record: Record, models: tuple[str, ...], few: bool) -> None:
     # Where all are CPUs, the last plays the GPU, so that what mixes up the two devices fails here too.
     cpu, card = jax.devices("cpu")[0], jax.devices()[-1]
     for number, name in enumerate(models):
@@ -56,8 +62,6 @@ def run(record: Record, models: tuple[str, ...], few: bool) -> None:
                            ok=worst.error <= least and off <= least, worst=worst.path)  # fmt: skip
             except Exception as error:
                 record.add(model=name, strategy=text, error=said(error))
-    note = "gradients: max |a - b| over max(leaf, 1e-2 of the tree); loss: relative; float32 matmuls, no TF32"
-    record.show(("model", "strategy", "error_loss", "error_grad", "tolerance", "ok", "worst", "error"), note=note)
 
 
 def gradients(entry: Entry, strategy: str, device: jax.Device, first: Any) -> tuple[float, Any]:

@@ -131,8 +131,8 @@ def test_ledger_sees_a_whole_stack_at_once(strategy: str, kind: str, monkeypatch
     assert intact.by(*fields, value="count") == wanted.by(*fields, value="count")
     assert intact.total(kind=kind, in_loop=True) > 0
 
-    def at_once(fun: Any, params: Any, rest: Any, axes: Any, whole: Sequence[bool], *others: Any) -> Any:
-        return slice_program(fun, params, rest, axes, [True] * len(whole), *others)
+    def at_once(fun: Any, params: Any, rest: Any, axes: Any, sharded: Sequence[Any], *others: Any) -> Any:
+        return slice_program(fun, params, rest, axes, [0] * len(sharded), *others)
 
     monkeypatch.setattr("jaxpar.gradients.slice_program", at_once)
     found = Ledger.from_jaxpr(made(strategy).trace(BATCH), made(strategy).mesh)

@@ -139,8 +139,8 @@ def not_reduced(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x
 
 
-def at_once(fun: Any, params: Any, rest: Any, axes: Any, whole: Sequence[bool], *others: Any) -> Any:
-    return slice_program(fun, params, rest, axes, [True] * len(whole), *others)
+def at_once(fun: Any, params: Any, rest: Any, axes: Any, sharded: Sequence[Any], *others: Any) -> Any:
+    return slice_program(fun, params, rest, axes, [0] * len(sharded), *others)
 
 
 def leaf_whole(path: str, *others: Any) -> Any:

@@ -252,7 +252,7 @@ def test_loops_that_are_rolled_and_why_one_is_not(odd: bool) -> None:
     assert text.startswith(f"{LAYERS} layers of a Python loop")
     assert (text.rpartition(", ")[2] == "one stack") == (not odd)
     assert ("sin" in text) == odd
-    assert "layers/*: " in str(found)
+    assert "layers/*  " in str(found)
 
 
 def test_an_update_that_has_to_move_leaves_is_explained() -> None:
