@@ -43,7 +43,7 @@ def needed(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
 
-def token(x: jax.Array) -> Token:
+def token_after(x: jax.Array) -> Token:
     """The token after an array, of any dtype, that has elements."""
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
     if jnp.issubdtype(first.dtype, jnp.complexfloating):
@@ -67,7 +67,7 @@ def after(token: Token, x: jax.Array) -> jax.Array:
 
 def start(x: jax.Array, mesh: Mesh) -> Token | None:
     """The token after `x`, where an order is needed."""
-    return token(x) if needed(mesh) else None
+    return token_after(x) if needed(mesh) else None
 
 
 def behind(token: Token | None, tree: Any) -> Any:
@@ -122,14 +122,18 @@ def _collective(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, l
             token, (out,) = _collective(eqn, [value], token)
             outs.append(out)
         return token, outs
-    outs = jx.bind(eqn, [after(token, x) if jnp.size(x) else x for x in values])
-    full = [x for x in outs if jnp.size(x)]
-    return (_token(full[0]) if full else token), outs
+    outs = jx.bind(eqn, [after(token, x) if _is_full(x) else x for x in map(jnp.asarray, values)])
+    full = next(filter(_is_full, outs), None)
+    return (token if full is None else token_after(full)), outs
+
+
+def _is_full(x: jax.Array) -> bool:
+    """Whether an array has elements that are numbers: a call's may be keys."""
+    return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 # Those that take several operands, and do to each what they do to one.
 _ELEMENTWISE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
-_token = token
 
 
 def _scan(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
@@ -199,7 +203,7 @@ def follow(x: jax.Array) -> jax.Array:
     Steps follow each other by their state; two evaluations of one state do not.
     """
     before = _last.result() if jec.get_opaque_trace_state() == _last.trace else None
-    return x if before is None else after(token(before), x)
+    return x if before is None else after(token_after(before), x)
 
 
 def leave(result: Tracer) -> None:
