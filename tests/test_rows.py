@@ -311,7 +311,29 @@ def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
     return (jnp.square(x - batch["y"]) + 0.1 * jnp.abs(x).mean()).mean()
 
 
-APART = [mean, sum_by_rows, weighted, decay, smoothed, attention, merged, time_major, indexed, inside_a_row, by_row]
+def tokens_beside_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    """What is the same for all rows, though it has as many: a class token, positions counted by a mask (BLOOM's)."""
+    x = w[batch["tokens"]]
+    first = jnp.broadcast_to(w[None, :1], (x.shape[0], 1, WIDTH))
+    counted = jnp.cumsum(jnp.ones(x.shape[:2]), axis=1)[..., None]
+    flipped = jnp.sort(jnp.ones_like(x) * w[0], axis=2)[:, ::-1]
+    return (jnp.concatenate([first, jnp.tanh(x + counted) + flipped], axis=1) ** 2).mean()
+
+
+APART = [
+    mean,
+    sum_by_rows,
+    tokens_beside_rows,
+    weighted,
+    decay,
+    smoothed,
+    attention,
+    merged,
+    time_major,
+    indexed,
+    inside_a_row,
+    by_row,
+]
 APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean]
 
 

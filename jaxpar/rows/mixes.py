@@ -116,6 +116,9 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
 
 def _over(eqn: Any, ins: Sequence[Value], dims: Sequence[int], linear: bool, what: str) -> Value | None:
     """An equation that mixes elements along `dims`, and leaves the others alone."""
+    if all(x.kind == "whole" for x in ins):
+        power = ins[0].power if linear and len(ins) == 1 else 0 if all(x.power == 0 for x in ins) else None
+        return Value(varies=frozenset(dims).union(*(x.varies for x in ins)), power=power)
     if any(x.kind == "sum" for x in ins):
         return next(x for x in ins if x.kind == "sum") if linear and len(ins) == 1 else mixed(eqn, ins)
     found = together(eqn, ins)
@@ -126,18 +129,18 @@ def _over(eqn: Any, ins: Sequence[Value], dims: Sequence[int], linear: bool, wha
     return found
 
 
-@rule("rev")
+@shape_rule("rev")
 def _rev(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     return _over(eqn, ins, eqn.params["dimensions"], True, "reverse order")
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+@shape_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     name = eqn.primitive.name
     return _over(eqn, ins, [eqn.params["axis"]], name == "cumsum", name)
 
 
-@rule("sort", "approx_top_k")
+@shape_rule("sort", "approx_top_k")
 def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     dim = eqn.params.get("dimension", eqn.params.get("reduction_dimension"))
     found = _over(eqn, ins, [dim % len(shapes(eqn)[0])], False, "sort")
@@ -147,26 +150,26 @@ def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     return coupled(ins, *(replace(n, certain=False) for n in found.notes - reasons(ins)))
 
 
-@rule("top_k")
+@shape_rule("top_k")
 def _top_k(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     ndim = len(shapes(eqn)[0])
     return _over(eqn, ins, [eqn.params.get("axis", ndim - 1) % ndim], False, "top_k")
 
 
-@rule("fft")
+@shape_rule("fft")
 def _fft(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     ndim = len(shapes(eqn)[0])
     return _over(eqn, ins, range(ndim - len(eqn.params["fft_lengths"]), ndim), True, "Fourier transform")
 
 
-@rule(*_MATRICES)
+@shape_rule(*_MATRICES)
 def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     ndim = len(shapes(eqn)[0])
     inside = 1 if eqn.primitive.name == "lu_pivots_to_permutation" else 2
     return _over(eqn, ins, range(ndim - inside, ndim), False, f"{eqn.primitive.name} of matrices")
 
 
-@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
+@shape_rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
       "select_and_scatter_add")  # fmt: skip
 def _window(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     window, (shape, *_) = eqn.params["window_dimensions"], shapes(eqn)

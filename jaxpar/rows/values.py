@@ -176,7 +176,8 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
 
 def position(eqn: Any, whole: Value, rows: Value) -> Value:
     """Rows beside a whole value, which may differ from row to row by nothing but the row's place in the block."""
-    if not whole.varies & set(rows.dims):
+    # One row has one place; which of the dims of size 1 is its own is not known.
+    if rows.count == 1 or not whole.varies & set(rows.dims):
         return rows
     what = f"{eqn.primitive.name} with a value that depends on a row's place in its block; put it into the batch"
     return rows.noted(Note.at(eqn, what, certain=False))
