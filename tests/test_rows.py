@@ -317,7 +317,8 @@ def tokens_beside_rows(w: jax.Array, batch: Batch) -> jax.Array:
     first = jnp.broadcast_to(w[None, :1], (x.shape[0], 1, WIDTH))
     counted = jnp.cumsum(jnp.ones(x.shape[:2]), axis=1)[..., None]
     flipped = jnp.sort(jnp.ones_like(x) * w[0], axis=2)[:, ::-1]
-    return (jnp.concatenate([first, jnp.tanh(x + counted) + flipped], axis=1) ** 2).mean()
+    bias = w[:2, None, None]  # [2, 1, 1, W], which an addition spreads itself
+    return ((jnp.concatenate([first, jnp.tanh(x + counted) + flipped], axis=1)[None] + bias) ** 2).mean()
 
 
 APART = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,7 @@ class Reader:
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
         """What comes out of one equation."""
         name = eqn.primitive.name
+        ins = [_broadcastable(x, shape) for x, shape in zip(ins, shapes(eqn), strict=True)]
         notes = reasons(ins)
         if name in ALWAYS and (found := ALWAYS[name](self, eqn, twin, ins)) is not None:
             return found if not isinstance(found, Value) else [found] * len(eqn.outvars)
@@ -163,6 +164,12 @@ class Reader:
             pending = [Note(n.line, n.what, certain=False) for x in ins for n in x.notes]
             return Value(power=None, varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
         return coupled(ins)
+
+
+def _broadcastable(x: Value, shape: Sequence[int]) -> Value:
+    """A value that does not vary along dims of size 1, which have one element for all that they may be spread over."""
+    varies = frozenset(d for d in x.varies if shape[d] > 1)
+    return x if varies == x.varies else replace(x, varies=varies)
 
 
 def doubled(ratio: float) -> float | None:

@@ -37,9 +37,8 @@ def shape_rule(*names: str) -> Any:
 
 @shape_rule("broadcast_in_dim")
 def _broadcast(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    (x, *_), (shape, *_), to = ins, shapes(eqn), list(eqn.params["broadcast_dimensions"])
-    # Of size 1, a dim has one element for all that it becomes.
-    found = along(eqn, replace(x, varies=frozenset(d for d in x.varies if shape[d] > 1)), to)
+    x, to = ins[0], list(eqn.params["broadcast_dimensions"])
+    found = along(eqn, x, to)
     if x.counts is not None and shape_of(eqn)[-1:] == (1,) and to[x.counts] != len(shape_of(eqn)) - 1:
         found = replace(found, columns=frozenset([0]))
     return replace(found, columns=frozenset()) if x.kind == "rows" else found
