@@ -103,7 +103,7 @@ class Local:
 
         def fun(leaves: Sequence[Any], rest: Any, axes: Any = self.axes) -> Any:
             variables, batch, key = rest
-            own = [leaves[values_of[i]] for i in range(len(kept.models))]
+            own = [units[values_of[i]].own(leaves[values_of[i]]) for i in range(len(kept.models))]
             return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))

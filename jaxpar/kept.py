@@ -143,13 +143,15 @@ class Kept:
     @property
     def same(self) -> bool:
         """Whether every leaf is kept in the model's own shape."""
-        return self.tree == self.model_tree and all(leaf.shape == leaf.logical for leaf in self.leaves)
+        return self.tree == self.model_tree and all(
+            leaf.shape == leaf.logical and not leaf.moved for leaf in self.leaves
+        )
 
     def of_model(self, values: Sequence[Any]) -> list[Any]:
         """One value for each kept leaf -> one for each of the model's; None stays."""
         out: dict[int, Any] = {}
         for leaf, at, value in zip(self.leaves, self.origin, values, strict=True):
-            whole = value if value is None else leaf.unstaged(value)
+            whole = value if value is None else leaf.own(leaf.unstaged(value))
             out.update((i, whole[k] if leaf.rolled and whole is not None else whole) for k, i in enumerate(at))
         return [out[i] for i in range(len(out))]
 
@@ -159,7 +161,7 @@ class Kept:
         for leaf, at in zip(self.leaves, self.origin, strict=True):
             mine = [values[i] for i in at]
             value = mine[0] if mine[0] is None or not leaf.rolled else jnp.stack(mine)
-            out.append(value if value is None else leaf.staged(value))
+            out.append(value if value is None else leaf.staged(leaf.own(value)))
         return out
 
 
@@ -221,24 +223,32 @@ def make_leaves(
         order, tree = jax.tree.flatten(nested)
         flat, origin = [flat[i] for i in order], [origin[i] for i in order]
     second = _on_second_dim([(path, shape) for path, shape, _ in flat])
-    own = own_leaves(flat) if pipe.ranks > 1 else frozenset()
+    on_second = {path for path, _, is_rolled in flat if not is_rolled and second(path) and not inside(path)}
+    in_front = lambda path, shape: (shape[1], shape[0], *shape[2:]) if path in on_second else shape
+    own = own_leaves([(path, in_front(path, shape), r) for path, shape, r in flat]) if pipe.ranks > 1 else frozenset()
+    moved = own & on_second  # the stages take layers from dim 0
     dims = {at: split[name] for at, name in enumerate(names) if name in split}
-    leaves = [
-        place(
+
+    def placed(path: str, shape: tuple[int, ...], is_rolled: bool, at: int) -> Leaf:
+        tensor = dims[at] + is_rolled if at in dims else None
+        if path in moved:
+            shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
+        leaf = place(
             path,
             shape,
-            shapes[at[0]].dtype,
+            shapes[at].dtype,
             shards,
-            trains[at[0]],
+            trains[at],
             pipe,
             path in own,
             is_rolled,
-            dims[at[0]] + is_rolled if at[0] in dims else None,
+            tensor,
             ranks,
-            second(path) and not inside(path),
+            path in on_second,
         )
-        for (path, shape, is_rolled), at in zip(flat, origin, strict=True)
-    ]
+        return replace(leaf, moved=path in moved)
+
+    leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
     for leaf in leaves:
         if leaf.layers is not None and leaf.tensor == 0:
             raise ValueError(
@@ -246,7 +256,9 @@ def make_leaves(
                 f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
     as_is = {
-        at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if not leaf.rolled and leaf.shape == leaf.logical
+        at[0]: leaf
+        for leaf, at in zip(leaves, origin, strict=True)
+        if not leaf.rolled and not leaf.moved and leaf.shape == leaf.logical
     }
     models = tuple(
         as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)

@@ -41,6 +41,7 @@ class Leaf:
       shard: the mesh axes over which `dim` is sharded.
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
+      moved: whether these layers are on dim 1 in the model's own leaf (`nn.scan(variable_axes={"params": 1})`).
       rolled: whether it is a stack of leaves that the model has one by one, of layers in a Python loop (`roll.py`);
         its path has a `*` in place of their number.
     """
@@ -58,6 +59,7 @@ class Leaf:
     rolled: bool = False
     tensor: int | None = None
     ranks: int = 1
+    moved: bool = False
 
     @property
     def local(self) -> Leaf:
@@ -67,7 +69,7 @@ class Leaf:
 
     @property
     def logical(self) -> tuple[int, ...]:
-        """The model's own shape, of a rolled leaf its layers stacked."""
+        """The model's own shape, with the layers in front: of a rolled leaf they are stacked."""
         return self.shape if self.layers is None else (self.layers, *self.shape[self.stage + 1 :])
 
     @property
@@ -115,8 +117,12 @@ class Leaf:
             return x
         return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=dim)
 
+    def own(self, x: jax.Array) -> jax.Array:
+        """The logical shape -> the model's own, where that has the layers on dim 1. Its own reverse."""
+        return jnp.swapaxes(x, 0, 1) if self.moved else x
+
     def staged(self, x: jax.Array) -> jax.Array:
-        """The model's shape -> the step's: whole stages, chunk by chunk."""
+        """The logical shape -> the step's: whole stages, chunk by chunk."""
         if self.layers is None or self.shape == self.logical:
             return x
         missing = math.prod(self.shape[: self.stage + 1]) - self.layers
@@ -170,7 +176,7 @@ def place(
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
-    second = second and not own and not rolled
+    second = second and not own
     stacked = not own and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
     dims.sort(key=lambda d: second and d == 1)

@@ -224,6 +224,19 @@ def test_layers_on_another_dim_than_the_first() -> None:
     }
 
 
+def test_layers_on_another_dim_are_stages() -> None:
+    """`pipe` refused them. The step keeps them in front, and hands them out as the model has them."""
+    model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
+    strategy = "pipe=2,fsdp=2,data=2,microbatches=2"
+    assert jp.verify(model, strategy, BATCH).ok
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy)
+    counted(step)
+    assert lengths(step) == [4]
+    own = jax.eval_shape(model.create, jax.random.key(0))[0]
+    params = model.unwrap(step.params(step.init(jax.random.key(0))))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, own)
+
+
 def test_leaves_with_as_many_heads_as_there_are_layers() -> None:
     """[heads, head_dim] of a pooling head was taken for layers of its tower, and refused under `tensor`."""
     block = {"norm/scale": (4, 64), "query/kernel": (4, 64, 4, 16), "query/bias": (4, 4, 16)}
