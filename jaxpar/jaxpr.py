@@ -82,6 +82,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
     constvars: list[Any] = []
     consts: list[Any] = []
     eqns: list[Any] = []
+    foreign: list[Any] = []  # what has constraints of a mesh of the user's own
 
     def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None) -> None:
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
@@ -104,13 +105,17 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
                 env[eqn.outvars[0]] = read(eqn.invars[0])
+                foreign.append(eqn)
             else:
                 env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
                 # What jax.numpy wraps in a jit is traced once for all callers and knows no line of them.
                 source = site if site and not where(eqn) else eqn.source_info
                 ins = list(map(read, eqn.invars))
                 eqn = eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source)
-                eqns.append(_unconstrained(eqn) if communicates([eqn], ("sharding_constraint",)) else eqn)
+                if communicates([eqn], ("sharding_constraint",)):
+                    foreign.append(eqn)
+                # What follows has the mesh of the constraint in its types.
+                eqns.append(_unconstrained(eqn) if foreign else eqn)
 
     jaxpr, values = opened(closed)
     env = {v: jec.Var(v.aval) for v in jaxpr.invars}
@@ -126,7 +131,7 @@ def _unconstrained(eqn: Any) -> Any:
     """
 
     def inside(value: Any) -> Any:
-        if isinstance(value, tuple):
+        if type(value) is tuple:  # of branches, and no record
             return tuple(map(inside, value))
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value

@@ -145,7 +145,10 @@ def test_constraints_within_loops_and_branches_are_left_out() -> None:
             x = constrain(x @ w)
             return jax.lax.cond(x.sum() > 9, lambda y: constrain(2 * y), lambda y: y, x), None
 
-        loss = lambda params, batch, key: (jax.lax.scan(jax.checkpoint(body), batch["x"], params["w"])[0] ** 2).mean()
+        def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+            x, _ = jax.lax.scan(lambda x, w: (jax.nn.tanh(x @ w), None), constrain(batch["x"]), params["w"])
+            return (jax.lax.scan(jax.checkpoint(body), x, params["w"])[0] ** 2).mean()
+
         model = jp.Model(lambda key: {"w": jax.random.normal(key, (3, 8, 8))}, loss, rows="independent")
         return str(jp.make_train_step(model, optax.sgd(0.1), "fsdp").trace(BATCH))
 
