@@ -160,7 +160,8 @@ def _unconstrained(eqn: Any) -> Any:
         jaxpr = jaxpr.replace(**outer, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
         return jec.ClosedJaxpr(jaxpr, consts) if hasattr(value, "consts") else jaxpr
 
-    return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
+    named = ("sharding", "out_sharding")
+    return eqn.replace(params={name: None if name in named else inside(x) for name, x in eqn.params.items()})
 
 
 def _holds_scan(jaxpr: Any) -> bool:
