@@ -71,8 +71,8 @@ def start(x: jax.Array, mesh: Mesh) -> Token | None:
 
 
 def behind(token: Token | None, tree: Any) -> Any:
-    """A tree of arrays, none of which is there before the token is."""
-    return tree if token is None else jax.tree.map(lambda x: after(token, x), tree)
+    """A tree of arrays; but for keys and what is empty, none is there before the token is."""
+    return tree if token is None else jax.tree.map(lambda x: after(token, x) if _is_full(x) else x, tree)
 
 
 def in_order(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., tuple[Any, Token | None]]:

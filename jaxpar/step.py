@@ -279,8 +279,8 @@ class Step(Start):
     # -- the programs, under jit ---------------------------------------------------------------------------------------
 
     def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
-        """`fun(stored leaves, variables, batch, *replicated)` on local values: what it returns, and the token after
-        it; the token before it is that of the step's number.
+        """`fun(stored leaves, variables, batch, *replicated)` on local values: what it returns, none of which is
+        there before its collectives are done, and the token after these; that before them is of the step's number.
         """
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
@@ -288,26 +288,30 @@ class Step(Start):
             check_context(self.mesh)
             ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
             run = order.in_order(fun, self.mesh)
-            mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(outs, _HERE), check_vma=False)
+
+            def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:
+                result, token = run(token, *args)
+                return order.behind(token, result), token  # what the partitioner adds outside comes after all that
+
+            mapped = jax.shard_map(last, mesh=self.mesh, in_specs=ins, out_specs=(outs, _HERE), check_vma=False)
             return mapped(order.start(step, self.mesh), jax.tree.leaves(stored), variables, batch, *rest)
 
         return call
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         stored = state.copy if self.layout.copied else state.params
-        sums, token = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
-        return metrics_of(order.behind(token, sums))
+        sums, _ = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
+        return metrics_of(sums)
 
     def _gradients(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, Sums]:
-        """Logical float32 gradients of the trainable leaves, new variables, sums that come after all collectives."""
+        """Logical float32 gradients of the trainable leaves, new variables, sums."""
         trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
         outs = ([self.layout.spec(leaf, "grads") for leaf in trained], _HERE, _HERE)
         scale = state.scale.scale if state.scale is not None else jnp.float32(1)
         stored = state.copy if self.layout.copied else state.params
-        (grads, variables, sums), token = self._mapped(self.local.gradients, batch, outs)(
+        (grads, variables, sums), _ = self._mapped(self.local.gradients, batch, outs)(
             state.step, stored, state.variables, state.key, state.step, scale
         )
-        grads, sums = order.behind(token, (grads, sums))
         return self._unscaled(grads, state), variables, sums
 
     def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
