@@ -38,7 +38,7 @@ test: lint types docs $(VENV)/.packages
 	$(PYTEST)
 
 battery: setup
-	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
+	$(PYTEST) --battery tests/parallel/test_transparency.py tests/parallel/pipeline/test_pipeline.py tests/parallel/tensor/test_tensor.py tests/parallel/tensor/test_localise.py tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_plan.py tests/experiments/test_zero_table.py tests/experiments/test_megatron_memory.py tests/inspect/test_known_cost.py
 
 soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
@@ -58,7 +58,7 @@ docs: setup
 	$(BIN)/zensical build --clean --strict
 
 bench: gpu-compiler
-	for file in benchmarks/*.py; do JAX_PLATFORMS=cpu $(BIN)/python $$file || exit 1; done
+	for file in experiments/benchmarks/*.py; do JAX_PLATFORMS=cpu $(BIN)/python $$file || exit 1; done
 
 setup: $(VENV)/.installed
 

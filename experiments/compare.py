@@ -27,8 +27,8 @@ from rich.table import Table
 
 import jaxpar as jp
 from jaxpar.data import text
-from jaxpar.inspect.explain import Explanation, explain
-from jaxpar.inspect.verify import Difference, Reference, differences
+from jaxpar.inspect.explain.explanation import Explanation, explain
+from jaxpar.inspect.verify.parity import Difference, Reference, differences
 from jaxpar.models import named
 
 WARM = 3  # steps that are not timed

@@ -84,10 +84,10 @@ class Profile(Common):
 
 
 def train(options: Train) -> None:
-    from jaxpar import cli
-    from jaxpar.distributed import attach
-    from jaxpar.options import Options
-    from jaxpar.report import read
+    from jaxpar.cli import commands as cli
+    from jaxpar.cli.options import Options
+    from jaxpar.layout.distributed import attach
+    from jaxpar.train.report import read
 
     attach(1 if options.tiny else None, default=1)
     record, devices = Record(options.out, "train", options.budget), 1 if _is_cpu() else None
@@ -166,7 +166,7 @@ def profile(options: Profile) -> None:
 
 def _simulate(options: Common, devices: int) -> None:
     """So many CPU devices where that is asked for, or there is nothing else."""
-    from jaxpar.distributed import attach
+    from jaxpar.layout.distributed import attach
 
     attach(devices if options.tiny else None, default=devices)
 

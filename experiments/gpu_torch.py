@@ -28,7 +28,7 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
     import os
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # jaxpar gives sizes here, and must not take the card
-    from jaxpar.inspect.hardware import peak_flops
+    from jaxpar.inspect.targets.hardware import peak_flops
     from jaxpar.models import named
 
     chosen = named(spec["model"], **spec["changes"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxpar import jaxpr as jx
-from jaxpar.step import Step
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.step.core import Step
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpar as jp
-from jaxpar.inspect.targets import gpu_topology, missing_compiler
-from jaxpar.inspect.timeline import slot_bytes
+from jaxpar.inspect.targets.devices import gpu_topology, missing_compiler
+from jaxpar.inspect.timeline.drawing import slot_bytes
 from jaxpar.models import Named, named
-from jaxpar.parallel.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import Schedule
 
 GB = 1e9
 THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines

@@ -18,9 +18,9 @@ import optax
 import tyro
 
 import jaxpar as jp
-from jaxpar.inspect.hardware import KINDS, Hardware, peaks_of
-from jaxpar.inspect.predict import Prediction, predict
-from jaxpar.inspect.targets import target
+from jaxpar.inspect.predict.prediction import Prediction, predict
+from jaxpar.inspect.targets.devices import target
+from jaxpar.inspect.targets.hardware import KINDS, Hardware, peaks_of
 from jaxpar.models import Named, named
 
 # Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, TFLOP/s at 8k, head_dim 128: cuDNN over FlashAttention-2.

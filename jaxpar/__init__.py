@@ -1,20 +1,20 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
 from . import collectives
-from .attention import attention
 from .data import pad_rows
-from .frontends.linen import from_linen
-from .frontends.nnx import from_nnx
-from .inspect.plan import plan
+from .inspect.plan.planner import plan
 from .inspect.verify import verify
-from .kernels import local_kernel
-from .loop import Hook, Loop, Units
-from .mesh import enough_threads, simulate
-from .model import Mean, Model, Replicated, all_rows
-from .state import State
-from .step import make_train_step
+from .jaxprs.kernels import local_kernel
+from .layout.mesh import enough_threads, simulate
+from .layout.state import State
+from .make import make_train_step
+from .model.linen import from_linen
+from .model.model import Mean, Model, Replicated, all_rows
+from .model.nnx import from_nnx
+from .ops.attention import attention
 from .strategy import Strategy
-from .trainer import Trainer
+from .train.loop import Hook, Loop, Units
+from .train.trainer import Trainer
 
 __all__ = [
     "Hook",

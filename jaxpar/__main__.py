@@ -1,6 +1,6 @@
 """`python -m jaxpar` is the command `jaxpar`."""
 
-from .cli import main
+from .cli.commands import main
 
 if __name__ == "__main__":
     main()

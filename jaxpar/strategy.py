@@ -42,7 +42,8 @@ class Strategy:
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
-      schedule: the order of forwards and backwards in the pipeline, "1f1b" or "gpipe" (`parallel/schedules.py`).
+      schedule: the order of forwards and backwards in the pipeline, "1f1b" or "gpipe"
+        (`parallel/pipeline/schedules.py`).
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages.
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words

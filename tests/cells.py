@@ -12,7 +12,7 @@ from rendezvous import unordered
 
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify import TOLERANCE, differences
+from jaxpar.inspect.verify.parity import TOLERANCE, differences
 
 
 def covering(product: Iterable[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ os.environ |= {
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxpar.inspect.targets import missing_compiler  # noqa: E402
+from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,8 +9,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from jaxpar.inspect.entry import KINDS
-from jaxpar.inspect.hlo import Instruction, Module
+from jaxpar.inspect.compiled.entry import KINDS
+from jaxpar.inspect.compiled.hlo import Instruction, Module
 
 Rendezvous = tuple[str, str, str]
 

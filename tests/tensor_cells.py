@@ -15,7 +15,7 @@ from flax import nnx
 from zoo import MLP, cross_entropy, random_tokens
 
 import jaxpar as jp
-from jaxpar.inspect.verify import Reference
+from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import llama
 
 VOCAB, LENGTH, DIM, LAYERS = 40, 8, 32, 3

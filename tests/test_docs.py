@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.targets import missing_compiler
+from jaxpar.inspect.targets.devices import missing_compiler
 from jaxpar.models import NAMES, named
 
 ROOT = Path(__file__).parent.parent

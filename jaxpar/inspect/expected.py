@@ -11,11 +11,11 @@ microbatch, m microbatches, n devices on `fsdp` (Rajbhandari et al. 2020, sectio
 
 A stack counts its layers: one use of a leaf [L, ...] is L collectives of S/L elements.
 
-A pipeline of p ranks and v chunks (`parallel/schedules.py`) runs a chunk of L / (p v) layers forwards in m v + p - 1
-ticks and backwards in as many, idle ranks included, with the prologue beside it, and the epilogue in m ticks. Each such
-tick sends one message of the activations to the next rank, or of their cotangents to the one before; ranks that share
-the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, m times. Leaves outside the
-stages are reduced, and with ZeRO sharded, over `pipe` too.
+A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs a chunk of L / (p v) layers forwards in m v +
+p - 1 ticks and backwards in as many, idle ranks included, with the prologue beside it, and the epilogue in m ticks.
+Each such tick sends one message of the activations to the next rank, or of their cotangents to the one before; ranks
+that share the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, m times. Leaves
+outside the stages are reduced, and with ZeRO sharded, over `pipe` too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from ..collectives import scatter_pieces
-from ..jaxpr import build, live, opened, trace
-from ..layers import positions
-from ..leaves import Leaf
-from ..model import Replicated
-from ..parallel.schedules import Phase
-from ..precision import Policy
-from ..step import Step
+from ..jaxprs.jaxpr import build, live, opened, trace
+from ..layout.leaves import Leaf
+from ..layout.precision import Policy
+from ..model.model import Replicated
+from ..parallel.pipeline.schedules import Phase
+from ..slicing.slicer import positions
+from ..step.core import Step
 from ..strategy import ROWS
 from .ledger import Collective, Ledger
 

@@ -22,11 +22,11 @@ from typing import Any, Self
 
 import jax
 
-from ..jaxpr import COLLECTIVES, live
-from ..localise import edges
-from .entry import KINDS, Place, merged
-from .entry import Collective as Collective
-from .hlo import read
+from ..collectives import edges
+from ..jaxprs.jaxpr import COLLECTIVES, live
+from .compiled.entry import KINDS, Place, merged
+from .compiled.entry import Collective as Collective
+from .compiled.hlo import read
 
 PRIMITIVES = {**COLLECTIVES, **edges.KINDS}
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))

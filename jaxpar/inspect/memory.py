@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from .. import jaxpr as jx
-from ..server import OF_REPLICAS, ServerStep
-from ..step import Step
+from ..jaxprs import jaxpr as jx
+from ..step.core import Step
+from ..step.server import OF_REPLICAS, ServerStep
 from .expected import _abstract, _leaves
-from .timeline import slot_bytes
+from .timeline.drawing import slot_bytes
 
 
 @dataclass(frozen=True)

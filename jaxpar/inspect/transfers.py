@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from ..server import ServerStep
+from ..step.server import ServerStep
 from .expected import exchanges
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from ..frontends.nnx import from_nnx
-from ..model import Model
+from ..model.model import Model
+from ..model.nnx import from_nnx
 from . import gpt as gpt
 from . import llama as llama
 from . import mlp as mlp

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from ..attention import attention
+from ..ops.attention import attention
 from . import text
 from .config import check
 from .stack import run, stack

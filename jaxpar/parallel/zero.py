@@ -20,7 +20,7 @@ import jax
 from jax import lax
 
 from ..collectives import all_gather, all_reduce, reduce_scatter_as
-from ..leaves import Leaf
+from ..layout.leaves import Leaf
 from .contract import Rule, Use
 
 

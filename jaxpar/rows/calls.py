@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .. import jaxpr as jx
+from ..jaxprs import jaxpr as jx
 from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
 from .values import STEP, Note, Value, combine, coupled, reasons

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..localise.rules import ELEMENTWISE
+from ..parallel.tensor.primitives import ELEMENTWISE
 from .reader import WHOLE, Reader, rule
 from .values import GATHER, STEP, Note, Value, combine, coupled, position, some_rows
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import jaxpr as jx
+from ..jaxprs import jaxpr as jx
 from .values import Note, Value, coupled, reasons
 
 Rule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]

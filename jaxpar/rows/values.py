@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import jaxpr as jx
+from ..jaxprs import jaxpr as jx
 
 STEP = -1  # `first` of some rows: those that one step of a scan over rows sees; and of sums over some rows
 SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding

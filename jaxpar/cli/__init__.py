@@ -1,0 +1,3 @@
+"""The command `jaxpar`."""
+
+from .commands import main as main

@@ -1,0 +1,233 @@
+"""The options of `jaxpar train`, and their YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import shlex
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+import yaml
+
+from .. import data
+from ..data import images
+from ..models import Named, named
+from ..train.loop import Loop, Units
+from ..train.trainer import Trainer
+
+# Of one invocation or one process, not of the run: they are not in its config.yaml.
+PASSING = ("config", "resume", "overwrite", "coordinator", "processes", "process")
+# What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says.
+FREE = ("out", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every", "keep",
+        "print_every", "quiet", "sample")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Loop):
+    """Train a model by name under any parallelism strategy.
+
+    Without --data, models of text learn from Python's own source, and models of images from handwritten digits. Without
+    accelerators it runs on simulated CPU devices.
+    """
+
+    model: str = "llama-tiny"
+    """a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1"""
+    strategy: str = "fsdp"
+    """a preset (single dp ddp zero1 zero2 zero3 fsdp hsdp pp), and name=value to change: fsdp,precision=bf16"""
+    data: Path | None = None
+    """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class"""
+    length: int = 64
+    """text: tokens that each row predicts"""
+    out: Path | None = None
+    """folder for config, metrics, plot and checkpoints; without it: a new one below runs/, named by model and time"""
+    lr: float = 3e-3
+    """learning rate of AdamW: its peak, followed by a cosine to a tenth"""
+    warmup: int = 20
+    """steps up to the peak, at most half of all"""
+    weight_decay: float = 0.1
+    """of AdamW"""
+    clip: float = 1.0
+    """global norm that gradients are clipped to"""
+    sample: int = 200
+    """text: bytes to generate at the end; 0 for none"""
+    devices: int | None = None
+    """simulate so many CPU devices in each process; without it: the accelerators, or 8 simulated devices"""
+    config: Path | None = None
+    """YAML file to take options from; those on the command line come before it"""
+    coordinator: str | None = None
+    """host:port of process 0, where there are several; srun and mpirun need none of these three"""
+    processes: int | None = None
+    """how many processes there are"""
+    process: int | None = None
+    """which one this is, from 0"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in {"length": 1, "warmup": 0, "sample": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; use {least} or more")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} is not a number from 0; use 0 for none, such as 0.1")
+
+    @property
+    def again(self) -> str:
+        """The command that goes on after the run was stopped."""
+        return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
+
+    @classmethod
+    def load(cls, path: Path | str) -> Options:
+        """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
+        return cls(**read(cls, path))
+
+    def dump(self) -> str:
+        """The options of the run as YAML, all of them, for `load`."""
+        values = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in PASSING}
+        return yaml.safe_dump(values, sort_keys=False)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be resumed."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in (*PASSING, *FREE)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """Prove that a strategy takes effect, with the words of `jaxpar train`: nothing is trained.
+
+    The training step is compiled, and every promise of the strategy compared with the program: bytes of each array of
+    the state, collectives by kind and axes. Exits with 1 where one is broken.
+    """
+
+    target: str | None = None
+    """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    json: bool = False
+    """print JSON instead of a table"""
+
+
+def read(cls: type, path: Path | str) -> dict[str, Any]:
+    """The fields of a dataclass that a YAML file names, in their types. Raises ValueError naming what is wrong."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; write one option a line, such as steps: 300")
+    types_ = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(
+                f"{path} has an option {name!r}, which does not exist"
+                + (f" (did you mean {near[0]!r}?)" if near else f"; use one of {', '.join(known)}")
+            )
+    return {name: _typed(f"{path}: {name}", value, types_[name]) for name, value in values.items()}
+
+
+def _typed(where: str, value: Any, wanted: Any) -> Any:
+    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    for kind in kinds:
+        if kind is types.NoneType and value is None:
+            return None
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        # YAML 1.1 takes 3e-3, without a point, for text.
+        if kind is float and (isinstance(value, int | float) or _is_number(value)) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is kind:
+            return value
+    names = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
+    raise ValueError(f"{where} is {value!r}, needs {names}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
+
+
+# -- what options make -------------------------------------------------------------------------------------------------
+
+
+def model_of(options: Options) -> tuple[Named, data.Text | images.Images]:
+    """The model and the data. Raises ValueError for an unknown model or size, and where data is missing or unfit."""
+    model = named_of(options.model, options.length)
+    if model.kind == "text":
+        return model, data.text(options.data, options.length, model.config.vocab)
+    source = images.digits() if options.data is None else images.folder(options.data, model.config.size)
+    name, changes = _name_of(options.model)
+    return named(name, **{**source.sizes, **changes}), source
+
+
+def named_of(text: str, length: int) -> Named:
+    """A model by name, with sizes to change behind it, for rows of so many positions. Raises ValueError for an unknown
+    model or size, and for rows that it is not meant for.
+    """
+    name, changes = _name_of(text)
+    model = named(name, **changes)
+    if model.kind == "text" and length > model.config.context:
+        raise ValueError(
+            f"length={length} is beyond the context of {text}, which is {model.config.context}; "
+            f"use less, or --model {text},context={length}"
+        )
+    return model
+
+
+def _name_of(text: str) -> tuple[str, dict[str, Any]]:
+    name, *parts = text.split(",")
+    changes: dict[str, Any] = {}
+    for part in parts:
+        size, value = _change(part, text)
+        if size in changes:
+            raise ValueError(f"{part.strip()!r} in model {text!r} sets {size} again; give each size once")
+        changes[size] = value
+    return name, changes
+
+
+def _change(part: str, text: str) -> tuple[str, Any]:
+    name, equals, value = (word.strip() for word in part.partition("="))
+    if not equals:
+        raise ValueError(f"{part!r} in model {text!r}: write sizes to change as name=value, such as layers=2")
+    try:
+        return name, yaml.safe_load(value) if not _is_number(value) else float(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
+
+
+def optimizer_of(options: Options) -> optax.GradientTransformation:
+    """AdamW behind clipping, on a warm-up and a cosine over all steps."""
+    warmup = min(options.warmup, options.steps // 2)
+    rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip), optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay)
+    )
+
+
+def units_of(options: Options, model: Named, source: data.Text | images.Images) -> Units:
+    """What is counted: bytes in bits, tokens in nats, images."""
+    flops = model.flops(options.rows, options.length)
+    if isinstance(source, images.Images):
+        return Units("images", 1, "nats", 1.0, flops, source.baselines)
+    if source.corpus is None:
+        return Units("tokens", options.length, "nats/token", 1.0, flops, source.baselines)
+    entropies = {"unigram entropy": source.corpus.unigram_entropy, "bigram entropy": source.corpus.bigram_entropy}
+    return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
+
+
+def trainer_of(options: Options, model: Named, source: data.Text | images.Images, hooks: Iterable[Any] = ()) -> Trainer:
+    """The trainer that `jaxpar train` runs."""
+    units = units_of(options, model, source)
+    about = {**options.about, "data": source.description}
+    return Trainer(
+        model.model, optimizer_of(options), source, options.strategy, options, hooks=hooks, units=units, about=about
+    )

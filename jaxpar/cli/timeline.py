@@ -1,0 +1,88 @@
+"""The command `jaxpar timeline`: a pipeline's schedule in the terminal, as SVG, and as CSV for torch."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import optax
+from rich.console import Console
+
+from ..inspect.timeline.drawing import draw, held, slot_bytes, summary
+from ..inspect.timeline.svg import svg
+from ..layout.mesh import simulate
+from ..make import make_train_step
+from ..models import named
+from ..parallel.pipeline.schedules import Schedule
+from ..strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """Draws a pipeline's schedule: forwards, backwards, idle time, and what each rank holds."""
+
+    pipe: int = 4
+    """ranks"""
+    microbatches: int = 8
+    """parts of a replica's rows that pass through the ranks one after the other"""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """gpipe: all forwards before all backwards; 1f1b: a backward as soon as it can be"""
+    chunks: int = 1
+    """stages of a rank; more than one is interleaved 1f1b"""
+    model: str | None = None
+    """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
+    rows: int | None = None
+    """of the model's global batch; without it, one a microbatch"""
+    length: int = 1024
+    """positions of a row of text"""
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    """compute dtype of the model"""
+    remat: Literal["none", "layer", "dots"] = "none"
+    """what each of the model's layers recomputes in its backward"""
+    svg: Path | None = None
+    """draw into this file too"""
+    csv: Path | None = None
+    """write cells such as 0F0 (stage, kind, microbatch) that torch.distributed.pipelining reads as compute_only"""
+
+
+def main(options: Options, console: Console | None = None) -> None:
+    """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
+    schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
+    size = None if options.model is None else _slot_of(options)
+    console = console or Console(highlight=False)
+    for line in draw(schedule, console.width, console.color_system is not None):
+        console.print(line, no_wrap=True, crop=False)
+    for name, text in summary(schedule, size).items():
+        console.print(textwrap.fill(f"{name:<11}{text}", console.width, subsequent_indent=" " * 11), soft_wrap=True)
+    if options.svg:
+        options.svg.write_text(svg(schedule, held(schedule, size)))
+    if options.csv:
+        options.csv.write_text("\n".join(schedule.csv()) + "\n")
+    if written := [str(path) for path in (options.svg, options.csv) if path]:
+        console.print("written: " + ", ".join(written), soft_wrap=True)
+
+
+def _slot_of(options: Options) -> int:
+    """Bytes of one slot when the named model is trained so."""
+    assert options.model is not None
+    with contextlib.suppress(RuntimeError):  # jax may be running already, perhaps with devices enough
+        simulate(options.pipe)
+    if len(jax.devices()) < options.pipe:
+        raise ValueError(
+            f"pipe={options.pipe} ranks need as many devices, and jax already runs on {len(jax.devices())}"
+        )
+    model = named(options.model)
+    strategy = Strategy(
+        pipe=options.pipe,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        chunks=options.chunks,
+        precision=options.precision,
+        remat=options.remat,
+    )
+    step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: options.pipe])
+    return slot_bytes(step, model.example(options.rows or options.microbatches, options.length))

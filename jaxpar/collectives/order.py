@@ -1,0 +1,213 @@
+"""One order for the collectives of a program on CPU devices.
+
+XLA's CPU runtime runs a program as a graph of kernels, each as soon as its operands are there. Devices may take up two
+collectives that do not depend on each other in different orders, and those that come from `shard_map` share one
+channel, hence one rendezvous: a device that arrives for the second meets those that wait in the first. The process
+then aborts, or hangs. Gathers of ZeRO-3 depend on parameters alone, so one that stands after a layer stack runs
+beside the loop (jax 0.10.2 and 0.12.0.1: a small decoder under ZeRO-3 aborted in 15 of 15 processes).
+
+So on CPU devices a scalar that is always zero, the token, runs through the program:
+
+    token -> collective -> token' -> loop over layers (carried) -> token'' -> collective -> ...
+
+Each collective's operand depends on the token, and the next token on the collective's result. The token is an
+integer, made so that no compiler sees that it is zero, and it chooses between a value and zeros instead of being
+added to it: neither NaN nor the sign of a zero changes. Other platforms order collectives by streams, and get the
+program as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from ..jaxprs import jaxpr as jx
+from . import edges
+
+COLLECTIVES = frozenset((*jx.COLLECTIVES, *edges.KINDS))
+
+Token = jax.Array  # int32 scalar, always 0
+
+
+def needed(mesh: Mesh) -> bool:
+    """Whether programs for a mesh have to be put in order: those for CPU devices."""
+    return mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+
+
+def token_after(x: jax.Array) -> Token:
+    """The token after an array, of any dtype, that has elements."""
+    first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    if jnp.issubdtype(first.dtype, jnp.complexfloating):
+        first = lax.real(first)
+    if first.dtype == jnp.bool_:
+        first = first.astype(jnp.uint8)
+    bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
+    # At most 64 bits are set, so that nothing is left of their number.
+    return lax.shift_right_logical(lax.population_count(bits), jnp.asarray(7, bits.dtype)).astype(jnp.int32)
+
+
+def is_token(eqn: Any) -> bool:
+    """Whether an equation of a program makes a token: what follows from it alone depends on nothing."""
+    return eqn.primitive.name == "population_count"
+
+
+def after(token: Token, x: jax.Array) -> jax.Array:
+    """`x`, which is not there before the token is."""
+    return lax.select(token != 0, jnp.zeros_like(x), x)
+
+
+def start(x: jax.Array, mesh: Mesh) -> Token | None:
+    """The token after `x`, where an order is needed."""
+    return token_after(x) if needed(mesh) else None
+
+
+def behind(token: Token | None, tree: Any) -> Any:
+    """A tree of arrays; but for keys and what is empty, none is there before the token is."""
+    return tree if token is None else jax.tree.map(lambda x: after(token, x) if _is_full(x) else x, tree)
+
+
+def in_order(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., tuple[Any, Token | None]]:
+    """`fun`, which runs inside `shard_map` over `mesh`, with its collectives one after the other.
+
+    Returns a function `(token, *args) -> (what fun returns, token)`. Where no order is needed both tokens are None,
+    and the program is that of `fun`.
+    """
+    if not needed(mesh):
+        return lambda token, *args: (fun(*args), token)
+
+    def run(token: Token, *args: Any) -> tuple[Any, Token]:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        token, outs = _run(closed, jax.tree.leaves(args), token)
+        return jax.tree.unflatten(jax.tree.structure(out), outs), token
+
+    return run
+
+
+def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    """The token after a program, and its outputs."""
+    jaxpr, consts = jx.opened(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if jx.is_literal(atom) else env[atom]
+
+    # What nobody reads would be kept alive by the token.
+    for eqn in jx.live(jaxpr.eqns, jaxpr.outvars):
+        values = [read(v) for v in eqn.invars]
+        with jx.standing(eqn):
+            if eqn.primitive.name in COLLECTIVES:
+                token, outs = _collective(eqn, values, token)
+            elif jx.communicates([eqn], COLLECTIVES):
+                token, outs = _INSIDE.get(eqn.primitive.name, _collective)(eqn, values, token)
+            else:
+                outs = jx.bind(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return token, [read(v) for v in jaxpr.outvars]
+
+
+def _collective(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    """A collective, or a call of one that cannot be looked into. One of several operands is several for XLA."""
+    if eqn.primitive.name in _ELEMENTWISE and len(values) > 1:
+        outs = []
+        for value in values:
+            token, (out,) = _collective(eqn, [value], token)
+            outs.append(out)
+        return token, outs
+    outs = jx.bind(eqn, [after(token, x) if _is_full(x) else x for x in map(jnp.asarray, values)])
+    full = next(filter(_is_full, outs), None)
+    return (token if full is None else token_after(full)), outs
+
+
+def _is_full(x: jax.Array) -> bool:
+    """Whether an array has elements that are numbers: a call's may be keys."""
+    return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+# Those that take several operands, and do to each what they do to one.
+_ELEMENTWISE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
+
+
+def _scan(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+
+    def body(carry: Any, xs: Any) -> Any:
+        token, outs = _run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
+        return (token, outs[:k]), outs[k:]
+
+    (token, carry), ys = lax.scan(
+        body,
+        (token, list(values[n : n + k])),
+        list(values[n + k :]),
+        length=parts.length,
+        reverse=parts.reverse,
+        unroll=eqn.params["unroll"],
+    )
+    return token, [*carry, *ys]
+
+
+def _while(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    """An iteration ends before the next condition is looked at, so that the condition's token need not go on."""
+    n, k = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_cond, of_body, init = values[:n], values[n : n + k], values[n + k :]
+    condition = lambda carry: _run(eqn.params["cond_jaxpr"], [*of_cond, *carry[1]], carry[0])[1][0]
+    body = lambda carry: _run(eqn.params["body_jaxpr"], [*of_body, *carry[1]], carry[0])
+    return lax.while_loop(condition, body, (token, list(init)))
+
+
+def _cond(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    index, *rest = values
+    branches = [lambda token, *rest, b=branch: _run(b, rest, token) for branch in eqn.params["branches"]]
+    return lax.switch(index, branches, token, *rest)
+
+
+def _inline(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
+    """A call: of `jit`, of `checkpoint`, or of a function whose derivatives, which are its own, have been taken."""
+    inner = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    return _run(inner, values, token)
+
+
+_INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys((*jx.CALLS, *jx.REMATS, *jx.CUSTOM), _inline),
+}
+
+
+# -- calls within one trace --------------------------------------------------------------------------------------------
+
+
+class _Last(threading.local):
+    """The trace that a caller is in, and something that the last call of a step returned there."""
+
+    trace: Any = None
+    result: Callable[[], Tracer | None] = staticmethod(lambda: None)
+
+
+_last = _Last()
+
+
+def follow(x: jax.Array) -> jax.Array:
+    """`x`, an argument of a call within a caller's `jit`, not before the results of the call before it in that trace.
+
+    Steps follow each other by their state; two evaluations of one state do not.
+    """
+    before = _last.result() if jec.get_opaque_trace_state() == _last.trace else None
+    return x if before is None else after(token_after(before), x)
+
+
+def leave(result: Tracer) -> None:
+    """Note a result of a call within a caller's `jit` that comes after all that the call does."""
+    _last.trace = jec.get_opaque_trace_state()
+    # A tracer that outlives its trace is what JAX's search for leaks looks for.
+    _last.result = weakref.ref(result) if jax.config.values["jax_check_tracer_leaks"] else lambda: result

@@ -1,0 +1,154 @@
+"""Images to train on: scikit-learn's digits, which need no download, and folders of image files.
+
+Both are a `jaxpar.data.Source`, read by grain: batches are {"image": float32 [B, H, W, C] from -1 to 1, "label": int32
+[B]}, global, in an order that is shuffled anew in every epoch, and batch i is a function of (seed, i) alone. They need
+the extra `jaxpar[images]`.
+
+Dims: B rows, H height, W width (the same), C channels.
+"""
+
+import importlib
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import Batch, pad_rows
+
+HELD_OUT = 10  # one image of a class in so many is held out
+THREADS = 16  # at most, to decode with
+
+Item = tuple[Any, int]  # what `read` takes, and the number of its class
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """A `Source` of images, from `digits` or `folder`: `read` makes float32 [H, W, C] of what an item holds."""
+
+    description: str
+    classes: tuple[str, ...]
+    size: int
+    channels: int
+    train: Sequence[Item]
+    rest: Sequence[Item]
+    read: Callable[[Any], np.ndarray]
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """`classes`, `channels` and `size`, which a model must have."""
+        return {"classes": len(self.classes), "channels": self.channels, "size": self.size}
+
+    @property
+    def baselines(self) -> Mapping[str, float]:
+        """How often each class is in the training data, one added to every count, in nats per held-out image."""
+        counts = Counter(label for _, label in self.train)
+        total = len(self.train) + len(self.classes)
+        return {"prior": sum(math.log(total / (counts[label] + 1)) for _, label in self.rest) / len(self.rest)}
+
+    def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
+        """Endless {"image", "label"}; batch i is a function of (seed, i) alone."""
+        endless = _needed("grain").MapDataset.source(self.train).shuffle(seed=seed).repeat()
+        return self._read(endless[start * rows :], rows)
+
+    def held_out(self, rows: int) -> Iterator[Batch]:
+        """What is held out, once and in order: {"image", "label", "mask": float32 [B]}, filled up with zeros."""
+        for batch in self._read(_needed("grain").MapDataset.source(self.rest), rows):
+            padded, mask = pad_rows(batch, rows)
+            yield {**padded, "mask": mask}
+
+    def _read(self, items: Any, rows: int) -> Iterator[Batch]:
+        # Images are read ahead one by one, and only then put into batches: two batches' worth is in memory.
+        options = _needed("grain").ReadOptions(min(THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows)
+        row = lambda item: {"image": self.read(item[0]), "label": np.int32(item[1])}
+        return iter(items.map(row).to_iter_dataset(options).batch(rows))
+
+
+def digits() -> Images:
+    """1,797 handwritten digits of 8 x 8 grey pixels (Alpaydin & Kaynak 1998), every tenth of each held out.
+
+    Raises ValueError where scikit-learn is not installed.
+    """
+    found = _needed("sklearn.datasets").load_digits()
+    images = (found.images[..., None] / 8 - 1).astype(np.float32)  # from 0 to 16
+    classes = tuple(map(str, found.target_names))
+    groups = [[(image, label) for image in images[found.target == label]] for label in range(len(classes))]
+    return _split("digits of scikit-learn", classes, 8, 1, groups, np.asarray)
+
+
+def folder(path: Path | str, size: int = 224) -> Images:
+    """Image files, one subfolder for each class.
+
+    Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
+    suffix Pillow does not know are left out. An image is turned as its camera says, cropped at its centre to a square,
+    resized to `size` and made RGB. Of each class, every tenth file in the order of paths is held out.
+
+    Raises ValueError where the folder is missing or holds no two classes, where a class is empty or none has ten
+    images, and where Pillow is not installed; and on the way where a file cannot be read, naming it.
+    """
+    root, pillow = Path(path), _needed("PIL.Image")
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
+    if size < 1:
+        raise ValueError(f"size={size} leaves no pixels; use 1 or more")
+    folders = sorted(sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+    if len(folders) < 2:
+        found = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
+        raise ValueError(f"{root} has {found}; put the images of each class into a subfolder of its own, two or more")
+    known = {suffix for suffix, format in pillow.registered_extensions().items() if format in pillow.OPEN}
+    groups = []
+    for label, sub in enumerate(folders):
+        below = sorted((file.relative_to(sub) for file in sub.rglob("*")), key=Path.as_posix)
+        files = [sub / file for file in below if file.suffix.lower() in known and not _hidden(file)]
+        if not files:
+            raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(known)[:8])}, ...), or remove it")
+        groups.append([(file, label) for file in files])
+    if max(map(len, groups)) < HELD_OUT:
+        raise ValueError(
+            f"{root} has at most {max(map(len, groups))} images of a class, of which none can be held out; "
+            f"{HELD_OUT} of one class are needed"
+        )
+    classes = tuple(sub.name for sub in folders)
+    return _split(str(root), classes, size, 3, groups, lambda file: _decoded(file, size))
+
+
+def _split(
+    source: str, classes: tuple[str, ...], size: int, channels: int, groups: Sequence[Sequence[Item]], read: Any
+) -> Images:
+    train = [item for group in groups for i, item in enumerate(group, 1) if i % HELD_OUT]
+    # One of each class in turn, so that the first of them stand for all.
+    turns = itertools.zip_longest(*(group[HELD_OUT - 1 :: HELD_OUT] for group in groups))
+    rest = [item for turn in turns for item in turn if item is not None]
+    counts = f"{len(train) + len(rest):,} images of {len(classes)} classes, {len(rest):,} of them held out"
+    return Images(f"{source}: {counts}", classes, size, channels, train, rest, read)
+
+
+def _hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
+
+
+def _decoded(file: Path, size: int) -> np.ndarray:
+    """A file as float32 [size, size, 3] from -1 to 1."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's formats raise
+        raise ValueError(f"cannot read {file}: {error}; mend the file or remove it") from error
+    square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+    return np.asarray(square, np.float32) / 127.5 - 1
+
+
+def _needed(module: str) -> Any:
+    """A package of the extra `images`, imported where it is needed: text needs none of them."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name := module.split(".")[0], name)
+        raise ValueError(f'images need {package}, which is not installed: pip install "jaxpar[images]"') from error

@@ -1,1 +1,0 @@
-"""Adapters from Flax modules to `jaxpar.Model`."""

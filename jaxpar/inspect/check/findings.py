@@ -1,0 +1,231 @@
+"""check: proof that a strategy took effect, read from the program that will run.
+
+    state        every array's bytes on a device, entering the program and leaving it, are the strategy's, within 0.5%
+    arguments    so are all of them together, as the compiler counts them
+    layers       what the loss takes layer by layer is fetched, and its gradient reduced, layer by layer
+    as written   the collectives of the jaxpr are the closed form's, exactly
+    as compiled  the compiled program's have the closed form's bytes, within 1%, and nothing large stands beside them
+    tensor       its ranks compute with their parts of the weights, and gather none
+
+`promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ...layout.leaves import Leaf
+from ...step.core import Step
+from ...step.server import OF_REPLICAS, ServerStep
+from ..compiled.hlo import read
+from ..compiled.involuntary import heard
+from ..expected import _abstract, expected
+from ..ledger import Collective, Ledger
+from ..transfers import rehearse
+from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
+from .proof import Finding, Proof, Verdict
+from .resharding import Move, cause, moves
+
+
+def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Proof:
+    """Whether the training step does what its strategy promises, for a batch of these shapes. Nothing runs.
+
+    Args:
+      step: from `make_train_step`.
+      batch: arrays or `jax.ShapeDtypeStruct`, as for `step.compile`.
+      compiled: the program that will run, where it is at hand; else it is compiled, and jit finds it afterwards.
+
+    Raises ValueError where the batch's rows do not fit the strategy; `Proof.require` raises it for what is broken.
+    """
+    step.check(batch)
+    if isinstance(step, ServerStep):
+        findings = list(_server(step, batch))
+    else:
+        said: list[str] = []
+        if compiled is None:
+            with heard() as said:
+                compiled = step.compile(batch)
+        findings = [*_state(step, batch, compiled), *_layers(step, batch)]
+        findings += _collectives(step, batch, compiled.as_text() or "", said)
+    devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
+    return Proof(str(step.strategy), devices, tuple(findings))
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
+    state, given = step.abstract_state(), jax.eval_shape(lambda x: x, batch)
+    entering, rows = compiled.input_shardings[0]
+    stored, leaving = ((s.params, s.copy, s.optimizer) for s in (state, compiled.output_shardings[0]))
+    arrays, tree = jax.tree.flatten(stored)
+    ins = tree.flatten_up_to((entering.params, entering.copy, entering.optimizer))
+    promised = shares(step, state)
+    for share, x, enters, leaves in zip(promised, arrays, ins, tree.flatten_up_to(leaving), strict=True):
+        sides = {"leaves": _local(x, leaves)} | ({} if enters is None else {"enters": _local(x, enters)})
+        yield _of_array(step, share, *max(sides.items(), key=lambda side: abs(side[1] - share.bytes)))
+    # What the program does not read, the compiler has no argument for: jit drops it.
+    arguments = sum(share.bytes for share, enters in zip(promised, ins, strict=True) if enters is not None)
+    others, tree = jax.tree.flatten((state.step, state.variables, state.scale, state.key, given))
+    places = tree.flatten_up_to((entering.step, entering.variables, entering.scale, entering.key, rows))
+    arguments += sum(_local(x, place) for x, place in zip(others, places, strict=True) if place is not None)
+    memory: Any = compiled.memory_analysis()
+    found = memory.argument_size_in_bytes
+    verdict, note = _compared(found, 0.995 * arguments - SCALARS, 1.005 * arguments + SCALARS)
+    try_this = "the compiler's arguments are not the state and this device's rows; see compiled.memory_analysis()"
+    yield Finding("arguments", "state and rows", arguments, found, verdict, note and try_this)
+
+
+def _local(x: Any, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _of_array(step: Step, share: Share, side: str, found: int) -> Finding:
+    note = ""
+    if found > 1.005 * share.bytes:  # what is missing is the sharding
+        times = found / max(share.bytes, 1)
+        note = f"it {side} the step {times:.3g} times as large as its shard; print(step.layout) has its spec, and why"
+        return Finding("state", f"{share.kind} {share.path}", share.bytes, found, "MISSING", note)
+    if found < 0.995 * share.bytes:
+        note = f"it {side} the step in shards that {step.strategy} does not have; print(step.layout) has its spec"
+    return Finding("state", f"{share.kind} {share.path}", share.bytes, found, "UNPROMISED" if note else "ok", note)
+
+
+def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
+    if found < least:
+        return "MISSING", "less than promised"
+    return ("UNPROMISED", "more than promised") if found > most else ("ok", "")
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _layers(step: Step, batch: Any) -> Iterator[Finding]:
+    if not step.local.axes:
+        return
+    program, _ = step.local.program(*_abstract(step, batch))
+    units = step.layout.kept.units
+
+    def sizes(leaf: Leaf) -> tuple[int, int]:
+        """Bytes of one layer and of all, on a tensor rank."""
+        whole = math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize
+        return whole // math.prod(leaf.shape[: leaf.stage + 1]), whole
+
+    for leaf in not_by_layer(step, program):
+        note = (
+            "the loss takes its layers one by one, and the step fetches them or reduces their gradients all at once; "
+            "see print(step.layout) for why they are stored so"
+        )
+        yield Finding("layers", leaf.path, *sizes(leaf), "MISSING", note)
+    sliced = [leaf for leaf, uses in zip(units, program.uses, strict=True) if any(uses)]
+    if sliced:
+        each = sum(sizes(leaf)[0] for leaf in sliced)
+        yield Finding("layers", f"{len(sliced)} leaves, one layer", each, each)
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _collectives(step: Step, batch: Any, text: str, said: Sequence[str]) -> Iterator[Finding]:
+    jaxpr, closed = step.trace(batch), expected(step, batch)
+    yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
+    yield from _compiled(step, closed, list(read(text, step.mesh)), text, said)
+    if step.mesh.shape["tensor"] > 1:
+        yield from _tensor(step, jaxpr)
+
+
+def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
+    fields = ("kind", "axes", "dtype")
+    bytes_, counts = ([ledger.by(*fields, value=value) for ledger in (closed, written)] for value in ("bytes", "count"))
+    for key in dict.fromkeys((*bytes_[0], *bytes_[1])):
+        (promised, found), (expected_count, count) = ([side.get(key, 0) for side in both] for both in (bytes_, counts))
+        kind, axes, dtype = key
+        what = f"{kind} {'+'.join(axes)} {dtype} {expected_count} x"
+        if (promised, expected_count) == (found, count):
+            yield Finding("as written", what, promised, found)
+            continue
+        missing = (found, count) < (promised, expected_count)
+        note = f"the step calls it {count} times, the closed form {expected_count}; " + (
+            "a rule (jaxpar/parallel/) leaves it out: jp.verify(model, strategy, batch) shows which gradients suffer"
+            if missing
+            else "what calls it belongs neither to the strategy nor to the loss: look for it in step.trace(batch)"
+        )
+        yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
+
+
+def _compiled(
+    step: Step, closed: Ledger, found: Sequence[Collective], text: str, said: Sequence[str] = ()
+) -> Iterator[Finding]:
+    moved: list[Move] | None = None
+    keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
+    for kind, axes in keys:
+        ours, theirs = ([one for one in side if (one.kind, one.axes) == (kind, axes)] for side in (closed, found))
+        limits, sent = bounds(step, kind, ours), sum(one.bytes for one in theirs)
+        verdict, _ = _compared(sent, limits.least, limits.most)
+        note, here = "", ()
+        if verdict == "MISSING":
+            note = (
+                "the compiled program sends less than its closed form; compare print(step.explain(batch)) with a "
+                "smaller strategy, and report it as a fault of jaxpar or of the compiler"
+            )
+        elif verdict == "UNPROMISED":
+            large = sent - limits.promised >= LARGE
+            if moved is None:
+                moved = moves(step, text, SCALARS, said)
+            here = tuple(move for move in moved if (move.kind, move.axes) == (kind, axes))
+            verdict, note = (verdict, _why(step, here)) if large else ("ok", f"small: {ALLOWED['small']}")
+        if verdict == "ok" and not note:
+            less, more = sent < 0.99 * limits.promised, sent > 1.01 * limits.promised
+            differs = {"widened": True, "norms": more}
+            used = [name for name in limits.names if differs.get(name, less)]
+            note = "; ".join(f"{name}: {ALLOWED[name]}" for name in used)
+        yield Finding("as compiled", f"{kind} {'+'.join(axes)}", limits.promised, sent, verdict, note, here)
+
+
+def _why(step: Step, here: Sequence[Move]) -> str:
+    """What the compiler added, where its text tells."""
+    if not here:
+        return "the compiler added it; see step.explain(batch).ledger, and compiled.as_text() for where it stands"
+    return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
+
+
+def _tensor(step: Step, jaxpr: Any) -> Iterator[Finding]:
+    found = {
+        "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
+        "for want of a rule": dict(step.local.gathered),
+    }
+    large = {(what, at): n for what, places in found.items() for at, n in places.items() if n >= LARGE}
+    for (what, at), n in large.items():
+        note = (
+            "tensor ranks gather it; give the leaf another dim, or leave it whole: rules={'path/of/leaf': None}"
+            if what == "weights"
+            else "tensor ranks gather what it reads, as no rule says how to split it; express it by other operations, "
+            "or leave the leaves before it whole: rules={'path/of/leaf': None}"
+        )
+        yield Finding("tensor", f"{what}, {at}", 0, n, "UNPROMISED", note)
+    if not large:
+        yield Finding("tensor", "large gathers of weights", 0, 0)
+
+
+# -- a central server --------------------------------------------------------------------------------------------------
+
+
+def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
+    rehearsal = rehearse(step, batch)
+    for t in rehearsal.transfers:
+        verdict, note = _compared(t.found, t.expected, t.expected)
+        note = note and "a central server passes on neither more nor less; see parallel/server.py"
+        yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
+    texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
+    found = [one for text in texts for one in read(text, step.mesh)]
+    yield from _compiled(step, expected(step, batch), found, texts[0])  # the model's own, as BatchNorm's
+    state = step.abstract_home()
+    arrays = jax.tree.leaves((state.params, state.optimizer))
+    for share, x in zip(shares(step, state), arrays, strict=True):
+        found = _local(x, x.sharding) * len(x.sharding.device_set)
+        verdict, note = _compared(found, share.bytes, share.bytes)
+        yield Finding("state", f"{share.kind} {share.path}", share.bytes, found, verdict, note and "the server has it")

@@ -1,0 +1,189 @@
+"""What a strategy promises of a step: the bytes of every array of the state, layers one at a time, collectives.
+
+It follows from the strategy's numbers, the mesh and the shapes of leaves, not from the rule or the specs that the step
+was built with: a rule that shards nothing does not change what was promised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+
+from ...collectives.order import is_token, needed
+from ...jaxprs import jaxpr as jx
+from ...layout.leaves import PAD_FROM, Leaf
+from ...model.paths import name_of
+from ...slicing.program import Program
+from ...step.core import Step
+from ..ledger import PRIMITIVES, Collective
+
+SCALARS = 1000  # bytes; collectives of less are sums of scalars
+LARGE = 1_000_000  # bytes a step; less beside what is promised is no broken promise
+
+# Where a compiled program may differ from the closed form. Each was met, on jax 0.10 or 0.12; on other platforms than
+# those named, and beyond what `bounds` says, none is allowed.
+ALLOWED = {
+    "norms": f"the optimizer adds up scalars: {SCALARS} B at most",
+    "small": f"what the optimizer adds is less than {LARGE // 1_000_000} MB",
+    "last message": "a loop of one tick is unrolled, and its message, which nobody reads, not sent",
+    "widened": "the CPU compiler has collectives of bfloat16 in float32",
+    "merged": "the CPU compiler drops what keeps the gathers of one leaf apart, and gathers once for all its uses",
+    "equal": "the CPU compiler reduces equal gradients once: of two biases of which the model reads the sum alone",
+}
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device should hold of one array of the state: `bytes`; of what `kind`, and where in the state: `path`."""
+
+    kind: str
+    path: str
+    bytes: int
+
+
+def shares(step: Step, state: Any) -> list[Share]:
+    """A share for each array of an abstract state: parameters, their copy, the optimizer's.
+
+    ZeRO-1 and 2 share out the optimizer's state over `fsdp`, with the float32 master where a copy in low precision is
+    stored beside it; ZeRO-3 shares out the parameters too (Rajbhandari et al. 2020, section 5). `pipe` shares out the
+    layers, `tensor` the leaves that rules name. What the layout reports as too small to be sharded is whole.
+    """
+    zero = step.strategy.zero if step.mesh.shape["fsdp"] > 1 and not step.strategy.server else 0
+    sizes: Mapping[str, int] = dict.fromkeys(step.mesh.shape, 1) if step.strategy.server else step.mesh.shape
+    leaves, kept = step.layout.leaves, step.layout.kept
+    seen = [leaf for leaf in (leaves if step.update.as_kept else kept.models) if leaf.trainable]
+    found = []
+    parts = {
+        "parameters": (state.params, zero == 3 or (zero > 0 and state.copy is not None)),
+        "copy of parameters": (state.copy, False),
+    }
+    for kind, (tree, sharded) in parts.items():
+        for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=False):
+            found.append(Share(kind, leaf.path, _elements(leaf, sizes, sharded) * x.dtype.itemsize))
+    for path, x in jax.tree_util.tree_leaves_with_path(state.optimizer):
+        name = name_of(path)
+        # The parameter that an array is like: a momentum's path ends with the parameter's.
+        like = [f for f in seen if f"/{name}".endswith(f"/{f.path}") and tuple(x.shape) in (f.shape, f.stored)]
+        leaf = max(like, key=lambda f: len(f.path), default=None)
+        elements = x.size if leaf is None else _elements(leaf, sizes, zero > 0)
+        found.append(Share("optimizer state", name, elements * x.dtype.itemsize))
+    return found
+
+
+def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
+    """What a device should hold of a leaf."""
+    parts = leaf.ranks * (sizes["pipe"] if leaf.layers is not None else 1)
+    if not sharded:
+        return math.prod(leaf.shape) // parts
+    free = [d for d in range(len(leaf.shape)) if d != leaf.tensor and (leaf.layers is None or d > leaf.stage)]
+    small = math.prod(leaf.local.shape) < PAD_FROM or not free
+    if leaf.dim is None and leaf.note and small:
+        return math.prod(leaf.shape) // parts
+    return -(-math.prod(leaf.stored) // (parts * math.prod(sizes[axis] for axis in leaf.shard)))
+
+
+# -- layers and weights ------------------------------------------------------------------------------------------------
+
+
+def not_by_layer(step: Step, program: Program) -> list[Leaf]:
+    """Leaves whose layers a loop of the loss takes one by one, and which the program fetches whole all the same.
+
+    Not those that are sharded along their layers, nor beside a pipeline, whose stages take one stack alone.
+    """
+    if step.local.schedule is not None:
+        return []
+    index = {v: i for i, v in enumerate(program.leaves)}
+    casts = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name in ("convert_element_type", "copy")}
+    scanned = set()
+    for eqn in program.eqns:
+        for v in jx.scan_parts(eqn).xs if eqn.primitive.name == "scan" else ():
+            while not jx.is_literal(v) and v in casts:
+                v = casts[v]
+            if not jx.is_literal(v) and v in index:
+                scanned.add(index[v])
+    units = step.layout.kept.units
+    return [units[i] for i in sorted(scanned) if units[i].dim != 0 and not any(program.uses[i])]
+
+
+def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str, int]:
+    """What is gathered over an axis that depends on parameters alone: where, and bytes of one execution.
+
+    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`, on CPU devices behind the token.
+    Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3): none should be here.
+    """
+    mapped = next((eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None)
+    if mapped is None:
+        return {}
+    body, _ = jx.opened(mapped.params["jaxpr"])
+    found: dict[str, int] = {}
+    inputs = body.invars[needed(mapped.params["mesh"]) :]
+    of_data = [v in set(inputs[leaves:]) for v in body.invars]
+    for where, size in _weights(body, of_data, axis):
+        found[where] = max(size, found.get(where, 0))
+    return found
+
+
+def _weights(jaxpr: Any, of_data: Sequence[bool], axis: str) -> Iterator[tuple[str, int]]:
+    """`of_data` says which inputs depend on more than parameters."""
+    marked = jx.depends(jaxpr.eqns, [v for v, on in zip(jaxpr.invars, of_data, strict=True) if on], is_token)
+    for eqn in jaxpr.eqns:
+        inputs = [not jx.is_literal(v) and v in marked for v in eqn.invars]
+        name = eqn.primitive.name
+        if PRIMITIVES.get(name) == "all-gather" and axis in _axes(eqn) and not any(inputs):
+            yield jx.where(eqn), sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+        if name == "scan":
+            parts = jx.scan_parts(eqn)
+            n, k = len(parts.consts), len(parts.carry)
+            inputs[n : n + k] = [v in marked for v in parts.carry_out]
+        for inner in jec.jaxprs_in_params(eqn.params):
+            inner, _ = jx.opened(inner)
+            known = inputs if len(inputs) == len(inner.invars) else [any(inputs)] * len(inner.invars)
+            yield from _weights(inner, known, axis)
+
+
+def _axes(eqn: Any) -> tuple[str, ...]:
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a compiled program may send of one kind over some axes, in bytes; `names` are those of `ALLOWED`."""
+
+    promised: int
+    least: float
+    most: float
+    names: tuple[str, ...]
+
+
+def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
+    """Those of one kind and axes, from what the closed form has of them: 1% about it, and what `ALLOWED` says."""
+    strategy, schedule = step.strategy, step.local.schedule
+    cpu = step.mesh.devices.flat[0].platform == "cpu"
+    promised, names, least, extra = 0, [], 0.99, 0
+    for one in closed:
+        wide = cpu and one.dtype == "bfloat16"
+        promised += one.bytes * (2 if wide else 1)
+        names += ["widened"] * wide
+    if kind == "all-reduce":
+        extra, names = SCALARS, [*names, "norms"]
+    ticks = 1 if schedule is None else schedule.microbatches * schedule.chunks + schedule.ranks - 1
+    if kind == "collective-permute" and schedule is not None:
+        least, names = 0.99 - 1 / ticks, [*names, "last message"]
+    if cpu and kind == "all-gather" and strategy.zero == 3 and step.mesh.shape["fsdp"] > 1:
+        # Once, in place of twice in every microbatch or tick.
+        least, names = 0.49 / (strategy.microbatches if schedule is None else ticks), [*names, "merged"]
+    if cpu and kind in ("all-reduce", "reduce-scatter"):
+        least, names = 0.98, [*names, "equal"]
+    return Bounds(promised, least * promised, 1.01 * promised + extra, tuple(dict.fromkeys(names)))

@@ -1,0 +1,97 @@
+"""What `check` finds: every promise of a strategy beside what the program does, as text, JSON or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..text import WIDTH, heading, size, table
+from .resharding import Move
+
+Verdict = Literal["ok", "MISSING", "UNPROMISED"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One promise, and what was found.
+
+    Attributes:
+      part: what of a step: "state", "arguments", "layers", "as written", "as compiled", "tensor", "exchanges".
+      what: the array, or the kind and axes of a collective.
+      promised, found: bytes per device and step; of layers and of what is gathered without a promise, of one execution.
+      verdict: "ok"; "MISSING": a promised sharding or collective is not there; "UNPROMISED": there is more.
+      note: where something is wrong, what it is and what to try; else what was allowed for.
+      moves: of a collective that the compiler's partitioner has for the update, each: what it moves, and what would
+        spare it.
+    """
+
+    part: str
+    what: str
+    promised: int
+    found: int
+    verdict: Verdict = "ok"
+    note: str = ""
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `check` found. `print` it, or take `.json()`.
+
+    Attributes:
+      strategy: as text.
+      devices: number and kind, "8 x cpu".
+      findings: every promise.
+    """
+
+    strategy: str
+    devices: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """The promises that are not kept."""
+        return tuple(found for found in self.findings if found.verdict != "ok")
+
+    @property
+    def ok(self) -> bool:
+        """Whether all are kept."""
+        return not self.broken
+
+    def require(self) -> None:
+        """Raise ValueError unless all promises are kept, with what was promised, what was found, and what to try."""
+        if self.broken:
+            lines = [
+                f"{found.verdict} {found.part}: {found.what}, promised {size(found.promised)}, found "
+                f"{size(found.found)}: {found.note}"
+                for found in self.broken
+            ]
+            raise ValueError("\n  ".join([f"strategy {self.strategy} on {self.devices} did not take effect:", *lines]))
+
+    def json(self) -> dict[str, Any]:
+        """All of it as dicts, lists, text and numbers, bytes unrounded."""
+        plain = {"strategy": self.strategy, "devices": self.devices, "ok": self.ok}
+        findings = [
+            dataclasses.asdict(dataclasses.replace(found, moves=())) | {"moves": [move.json() for move in found.moves]}
+            for found in self.findings
+        ]
+        return plain | {"findings": findings}
+
+    def __str__(self) -> str:
+        rows = [["", "", "promised", "found", ""]]
+        for part in dict.fromkeys(found.part for found in self.findings):
+            mine = [found for found in self.findings if found.part == part]
+            kept = [found for found in mine if found.verdict == "ok"]
+            if part == "state" and kept:  # one line for all: models have hundreds
+                sums = (sum(found.promised for found in kept), sum(found.found for found in kept))
+                rows.append([part, f"{len(kept)} arrays", *map(size, sums), "ok"])
+                mine = [found for found in mine if found.verdict != "ok"]
+            rows += [[part, found.what, size(found.promised), size(found.found), found.verdict] for found in mine]
+        notes = dict.fromkeys(found.note for found in self.findings if found.verdict == "ok" and found.note)
+        wrong = [f"{found.verdict} {found.what}: {found.note}" for found in self.broken]
+        said = [textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for text in (*wrong, *notes)]
+        verdict = "kept" if self.ok else f"{len(self.broken)} of {len(self.findings)} broken"
+        head = heading(self.strategy, f"{self.devices}, promises {verdict}")
+        return "\n\n".join([head, table(rows, "<<>><", whole=1), *(["\n".join(said)] if said else [])])

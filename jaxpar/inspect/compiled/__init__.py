@@ -1,0 +1,1 @@
+"""Compiled programs as text: entries, kernels, products, what the partitioner moved."""

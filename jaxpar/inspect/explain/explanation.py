@@ -1,0 +1,234 @@
+"""What `explain` found, and how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..check.resharding import Move
+from ..ledger import Collective, Ledger
+from ..memory import Memory
+from ..text import WIDTH, heading, number, size, table
+from ..transfers import Transfer
+
+_MOVED = 6  # moves that are listed
+_MEMORY = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "saved": "saved activations",
+    "program": "program",
+    "arguments": "  arguments",
+    "outputs": "  outputs",
+    "temporaries": "  temporaries",
+    "total": "  total",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of collective over some axes, expected v found, per device and step.
+
+    Attributes:
+      strategy: what it serves: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
+        "beside the closed form".
+      kind, axes: as in `Collective`.
+      expected: bytes of the closed form.
+      expected_count: executions of the closed form.
+      written_count: executions in the jaxpr, None where a loop's length is unknown. It equals `expected_count`.
+      found: bytes in the compiled program.
+      found_count: its executions, likewise. Compilers combine collectives, so the count is the compiler's.
+    """
+
+    strategy: str
+    kind: str
+    axes: tuple[str, ...]
+    expected: int
+    expected_count: int
+    written_count: int | None
+    found: int
+    found_count: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes found over bytes expected; None where nothing is expected."""
+        return self.found / self.expected if self.expected else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `step.explain(batch)` found. `print` it, or take `.json()` or `.picture(path)`.
+
+    Attributes:
+      strategy: as text.
+      devices: number and kind, "8 x cpu".
+      hosts: how many they are in.
+      axes: the mesh axes with several devices, name -> size.
+      parameters: the number of parameters.
+      memory: "each device" -> `Memory`; for `server=True` "server" and "others".
+      flops: floating-point operations of matrix products per device and step, by dtype; {} where a loop's length is
+        unknown.
+      ledger: the collectives of the compiled program.
+      across: the axes whose collectives leave a host.
+      checks: the ledger beside the closed form and the jaxpr.
+      transfers: the exchanges of a central server, which are no collectives; else empty.
+      notes: leaf -> why it is not sharded, or padded.
+      gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
+      loops: lists of blocks and stacks of layers: path -> how many layers, whether they are one stack, if not why.
+      moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
+        spec that would spare it.
+      remarks: what a reader of the numbers should know.
+    """
+
+    strategy: str
+    devices: str
+    hosts: int
+    axes: dict[str, int]
+    parameters: int
+    memory: dict[str, Memory]
+    flops: dict[str, int]
+    ledger: Ledger
+    across: frozenset[tuple[str, ...]]
+    checks: tuple[Check, ...]
+    transfers: tuple[Transfer, ...]
+    notes: dict[str, str]
+    gathered: dict[str, int]
+    loops: dict[str, str]
+    moves: tuple[Move, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def exposed(self) -> int:
+        """Bytes of collectives during which nothing is computed."""
+        return sum(one.bytes for one in self.ledger if not one.overlapped)
+
+    def json(self) -> dict[str, Any]:
+        """All of it as dicts, lists, text and numbers, bytes unrounded."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "across"}
+        ledger = [
+            dataclasses.asdict(one) | {"axes": list(one.axes), "across_hosts": one.axes in self.across}
+            for one in self.ledger
+        ]
+        checks = [dataclasses.asdict(c) | {"axes": list(c.axes), "ratio": c.ratio} for c in self.checks]
+        return plain | {
+            "memory": {name: dataclasses.asdict(m) for name, m in self.memory.items()},
+            "ledger": ledger,
+            "checks": checks,
+            "transfers": [dataclasses.asdict(t) for t in self.transfers],
+            "moves": [move.json() for move in self.moves],
+            "remarks": list(self.remarks),
+        }
+
+    def picture(self, path: Path | str) -> None:
+        """Draws memory per device and bytes sent, as .svg, .png or .pdf; it has no ground of its own, so that it is
+        legible on light and dark pages.
+        """
+        from .picture import Bar, picture  # matplotlib takes its time
+
+        if self.transfers:
+            title = "sent through the server's links in a step"
+            bars = [Bar(f"{t.kind} of {t.what}", "central server", t.expected, t.found) for t in self.transfers]
+        else:
+            checks = [c for c in self.checks if c.strategy != "scalars"]
+            title = "sent by a device in a step, in collectives" + ("" if checks else ": none")
+            bars = [
+                Bar(f"{c.kind}  {'+'.join(c.axes)}", c.strategy, c.expected, c.found, c.axes in self.across)
+                for c in checks
+            ]
+        picture(self.strategy, self.devices, self.memory, bars, title, Path(path))
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+def text(found: Explanation) -> str:
+    """What `explain` found, in 80 columns."""
+    axes = ", ".join(f"{axis}={n}" for axis, n in found.axes.items()) or "no axes"
+    hosts = f" on {found.hosts} hosts" if found.hosts > 1 else ""
+    parts = [
+        heading(found.strategy, f"{found.devices}{hosts} ({axes}), {found.parameters:,} parameters"),
+        _memory(found),
+    ]
+    if found.flops:
+        flops = ", ".join(f"{number(n)}FLOP in {dtype}" for dtype, n in found.flops.items())
+        parts.append(f"matrix products of a device and step: {flops}")
+    if found.transfers:
+        parts.append(_transfers(found))
+    parts += [_ledger(found), _checks(found)] if found.ledger or found.checks else ["collectives: none"]
+    listed = {
+        "not sharded, or padded": found.notes,
+        "gathered by tensor ranks for want of a rule": {at: size(n) for at, n in found.gathered.items()},
+        "layers": found.loops,
+        "moved by the compiler for the update": _moves(found),
+    }
+    parts += ["\n".join([title, *_wrapped(lines)]) for title, lines in listed.items() if lines]
+    parts += [textwrap.fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for remark in found.remarks]
+    return "\n\n".join("\n".join(line.rstrip() for line in part.splitlines()) for part in parts)
+
+
+def _memory(found: Explanation) -> str:
+    rows = [["memory", *found.memory]]
+    for name, label in _MEMORY.items():
+        values = (getattr(m, name) for m in found.memory.values())
+        rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
+    return table(rows, "<" + ">" * len(found.memory))
+
+
+def _moves(found: Explanation) -> dict[str, str]:
+    """The largest, by what is moved."""
+    lines = {str(move): move.message.removeprefix(f"{move}: ") for move in found.moves[:_MOVED]}
+    more = len(found.moves) - _MOVED
+    return lines | ({f"and {more} more": "see .moves, or .json()"} if more > 0 else {})
+
+
+def _transfers(found: Explanation) -> str:
+    rows = [["exchange", "of", "arrays", "closed form", "found", "ratio"]]
+    for t in found.transfers:
+        ratio = f"{t.found / t.expected:.2f}" if t.expected else "-"
+        rows.append([t.kind, t.what, str(t.arrays), size(t.expected), size(t.found), ratio])
+    return table(rows, "<<>>>>")
+
+
+def _ledger(found: Explanation) -> str:
+    rows = [["collective", "axes", "dtype", "count", "bytes", "hosts", "hidden"]]
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for one in found.ledger:
+        groups.setdefault((one.kind, one.axes, one.dtype), []).append(one)
+    for (kind, axes, dtype), same in groups.items():
+        total, hidden = sum(one.bytes for one in same), sum(one.bytes for one in same if one.overlapped)
+        share = f"{hidden / total:.0%}" if any(one.asynchronous for one in same) else "-"
+        where = "across" if axes in found.across else "inside"
+        counts = [one.count for one in same]
+        times = "?" if None in counts else str(sum(n or 0 for n in counts))
+        rows.append([kind, "+".join(axes), dtype, times, size(total), where, share])
+    total = sum(one.bytes for one in found.ledger)
+    beside = f"exposed: {size(found.exposed)} of {size(total)}, sent while nothing is computed"
+    return f"{table(rows, '<<<>>>>', whole=1)}\n{beside}"
+
+
+def _checks(found: Explanation) -> str:
+    rows = [
+        ["expected v found", "", "times", "", "bytes", "", ""],
+        ["", "axes", "formula", "jaxpr", "formula", "compiled", "ratio"],
+    ]
+    names = dict.fromkeys(c.strategy for c in found.checks)
+    for name in sorted(names, key=lambda name: name == "scalars"):
+        rows.append([name, "", "", "", "", "", ""])
+        for c in (c for c in found.checks if c.strategy == name):
+            ratio = "-" if c.ratio is None or name == "scalars" else f"{c.ratio:.2f}"
+            written = "?" if c.written_count is None else str(c.written_count)
+            counts = [str(c.expected_count), written]
+            rows.append([f"  {c.kind}", "+".join(c.axes), *counts, size(c.expected), size(c.found), ratio])
+    said = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
+    return f"{table(rows, '<<>>>>>', whole=1)}\n{said}"
+
+
+def _wrapped(notes: dict[str, str]) -> Iterable[str]:
+    return (
+        textwrap.fill(f"{path}  {note}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        for path, note in notes.items()
+    )

@@ -1,0 +1,147 @@
+"""explain: what a training step holds, sends and computes, from the compiled program, beside the closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ...model.batches import batch_specs, is_array
+from ...model.paths import name_of
+from ...slicing.stacks import described
+from ...step.core import Step
+from ...step.server import OF_REPLICAS, ServerStep
+from ..check.promises import SCALARS
+from ..check.resharding import Move, cause, moves
+from ..compiled.cost import Costs
+from ..compiled.involuntary import heard
+from ..expected import _abstract, expected
+from ..ledger import Collective, Ledger
+from ..memory import of_server, of_step
+from ..text import size
+from ..transfers import Transfer, rehearse
+from .explanation import Check, Explanation
+
+
+def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
+    """See `Step.explain`; `compiled` where `step.compile(batch)` was called before."""
+    step.check(batch)
+    said: list[str] = []
+    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
+    transfers: tuple[Transfer, ...] = ()
+    remarks = []
+    if isinstance(step, ServerStep):
+        rehearsal = rehearse(step, batch)
+        transfers, memory = tuple(rehearsal.transfers), of_server(step, batch, rehearsal.programs)
+        texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
+        total = size(sum(t.found for t in transfers))
+        remarks.append(f"{len(transfers)} exchanges a step pass {total} through the server's links.")
+    else:
+        if compiled is None:
+            with heard() as said:
+                compiled = step.compile(batch)
+        texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
+    found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
+    costs = [cost for text in texts for cost in Costs.from_hlo(text)]
+    known = all(cost.executions is not None for cost in costs)
+    moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
+    kept = step.layout.kept
+    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
+    remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
+    return Explanation(
+        strategy=str(step.strategy),
+        devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
+        hosts=len({device.process_index for device in step.mesh.devices.flat}),
+        axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
+        parameters=sum(math.prod(leaf.shape) for leaf in kept.models),
+        memory=memory,
+        flops=Costs(costs).flops if known else {},
+        ledger=found,
+        across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
+        checks=tuple(_compared(step, closed, written, found)),
+        transfers=transfers,
+        notes=step.layout.notes,
+        gathered=dict(step.local.gathered),
+        loops=loops,
+        moves=tuple(moved),
+        remarks=tuple(remarks),
+    )
+
+
+def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether devices that differ along these axes alone are on different hosts."""
+    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
+    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
+    return bool((lines != lines[:, :1]).any())
+
+
+def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Iterator[Check]:
+    def chosen(ledger: Ledger, key: tuple[str, tuple[str, ...]]) -> list[Collective]:
+        return [one for one in ledger if (one.kind, one.axes) == key]
+
+    for key in dict.fromkeys((one.kind, one.axes) for ledger in (closed, written, found) for one in ledger):
+        a, b, c = (chosen(ledger, key) for ledger in (closed, written, found))
+        sent, compiled = sum(one.bytes for one in a), sum(one.bytes for one in c)
+        name = _served(step, *key, max(sent, compiled)) if a or compiled < SCALARS else "beside the closed form"
+        yield Check(name, *key, sent, count(a) or 0, count(b), compiled, count(c))
+
+
+def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
+    """What a collective is for, which its kind and axes tell."""
+    if kind == "all-reduce" and sent < SCALARS:
+        return "scalars"
+    if "tensor" in axes:
+        return "tensor"
+    if axes == ("pipe",):
+        return "pipeline"
+    if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
+        return f"ZeRO-{step.strategy.zero}"
+    return "data parallel"
+
+
+def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
+    schedule = step.local.schedule
+    if schedule is not None:
+        yield (
+            f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
+            f"layers; idle {float(schedule.bubble):.1%} of the time."
+        )
+    if step.mesh.devices.flat[0].platform == "cpu":
+        yield (
+            "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
+            "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
+        )
+    if any(one.bytes < SCALARS for one in found):
+        yield f"Collectives of less than {SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
+    if not known or any(one.count is None for one in found):
+        yield "?: in a loop of unknown length; the bytes are those of one round, and FLOPs are not known."
+    if any(one.conditional for one in found):
+        yield "Some collectives run in one branch of a conditional only: counts and bytes are upper bounds."
+    if moved:
+        total = size(sum(move.bytes * move.count for move in moved))
+        most = f"{moved[0].count} x {size(moved[0].bytes)}"
+        why = cause(step, moved[0])
+        yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
+
+
+def _elsewhere(step: Step, batch: Any) -> Iterator[str]:
+    """Arrays of the batch that every step would move first."""
+    specs = batch_specs(batch)
+    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(batch), jax.tree.leaves(specs), strict=True):
+        if is_array(x) and x.committed and not x.sharding.is_equivalent_to(NamedSharding(step.mesh, spec), x.ndim):
+            yield (
+                f"The batch's {name_of(path) or 'array'} {list(x.shape)} lies as {x.sharding}, and a step moves it to "
+                f"{spec} first: put it there by jax.device_put, or pass NumPy arrays."
+            )
+
+
+def count(collectives: Sequence[Collective]) -> int | None:
+    """Executions of some collectives together; None where that of one is unknown."""
+    counts = [one.count for one in collectives]
+    return None if None in counts else sum(n for n in counts if n is not None)

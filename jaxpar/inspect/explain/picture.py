@@ -1,0 +1,111 @@
+"""The picture of `explain`: memory of a device as one bar, and bars of the bytes that it sends, by kind and axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ..memory import Memory
+from ..text import size
+
+# Legible on white and on black: the figure has no ground of its own.
+_INK = "#808080"
+_HELD = {
+    "parameters": "#5b8dd9",
+    "gradients": "#e07b39",
+    "optimizer state": "#a07bd0",
+    "saved activations": "#4fa66a",
+    "the rest": "#9a9a9a",
+}
+_PLAIN: dict[str, Any] = {"frameon": False, "labelcolor": _INK, "fontsize": 8}
+_SENT = ("#5b8dd9", "#e07b39", "#4fa66a", "#a07bd0", "#c75b6b")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Bytes of one kind: found, beside the closed form; `across` hosts or within."""
+
+    label: str
+    group: str
+    expected: int
+    found: int
+    across: bool = False
+
+
+def picture(strategy: str, devices: str, memory: dict[str, Memory], bars: list[Bar], title: str, path: Path) -> None:
+    """Draws into a file, whose suffix says what it is. Raises ValueError for one that matplotlib does not know."""
+    rows = max(len(memory), len(bars), 2)
+    figure = Figure(figsize=(9.5, 1.9 + 0.3 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"{path} has a suffix that is no kind of picture; use .svg, .png or .pdf")
+    between = "\n" if len(strategy) + len(devices) > 90 else " on "
+    figure.suptitle(f"{strategy}{between}{devices}", color=_INK, fontsize=10, x=0.01, ha="left")
+    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1, 1.25)})
+    _memory(left, memory)
+    _sent(right, bars)
+    for axes, name in ((left, "memory of a device"), (right, title)):
+        axes.set_title(name, color=_INK, fontsize=9, loc="left")
+        axes.set_ylim(rows - 0.4, -0.6)
+        axes.tick_params(colors=_INK, labelsize=8, length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_INK)
+    patches = [Patch(color=color, label=name) for name, color in _HELD.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=3, **_PLAIN)
+    figure.legend(handles=_key(right, bars), loc="outside lower right", ncols=3, **_PLAIN)
+    figure.savefig(path, dpi=160, transparent=True)
+
+
+def held(memory: Memory) -> dict[str, int]:
+    """The parts of a device's memory, which add up to the compiler's total: what is traced as saved, but no more than
+    the compiler leaves room for, and the rest.
+    """
+    parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer}
+    room = max(0, memory.total - sum(parts.values()))
+    parts["saved activations"] = min(memory.saved, room)
+    return parts | {"the rest": room - parts["saved activations"]}
+
+
+def _memory(axes: Any, memory: dict[str, Memory]) -> None:
+    for row, one in enumerate(memory.values()):
+        start = 0
+        for name, value in held(one).items():
+            axes.barh(row, value, left=start, height=0.55, color=_HELD[name])
+            start += value
+        axes.text(start, row, f"  {size(one.total)}", color=_INK, va="center", fontsize=8)
+    axes.set(yticks=range(len(memory)), yticklabels=list(memory))
+    _ticks(axes, max(sum(held(one).values()) for one in memory.values()))
+
+
+def _sent(axes: Any, bars: list[Bar]) -> None:
+    for row, bar in enumerate(bars):
+        hatch = "///" if bar.across else None
+        axes.barh(row, bar.found, height=0.55, color=_color(bars, bar.group), hatch=hatch, edgecolor=_INK, linewidth=0)
+        axes.vlines(bar.expected, row - 0.42, row + 0.42, color=_INK, linewidth=1.5)
+        axes.text(max(bar.found, bar.expected), row, f"  {size(bar.found)}", color=_INK, va="center", fontsize=8)
+    axes.set(yticks=range(len(bars)), yticklabels=[bar.label for bar in bars])
+    _ticks(axes, max((max(bar.found, bar.expected) for bar in bars), default=0))
+
+
+def _color(bars: list[Bar], group: str) -> str:
+    return _SENT[list(dict.fromkeys(bar.group for bar in bars)).index(group) % len(_SENT)]
+
+
+def _key(axes: Any, bars: list[Bar]) -> list[Any]:
+    groups = dict.fromkeys(bar.group for bar in bars)
+    handles: list[Any] = [Patch(color=_color(bars, group), label=group) for group in groups]
+    if any(bar.across for bar in bars):
+        handles.append(Patch(facecolor="none", edgecolor=_INK, hatch="///", label="across hosts"))
+    return [*handles, axes.vlines([], 0, 1, color=_INK, linewidth=1.5, label="closed form")] if bars else handles
+
+
+def _ticks(axes: Any, largest: int) -> None:
+    """Round numbers of bytes, with room for a label behind the longest bar."""
+    axes.set_xlim(0, max(largest, 1) * 1.3)
+    axes.xaxis.set_major_formatter(lambda value, _: size(value).replace(".00", "") if value else "0")
+    axes.locator_params(axis="x", nbins=4)

@@ -1,0 +1,1 @@
+"""Which strategy: candidates, their closed forms, their ranking and its reasons."""

@@ -1,0 +1,281 @@
+"""plan: which strategy trains a model fastest on devices that need not be here, and why the others lose.
+
+The strategies of `candidates` are ordered by closed forms, the best few of them compiled for the target, and these
+ranked by what their programs hold and how long `predict` says that they take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...make import make_train_step
+from ...model.batches import check_rows, rows_of
+from ...model.model import Model
+from ...parallel.tensor.dims import Rules
+from ...strategy import Strategy, as_strategy
+from ..expected import expected
+from ..ledger import Ledger
+from ..memory import of_step
+from ..predict.prediction import predict
+from ..targets.devices import Target
+from ..targets.devices import target as target_of
+from ..text import size
+from .cache import Cache, about, folder
+from .candidates import Estimate, Estimator, candidates
+from .line import RESERVE, Line, ranked
+from .ranking import Plan
+
+_SAME = 2  # of one layout, this many are compiled at first: remat and microbatches matter less than where weights live
+
+
+def plan(
+    model: Model,
+    batch: Any,
+    target: Target | str,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | None = None,
+    flops: float | None = None,
+    strategies: Iterable[Strategy | str] | None = None,
+    top: int = 8,
+    precision: str = "bf16",
+    length: int | None = None,
+    cache: str | os.PathLike[str] | bool = True,
+    console: Console | None = None,
+) -> Plan:
+    """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
+
+    Args:
+      model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
+      batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
+      target: by name ("8xH100"), or from `jaxpar.inspect.targets.devices.target`.
+      optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
+      rules: for `tensor`, as for `make_train_step`.
+      flops: of a step on that batch, forward and backward without recomputation; gives the MFU.
+      strategies: these alone are compiled, all of them; else those of `candidates`, pruned by closed forms.
+      top: so many of the candidates are compiled.
+      precision: of the candidates: "bf16", "f16" or "f32".
+      length: positions of a row; gives tokens/s.
+      cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
+        False: none.
+      console: where a progress bar is shown; standard error if None.
+
+    Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
+    in the cache.
+
+    Raises ValueError where the target's bandwidths and peaks are not known, and where no strategy can be.
+    """
+    target = target if isinstance(target, Target) else target_of(target)
+    if target.hardware.memory_bytes is None or not target.hardware.peaks:
+        raise ValueError(
+            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100', "
+            "or dataclasses.replace(target, hardware=jaxpar.inspect.targets.hardware.KINDS['H100'])"
+        )
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise ValueError(f"top={top!r}: use a whole number from 1")
+    if isinstance(strategies, str | Strategy):
+        raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
+    check_rows(batch, 1, 1, 1)
+    batch = jax.eval_shape(lambda x: x, batch)
+    return _Planner(model, target, batch, optimizer or optax.adamw(3e-4), rules, flops, length, cache).plan(
+        None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console
+    )
+
+
+class _Planner:
+    """One call of `plan`."""
+
+    def __init__(
+        self, model: Model, target: Target, batch: Any, optimizer: Any, rules: Any, flops: Any, length: Any, cache: Any
+    ) -> None:
+        self.model, self.target, self.batch, self.optimizer, self.rules = model, target, batch, optimizer, rules
+        self.flops, self.length = flops, length
+        self.cache: Cache | None = None
+        if cache is not False:
+            path = folder(None if cache is True else cache)
+            self.cache = Cache(path, about(model, optimizer, batch, target, rules))
+        self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
+        self.lines: list[Line] = []
+        self.refused: dict[str, str] = {}
+        self.pruned: dict[str, str] = {}
+        self.interrupted = False
+
+    def plan(self, given: Sequence[Strategy] | None, top: int, precision: str, console: Console | None) -> Plan:
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console or Console(stderr=True), transient=True,
+        )  # fmt: skip
+        with bar, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of strategies that nobody has asked for
+            try:
+                if given is None:
+                    self._search(top, precision, bar)
+                else:
+                    self._compile_all(given, bar)
+            except KeyboardInterrupt:
+                self.interrupted = True
+        if not self.lines and not self.interrupted:
+            raise ValueError(self._nothing())
+        return Plan(
+            target=self.target.name,
+            devices=f"{len(self.target.devices)} x {self.target.kind}",
+            memory=self.target.hardware.memory_bytes or 0,
+            rows=rows_of(self.batch),
+            length=self.length,
+            lines=ranked(self.lines),
+            pruned=self.pruned,
+            refused=self.refused,
+            interrupted=self.interrupted,
+        )
+
+    def _nothing(self) -> str:
+        """Why there is no line."""
+        whys = list(dict.fromkeys([*self.refused.values(), *self.pruned.values()]))[:3] or ["there is none"]
+        rows, n = rows_of(self.batch), len(self.target.devices)
+        return (
+            f"no strategy can be for {rows} rows on {self.target.name} ({n} devices): {'; '.join(whys)}; try more "
+            "devices, a batch whose rows they divide, or strategies= of your own"
+        )
+
+    # -- what to compile -----------------------------------------------------------------------------------------------
+
+    def _compile_all(self, given: Sequence[Strategy], bar: Progress) -> None:
+        task = bar.add_task("compile", total=len(given))
+        for strategy in given:
+            bar.update(task, description=f"compile {strategy}")
+            self._compile(strategy, None)
+            bar.advance(task)
+
+    def _search(self, top: int, precision: str, bar: Progress) -> None:
+        queue = self._estimated(precision, bar)
+        task = bar.add_task("compile", total=min(top, len(queue)))
+        families: dict[Any, int] = {}
+        later: list[tuple[Strategy, Estimate]] = []
+        while queue or later:
+            second = not queue
+            strategy, estimate = (queue or later).pop(0)
+            if (why := self._needless(strategy, estimate, top)) is not None:
+                self.pruned[str(strategy)] = why
+                continue
+            family = (strategy.pipe, strategy.data, strategy.fsdp, strategy.tensor, strategy.zero)
+            if not second and families.get(family, 0) >= _SAME:
+                later.append((strategy, estimate))
+                continue
+            bar.update(task, description=f"compile {strategy}")
+            if self._compile(strategy, estimate):
+                families[family] = families.get(family, 0) + 1
+                bar.advance(task)
+
+    def _estimated(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
+        """The candidates that may fit, fastest first, by closed forms."""
+        every = list(candidates(self.target, rows_of(self.batch), precision))
+        task = bar.add_task("closed forms", total=len(every))
+        estimator = Estimator(self.model, self.optimizer, self.target, self.batch, self.rules)
+        known: dict[str, Any] = (self.cache and self.cache.get("closed forms", precision)) or {}
+        before, found = len(known), []
+        for strategy in every:
+            name = str(strategy)
+            if name not in known:
+                try:
+                    known[name] = vars(estimator.estimate(strategy))
+                except ValueError as error:
+                    known[name] = str(error)
+            bar.advance(task)
+            if isinstance(known[name], str):
+                self.refused[name] = known[name]
+                continue
+            estimate = Estimate(**known[name])
+            if estimate.bytes > self.usable:
+                self.pruned[name] = (
+                    f"does not fit: at least {size(estimate.params + estimate.optimizer)} of state and "
+                    f"{size(max(estimate.activations, estimate.grads))} of activations or gradients by closed forms"
+                )
+                continue
+            found.append((strategy, estimate))
+        if self.cache and len(known) > before:
+            self.cache.put(known, "closed forms", precision)
+        return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].bytes))
+
+    def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
+        """Why it need not be compiled, after what was."""
+        fitting = [line for line in self.lines if line.fits]
+        if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
+            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
+        if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
+            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+        for line in self.lines:
+            other, needs = line.strategy, line.memory["total"]
+            alike = (other.pipe, other.tensor, other.remat) == (strategy.pipe, strategy.tensor, strategy.remat)
+            if alike and line.estimate and not line.fits:
+                likely = estimate.bytes * needs / line.estimate.bytes
+                if likely > 1.1 * self.usable:
+                    return f"does not fit: {size(likely)} likely, as {other} needs {size(needs)}"
+        return None
+
+    # -- compiling -----------------------------------------------------------------------------------------------------
+
+    def _compile(self, strategy: Strategy, estimate: Estimate | None) -> bool:
+        """Adds its line, or the reason why it cannot be; whether there is a line."""
+        # A policy is known by its name alone, and two may share it.
+        cache = None if callable(strategy.remat) else self.cache
+        key = ("line", str(strategy), str(self.flops))
+        found = cache and cache.get(*key)
+        if not found:
+            try:
+                found = self._numbers(strategy)
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                if isinstance(error, jax.errors.JaxRuntimeError) and not _of_compiler(error):
+                    raise
+                found = {"refused": str(error)}
+            if cache:
+                cache.put(found, *key)
+            found = {**found, "cached": False}
+        else:
+            found = {**found, "cached": True}
+        if "refused" in found:
+            self.refused[str(strategy)] = found["refused"]
+            return False
+        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, **found))
+        return True
+
+    def _numbers(self, strategy: Strategy) -> dict[str, Any]:
+        begin = time.perf_counter()
+        step = make_train_step(self.model, self.optimizer, strategy, mesh=self.target.devices, rules=self.rules)
+        compiled = step.compile(self.batch)
+        seconds = time.perf_counter() - begin
+        text = compiled.as_text() or ""
+        (memory,) = of_step(step, self.batch, compiled).values()
+        found = predict(text, step, self.batch, self.target.hardware, self.flops)
+        ledger, closed = Ledger.from_hlo(text, step.mesh), expected(step, self.batch)
+        sums = [one.by("kind", "axes") for one in (closed, ledger)]
+        links: dict[str, float] = {}
+        exposed: dict[str, float] = {}
+        for part in found.collectives:
+            axes = "+".join(part.axes)
+            links[part.way] = links.get(part.way, 0) + part.bytes
+            exposed[axes] = exposed.get(axes, 0.0) + part.exposed
+        numbers = {k: v for k, v in found.json().items() if k != "parts"}
+        return {
+            "memory": dataclasses.asdict(memory),
+            "prediction": numbers,
+            "kernels": found.lines(),
+            "links": links,
+            "exposed": exposed,
+            "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
+            "bubble": float(step.local.schedule.bubble) if step.local.schedule else 0.0,
+            "compile_seconds": seconds,
+        }
+
+
+def _of_compiler(error: Exception) -> bool:
+    """Whether the compiler found the program too large, which is a strategy's fault."""
+    return "RESOURCE_EXHAUSTED" in str(error)

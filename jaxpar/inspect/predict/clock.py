@@ -1,0 +1,182 @@
+"""The clock of a prediction: a program walked in the order of its schedule, on two streams; see `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..compiled.kernels import Choice, Done, Kernel, Loop, Operation, Start
+from ..targets.hardware import Hardware
+from .efficiency import busy_share, kernel_seconds, peak_of
+from .links import Way, collective_seconds
+
+
+@dataclass
+class Part:
+    """One kernel or collective of a program, over all its executions in a step.
+
+    Attributes:
+      name: of its instruction in HLO.
+      source: where it comes from, by JAX's names.
+      kind: of the `Kernel`, or of the `Collective`.
+      executions: per step.
+      seconds: in which it runs, `slowed` included.
+      slowed: seconds more than it would take without collectives beside it.
+      exposed: of a collective the seconds in which it runs and kernels wait, for it or for one after it.
+      flops, bytes: computed; read and written, or of the collective's buffer.
+      axes: of a collective.
+      way: of a collective, "link" or "network".
+      reason: of the time of one execution.
+    """
+
+    name: str
+    source: str
+    kind: str
+    reason: str
+    executions: int = 0
+    seconds: float = 0.0
+    slowed: float = 0.0
+    exposed: float = 0.0
+    flops: int = 0
+    bytes: int = 0
+    axes: tuple[str, ...] = ()
+    way: str = ""
+
+    @property
+    def collective(self) -> bool:
+        """Whether it is one."""
+        return bool(self.way)
+
+
+Queue = dict[str, float]  # collectives under way, in their order, and the seconds that each still needs
+
+
+class Clock:
+    """Walks a program; `parts` and `notes` then say what it met.
+
+    Args:
+      hardware: what a device can do.
+      hosts: for each place in the mesh the host of its device.
+    """
+
+    def __init__(self, hardware: Hardware, hosts: Sequence[int]) -> None:
+        self.hardware, self.hosts = hardware, hosts
+        self.notes: list[str] = []
+        self._share = busy_share(hardware)
+        self._parts: dict[str, Part] = {}
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[float, int] = {}
+
+    @property
+    def parts(self) -> list[Part]:
+        """What ran, in the order in which it first ran."""
+        return [part for part in self._parts.values() if part.executions]
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s in the dtype of most FLOPs; 0 where none are computed."""
+        return max(self._peaks, key=lambda peak: self._peaks[peak], default=0.0)
+
+    def time(self, operations: Sequence[Operation]) -> float:
+        """Seconds of a whole program."""
+        seconds, queue = self._run(operations, {}, 1)
+        return seconds + sum(queue.values())
+
+    def _run(self, operations: Sequence[Operation], queue: Queue, times: int) -> tuple[float, Queue]:
+        """(seconds, queue after them) of operations that run `times`, each time alike, with this queue before them."""
+        now, queue = 0.0, dict(queue)
+        for one in operations:
+            match one:
+                case Kernel():
+                    spent = self._kernel(one, sum(queue.values()), times)
+                    self._pass(queue, spent, 0)
+                    now += spent
+                case Start():
+                    queue[one.name] = self._collective(one, times)
+                    now += self._wait(queue, one.name, times) if one.waits else 0.0
+                case Done():
+                    now += self._wait(queue, one.name, times)
+                case Loop():
+                    spent, queue = self._loop(one, queue, times)
+                    now += spent
+                case Choice():
+                    # Tried without being counted: the slowest branch is the one that runs.
+                    tried = [self._run(branch, queue, 0) for branch in one.branches]
+                    slowest = max(range(len(tried)), key=lambda at: tried[at][0] + sum(tried[at][1].values()))
+                    spent, queue = self._run(one.branches[slowest], queue, times)
+                    now += spent
+                    self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
+        return now, queue
+
+    def _loop(self, loop: Loop, queue: Queue, times: int) -> tuple[float, Queue]:
+        trips, total = loop.trips, 0.0
+        if trips is None:
+            trips = 1
+            self._note(f"{loop.name}: a loop of unknown length is counted once.")
+        # Iterations differ only until what was sent before the loop has arrived.
+        while trips and queue:
+            spent, left = self._run(loop.body, queue, times)
+            total, trips = total + spent, trips - 1
+            if left == queue:
+                break
+            queue = left
+        if trips:
+            spent, queue = self._run(loop.body, queue, times * trips)
+            total += trips * spent
+        return total, queue
+
+    def _kernel(self, kernel: Kernel, busy: float, times: int) -> float:
+        """Seconds of one execution, while collectives run for `busy` seconds."""
+        if kernel.name not in self._parts:
+            self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware)
+            self._parts[kernel.name] = Part(kernel.name, kernel.source, kernel.kind, reason)
+        work = self._seconds[kernel.name]
+        beside = min(work, busy * self._share)  # of its work, what it gets done beside collectives
+        slowed = beside / self._share - beside
+        part = self._parts[kernel.name]
+        part.executions += times
+        part.seconds += times * (work + slowed)
+        part.slowed += times * slowed
+        part.flops += times * kernel.flops
+        part.bytes += times * (kernel.read + kernel.written)
+        for product in kernel.products:
+            peak = peak_of(product, self.hardware)
+            self._peaks[peak] = self._peaks.get(peak, 0) + times * product.flops
+        return work + slowed
+
+    def _collective(self, start: Start, times: int) -> float:
+        """Seconds of one, once it is its turn."""
+        if start.name not in self._parts:
+            way = Way.of(start, self.hosts)
+            self._seconds[start.name], reason = collective_seconds(start.kind, start.bytes, way, self.hardware)
+            self._parts[start.name] = Part(start.name, start.source, start.kind, reason, axes=start.axes, way=way.name)
+        part = self._parts[start.name]
+        part.executions += times
+        part.seconds += times * self._seconds[start.name]
+        part.bytes += times * start.bytes
+        return self._seconds[start.name]
+
+    def _wait(self, queue: Queue, name: str, times: int) -> float:
+        """Seconds until a collective has ended: those before it come first."""
+        if name not in queue:
+            return 0.0
+        order = list(queue)
+        seconds = sum(queue[one] for one in order[: order.index(name) + 1])
+        self._pass(queue, seconds, times)
+        queue.pop(name, None)  # which rounding may have left
+        return seconds
+
+    def _pass(self, queue: Queue, seconds: float, times: int) -> None:
+        """Time passes for the queue, exposed `times`."""
+        for name in list(queue):
+            run = min(queue[name], seconds)
+            self._parts[name].exposed += times * run
+            seconds -= run
+            queue[name] -= run
+            if queue[name] > 0:
+                return
+            del queue[name]
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)

@@ -1,0 +1,176 @@
+"""How long a kernel takes: published measurements, each with its source. Nothing here was fitted to a training run.
+
+Sources, as the lines below name them:
+
+semi: SemiAnalysis, MI300X vs H100 vs H200 Benchmark Part 1: Training, December 2024: torch.matmul on Llama 70B's
+    shapes and 8192^3, normally distributed, L2 cleared, median: H100 and H200 720 TFLOP/s in bf16, 1,280 in FP8
+he: He, Strangely, Matrix Multiplications on GPUs Run Faster When Given "Predictable" Data!, 2024
+    (www.thonking.ai): 8192^3 by cuBLAS on an A100: 257 TFLOP/s of normal data, 295 of zeros, as power limits the clock
+mamf: Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS (github.com/stas00/ml-engineering, 2026):
+    the best of many shapes: A100 271.2, H100 794.5, B200 1,745 TFLOP/s in bf16; B200 3,432.5 in FP8
+xla: github.com/openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h (2025): matmuls on an H100, 256 to 4,096
+    wide, in short runs, which power does not limit: 6.5 to 779 TFLOP/s in bf16
+guide: NVIDIA, Matrix Multiplication Background User's Guide, 2023, sections 2.3, 3.1, 3.2: tile and wave quantization
+fa3: Shah et al. 2024, arXiv:2407.08608, figures 5 and 6: cuDNN's attention on an H100 (80 GB, SXM5), 16k tokens,
+    hidden dim 2,048, float16, in TFLOP/s, of which a causal mask leaves half to do
+fa2: Dao 2023, arXiv:2307.08691, section 4.1: on an A100 up to 73% of the peak forward, 63% backward
+stream: BabelStream's triad: A100-40GB 1,377.5 of 1,555 GB/s (github.com/argonne-lcf/ALCFBeginnersGuide), A100-80GB
+    1,724.8 of 2,039 (Tursa, DiRAC), H100 NVL 3,303.8 of 3,938: 89%, 85%, 84%
+model: github.com/openxla/xla, gpu_performance_model_base.h: 1 us to launch a kernel
+nccl: NCCL's log on 8 H100, "24 coll channels": as many SMs are taken from what runs beside a collective. Lee et al.
+    2025, arXiv:2507.03114, measured on four kinds of GPUs 18.9% on average, and up to 40%
+"""
+
+import math
+import re
+
+import numpy as np
+
+from ..compiled.kernels import Kernel
+from ..compiled.products import Product
+from ..targets.hardware import Hardware
+
+# The share of its peak that a GPU sustains in large matmuls; the peak has the boost clock, power allows less.
+_SUSTAINED = {
+    ("A100", "bf16"): (257 / 312, "he"),
+    ("H100", "bf16"): (720 / 989.4, "semi"),
+    ("H100", "fp8"): (1280 / 1979, "semi"),
+    ("B200", "bf16"): (1745 / 2250, "mamf, the best shape"),
+    ("B200", "fp8"): (3432.5 / 4500, "mamf, the best shape"),
+}
+_ASSUMED = 720 / 989.4, "assumed, as H100"
+
+# Of the peak, while power does not limit it, by the output tile that an SM computes. With these, 41 shapes of xla come
+# out within 27%, on average within 7% (tests/inspect/test_predict.py). Larger tiles read less for the same FLOPs
+# (guide, 2.3).
+_TILES = {(128, 256): 0.82, (256, 128): 0.82, (128, 128): 0.82, (128, 64): 0.57, (64, 128): 0.57, (64, 64): 0.53}
+_MATMUL_START = 5e-6  # xla: 256^3 takes 5.2 us, of which 0.1 would do for its FLOPs
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_ATTENTION = {  # fa3; (head_dim, causal)
+    (64, False): (335, 373, 395, 408, 412, 413),
+    (64, True): (225, 288, 334, 363, 379, 388),
+    (128, False): (497, 574, 617, 609, 600, 595),
+    (128, True): (315, 410, 484, 518, 529, 539),
+    (256, False): (470, 546, 580, 581, 580, 581),
+    (256, True): (308, 391, 450, 483, 497, 509),
+}
+_BACKWARD = {64: (266, 348, 395, 417, 432, 433), 128: (305, 408, 465, 499, 518, 516)}  # fa3; without a mask
+_FA3_PEAK = 989.4
+
+_MEMORY = 0.86  # stream
+_LAUNCH = 1e-6  # model
+CHANNELS = 24  # nccl
+
+_PEAKS = {"bfloat16": "bf16", "float16": "f16", "float32": "tf32", "int8": "fp8", "uint8": "fp8"}
+_INSTEAD = {"fp8": "bf16", "f16": "bf16", "tf32": "f32", "f32": "bf16"}
+
+
+def kernel_seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, str]:
+    """Seconds of one execution, alone on the device, and why: FLOPs or bytes, at what share of which peak.
+
+    Raises ValueError where `hardware` lacks the peak or the memory bandwidth.
+    """
+    if hardware.memory_bandwidth is None:
+        raise ValueError(
+            f"{hardware.kind} has no memory_bandwidth, and its kernels no time; describe it in a file "
+            "(jaxpar.inspect.targets.kinds.load), or predict for a target such as '8xH100'"
+        )
+    size = kernel.read + kernel.written
+    moved = _LAUNCH + size / (hardware.memory_bandwidth * _MEMORY)
+    reason = f"{size / 1e6:,.1f} MB at {_MEMORY:.0%} of {hardware.memory_bandwidth / 1e12:.2f} TB/s (stream)"
+    if not kernel.products:
+        return moved, reason
+    each = [_product_seconds(product, hardware) for product in kernel.products]
+    seconds = sum(s for s, _ in each)
+    return (seconds, "; ".join(why for _, why in each)) if seconds >= moved else (moved, reason)
+
+
+def busy_share(hardware: Hardware) -> float:
+    """What is left of a device's speed to a kernel beside which a collective runs."""
+    cores = _cores(hardware)
+    return 1 - CHANNELS / cores if cores else 1.0
+
+
+def peak_of(product: Product, hardware: Hardware) -> float:
+    """FLOP/s that the device would reach in this product's dtype. Raises ValueError where `hardware` lacks it."""
+    return _peak(product, hardware)[1]
+
+
+def _product_seconds(product: Product, hardware: Hardware) -> tuple[float, str]:
+    name, peak = _peak(product, hardware)
+    if product.kind.startswith("attention"):
+        share, source = _attention_share(product, hardware)
+        seconds = _MATMUL_START + product.flops / (peak * share)
+        what = f"head_dim {product.k}, {product.m} queries x {product.n} keys{', causal' * product.causal}"
+    else:
+        share, source = _sustained(_family(hardware), name)
+        sustained, quantized = product.full_flops / (peak * share), quantized_seconds(product, peak, hardware)
+        seconds = max(sustained, quantized)
+        if quantized > sustained:
+            share, source = product.full_flops / (peak * quantized), "tiles, xla"
+        what = f"{product.batch} x " * (product.batch > 1) + f"{product.m}x{product.n}x{product.k}"
+    return seconds, f"{product.dtype} {what} at {share:.1%} of {peak / 1e12:.0f} TFLOP/s ({source})"
+
+
+def quantized_seconds(product: Product, peak: float, hardware: Hardware) -> float:
+    """Seconds of a matmul in whole waves of whole tiles, with the tile that is fastest (guide, 3.1 and 3.2); 0 where
+    the number of SMs is not known.
+    """
+    cores = _cores(hardware)
+    if not cores:
+        return 0.0
+
+    def waves(tile: tuple[int, int]) -> float:
+        tiles = product.batch * math.ceil(product.m / tile[0]) * math.ceil(product.n / tile[1])
+        return math.ceil(tiles / cores) * cores * 2 * tile[0] * tile[1] * product.k / (peak * _TILES[tile])
+
+    return _MATMUL_START + min(map(waves, _TILES))
+
+
+def _attention_share(product: Product, hardware: Hardware) -> tuple[float, str]:
+    backward = product.kind == "attention backward"
+    if _family(hardware) == "A100":
+        return (0.63, "fa2") if backward else (0.73, "fa2")
+    head = min((64, 128, 256), key=lambda known: abs(known - product.k))
+    at = math.log2(max(product.n, 1))
+    speeds = {causal: float(np.interp(at, np.log2(_LENGTHS), _ATTENTION[head, causal])) for causal in (False, True)}
+    speed = speeds[product.causal]
+    if backward:
+        # Not measured with a mask, nor at head_dim 256: as much slower than without as forward.
+        unmasked = float(np.interp(at, np.log2(_LENGTHS), _BACKWARD[min(head, 128)]))
+        speed = unmasked * speeds[product.causal] / speeds[False]
+    return speed / _FA3_PEAK, "fa3" if _family(hardware) == "H100" else "fa3, assumed as H100"
+
+
+def _peak(product: Product, hardware: Hardware) -> tuple[str, float]:
+    name = "f32" if product.precise else _PEAKS.get(product.dtype, "fp8" if "float8" in product.dtype else "f32")
+    asked = name
+    while (peak := hardware.peak(name)) is None:
+        if name not in _INSTEAD:
+            raise ValueError(
+                f"{hardware.kind} has no peak for {product.dtype} ({asked}), and its matmuls no time; give `peaks` in "
+                "its file (jaxpar.inspect.targets.kinds.load)"
+            )
+        name = _INSTEAD[name]
+    return name, peak
+
+
+def _sustained(family: str, name: str) -> tuple[float, str]:
+    if (family, name) in _SUSTAINED:
+        return _SUSTAINED[family, name]
+    if (family, "bf16") not in _SUSTAINED:
+        return _ASSUMED
+    share, source = _SUSTAINED[family, "bf16"]
+    return share, f"{source}, as bf16"
+
+
+def _family(hardware: Hardware) -> str:
+    """One of A100, H100 (an H200 has the same numbers: semi), B200; "" for what was not measured."""
+    found = re.search("(A100|H100|H200|B200)(?!.*PCIe)", hardware.device_kind)
+    return found[1].replace("H200", "H100") if found else ""
+
+
+def _cores(hardware: Hardware) -> int:
+    found = re.search(r"\bcore_count: (\d+)", hardware.config)
+    return int(found[1]) if found else 0

@@ -1,0 +1,108 @@
+"""How long a collective takes: latency and bandwidth (the alpha-beta model), on rings, within a host or across.
+
+Thakur, Rabenseifner & Gropp 2005, Optimization of Collective Communication Operations in MPICH, section 3; NCCL's
+tuning.cc adds up the same. The numbers are those of `Hardware`.
+
+A group that spans hosts runs through them one by one: of the steps of its ring, one from host to host uses the network,
+and each host has as many adapters to itself as it has devices in the group (one to a device, as in a DGX). An
+all-reduce across hosts takes the faster of a ring and a double binary tree (Sanders, Speck & Träff 2009; NCCL 2.4),
+whose steps are as many as the logarithm of the hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..compiled.kernels import Start
+from ..targets.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way that a collective takes.
+
+    Attributes:
+      group: devices.
+      hosts: that a group spans; 1: it stays within one.
+      local: devices of a group that share a host.
+    """
+
+    group: int
+    hosts: int
+    local: int
+
+    @classmethod
+    def of(cls, start: Start, hosts: Sequence[int]) -> Way:
+        """`hosts`: for each place in the mesh the host of its device. Of all groups the one that spans most."""
+        if start.kind == "collective-permute":
+            across = any(hosts[a] != hosts[b] for a, b in start.groups)
+            return cls(2, 1 + across, 2 - across)
+        spans = [len({hosts[place] for place in group}) for group in start.groups]
+        widest = max(range(len(spans)), key=lambda at: spans[at])
+        size = len(start.groups[widest])
+        return cls(size, spans[widest], -(-size // spans[widest]))
+
+    @property
+    def name(self) -> str:
+        """What it is limited by: "link" or "network"."""
+        return "network" if self.hosts > 1 else "link"
+
+
+def collective_seconds(kind: str, size: int, way: Way, hardware: Hardware) -> tuple[float, str]:
+    """Seconds of one collective, with nothing beside it, and why.
+
+    Args:
+      kind: as in `Collective`.
+      size: bytes of the whole buffer, as `Collective` counts them.
+      way: where it goes.
+      hardware: of the devices.
+
+    Raises ValueError where `hardware` lacks a bandwidth. A latency that it lacks counts as none.
+    """
+    n = way.group
+    direct = kind.endswith("all-to-all") and way.hosts > 1
+    # Not a ring: each device sends what leaves its host through its own adapter.
+    bandwidth = _bandwidth(Way(n, way.hosts, 1) if direct else way, hardware)
+    launch, near, far = (
+        value or 0.0 for value in (hardware.collective_latency, hardware.link_latency, hardware.network_latency)
+    )
+    match kind:
+        case "all-reduce":
+            rounds, steps = 2 * (n - 1) / n, 2 * (n - 1)
+        case "all-gather" | "reduce-scatter":
+            rounds, steps = (n - 1) / n, n - 1
+        case "all-to-all" | "ragged-all-to-all":
+            rounds, steps = (n - way.local) / n if direct else (n - 1) / n, 1
+        case "collective-broadcast":
+            rounds, steps = 1.0, n - 1
+        case _:  # a permute
+            rounds, steps = 1.0, 1
+    passes = steps // (n - 1) if steps > 1 else 1
+    network = min(steps, passes * (way.hosts - 1)) if way.hosts > 1 else 0
+    ways = [(launch + (steps - network) * near + network * far, size * rounds, "")]
+    if kind == "all-reduce" and way.hosts > 1:
+        deep = math.ceil(math.log2(way.hosts))
+        ways.append((launch + 2 * ((way.local - 1) * near + deep * far), 2.0 * size, ", a tree"))
+    alpha, sent, tree = min(ways, key=lambda one: one[0] + one[1] / bandwidth)
+    reason = (
+        f"{sent / 1e6:,.1f} MB at {bandwidth / 1e9:.0f} GB/s + {alpha * 1e6:.0f} us, {n} devices by {way.name}{tree}"
+    )
+    return alpha + sent / bandwidth, reason
+
+
+def _bandwidth(way: Way, hardware: Hardware) -> float:
+    """Bytes/s at which a device's share of the ring's traffic flows: that of the narrower of link and network."""
+    limits = {}
+    if way.local > 1:
+        limits["link_bandwidth"] = hardware.link_bandwidth and hardware.link_bandwidth * (hardware.link_efficiency or 1)
+    if way.hosts > 1:
+        limits["network_bandwidth"] = hardware.network_bandwidth and hardware.network_bandwidth * way.local
+    for name, value in limits.items():
+        if value is None:
+            raise ValueError(
+                f"{hardware.kind} has no {name}, and a collective of {way.group} devices on {way.hosts} hosts no time; "
+                "give it in a file (jaxpar.inspect.targets.kinds.load)"
+            )
+    return min(limits.values())

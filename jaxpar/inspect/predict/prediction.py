@@ -1,0 +1,173 @@
+"""predict: seconds of a training step on hardware that is not here, from the program that the compiler scheduled.
+
+The model, in full: the program is walked in the order of its schedule, with one stream of kernels and one of
+collectives. A kernel takes what `efficiency` says, a collective what `links` says. An asynchronous collective runs
+from its start, after those before it, and its done waits for it; a synchronous one stops the kernels. While a
+collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their trips.
+A pipeline's bubble is in the program: its ticks do masked work.
+
+Left out: caches, the launch of the step itself and its input, differences between devices, and clocks and power but for
+what the measured shares of the peaks contain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ...model.batches import rows_of
+from ...step.core import Step
+from ..compiled.kernels import Program
+from ..targets.hardware import Hardware
+from .clock import Clock, Part
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's time, and what it is made of. `print` it, or take `.json()`; `.lines()` has every kernel.
+
+    All seconds are those of one device and one step: `seconds` = `compute` + `exposed`.
+
+    Attributes:
+      seconds: of a step.
+      compute: in which kernels run.
+      exposed: in which kernels wait for a collective.
+      hidden: of collectives, behind kernels.
+      slowed: part of `compute`: what kernels lose to collectives that run beside them.
+      flops: of a device's matrix products, as the program computes them, recomputation included.
+      model_flops: of a device, as the caller counts them, without recomputation; None where not given.
+      peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 where it has none.
+      rows: of the global batch.
+      devices: number of them.
+      hardware: their kind.
+      parts: every kernel and collective, in the order in which they first run.
+      notes: what could not be known.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    hidden: float
+    slowed: float
+    flops: int
+    model_flops: float | None
+    peak: float
+    rows: int
+    devices: int
+    hardware: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows of the global batch per second; times positions per row: tokens."""
+        return self.rows / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: `model_flops` over what the peak would do in `seconds` (Chowdhery et al. 2022,
+        arXiv:2204.02311, appendix B). None where no model FLOPs were given, or the program has no matrix product.
+        """
+        if self.model_flops is None or not self.peak:
+            return None
+        return self.model_flops / (self.seconds * self.peak)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: the same of what is computed, recomputation included."""
+        return self.flops / (self.seconds * self.peak) if self.peak else 0.0
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of kernels by kind, `slowed` included, and of what is exposed of collectives; they add up to
+        `seconds`. Most first.
+        """
+        sums: dict[str, float] = {}
+        for part in self.parts:
+            sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.collective else part.seconds)
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    @property
+    def collectives(self) -> tuple[Part, ...]:
+        """Collectives alone, most exposed first."""
+        return tuple(sorted((p for p in self.parts if p.collective), key=lambda p: (-p.exposed, -p.seconds)))
+
+    def json(self) -> dict[str, Any]:
+        """All of it as dicts, lists, text and numbers."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        derived = {name: getattr(self, name) for name in ("rows_per_second", "mfu", "hfu", "by_kind")}
+        parts = [dataclasses.asdict(part) | {"axes": list(part.axes)} for part in self.parts]
+        return plain | derived | {"parts": parts, "notes": list(self.notes)}
+
+    def lines(self) -> list[str]:
+        """One line for each kernel and collective, most seconds first: how often, how long, why, and where from."""
+        return [
+            f"{1e3 * part.seconds:10.3f} ms  {part.executions:6} x  {part.kind:18}  {part.reason}"
+            f"{f'; {1e3 * part.exposed:.3f} ms exposed' if part.collective else ''}  [{part.name}] {part.source}"
+            for part in sorted(self.parts, key=lambda part: -part.seconds)
+        ]
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.devices} x {self.hardware}: {1e3 * self.seconds:.1f} ms a step, {self.rows_per_second:.2f} rows/s"
+        )
+        shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
+        shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
+        shares.append(f"collectives {1e3 * self.hidden:.1f} ms hidden, {1e3 * self.exposed:.1f} ms exposed")
+        kinds = [f"  {kind:20}{1e3 * seconds:10.1f} ms" for kind, seconds in self.by_kind.items()]
+        notes = [textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in self.notes]
+        return "\n".join([head, *shares, *kinds, *notes])
+
+
+def predict(
+    compiled: jax.stages.Compiled | str,
+    step: Step,
+    batch: Any,
+    hardware: Hardware,
+    model_flops: float | None = None,
+) -> Prediction:
+    """How long a step takes on `hardware`. Nothing runs.
+
+    Args:
+      compiled: `step.compile(batch)`, or its text, on devices of that hardware (`jaxpar.inspect.targets.devices`).
+      step: gives the mesh; its devices say which of them share a host.
+      batch: arrays or `jax.ShapeDtypeStruct`, global.
+      hardware: what the devices can do, as `target(...).hardware`.
+      model_flops: FLOPs of the step over all devices, without recomputation, such as `named(...).flops(rows, length)`;
+        gives the MFU.
+
+    Raises ValueError where `hardware` lacks a number that the program needs, and for `server=True`.
+    """
+    if step.strategy.server:
+        raise ValueError(
+            f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
+            "has not; print(step.explain(batch)) says what they hold and send"
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    hosts = [device.process_index for device in step.mesh.devices.flat]
+    clock = Clock(hardware, hosts)
+    seconds = clock.time(Program(text, step.mesh).operations)
+    kernels = [part for part in clock.parts if not part.collective]
+    sent = [part for part in clock.parts if part.collective]
+    exposed = sum(part.exposed for part in sent)
+    return Prediction(
+        seconds=seconds,
+        compute=sum(part.seconds for part in kernels),
+        exposed=exposed,
+        hidden=sum(part.seconds for part in sent) - exposed,
+        slowed=sum(part.slowed for part in kernels),
+        flops=sum(part.flops for part in kernels),
+        model_flops=None if model_flops is None else model_flops / len(hosts),
+        peak=clock.peak,
+        rows=rows_of(batch),
+        devices=len(hosts),
+        hardware=hardware.kind,
+        parts=tuple(clock.parts),
+        notes=tuple(clock.notes),
+    )

@@ -1,0 +1,169 @@
+"""A pipeline's schedule drawn before anything runs: in the terminal; `svg.py` draws it as SVG.
+
+    rank 0  F0F1......B0--B1--
+    rank 1  ..F0B0--F1B1--....
+
+Cells are as wide as they are long, on the assumption that every chunk takes the same time and its backward twice its
+forward. Prologue, epilogue and messages are not drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from rich.text import Text
+
+from ...parallel.access import Access
+from ...parallel.pipeline.schedules import Phase, Schedule
+from ...step.core import Step
+from .svg import INK, TIME, tint
+
+_BANDS = 6  # a schedule of more is drawn without its middle
+_LABEL = 8  # characters left of a lane
+Columns = list[tuple[int, Literal["F", "B"]]]
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[Text]:
+    """Lines of `width` characters or less: bands of time one under the other, in each a line for every rank.
+
+    With `color` a cell shows its microbatch's number, and its colour the rest; without, `F3` or, with chunks, `F3.1`.
+    """
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
+    label = 1 + len(str(m - 1)) + (0 if color or v == 1 else 1 + len(str(v - 1)))
+    total, room = _time(schedule.columns()), width - _LABEL
+    unit = max(label, min(label + 2, room // total))
+    bands = _bands(schedule, room // unit)
+    shown = _BANDS // 2 if len(bands) > _BANDS else len(bands)
+    for number, band in enumerate(bands):
+        if shown <= number < len(bands) - shown:
+            if number == shown:
+                last = bands[-shown - 1][-1][0]
+                yield Text(
+                    f"{'':{_LABEL}}ticks {band[0][0]} to {last} are left out here; --svg has them\n", style="dim"
+                )
+            continue
+        yield Text(f"{'tick':<{_LABEL}}{_ruler(band, unit)}", style="dim")
+        for rank in range(p):
+            line = Text(f"{f'rank {rank}':<{_LABEL}}")
+            for tick, kind in band:
+                op, cell = schedule.op(kind, rank, tick), unit * TIME[kind]
+                if op is None:
+                    line.append("." * cell, style="dim")
+                elif color:
+                    line.append(f"{op.microbatch:<{cell}}", style=f"{INK} on {tint(kind, op.chunk, v)}")
+                else:
+                    name = f"{kind}{op.microbatch}" + (f".{op.chunk}" if v > 1 else "")
+                    line.append(f"{name:{'-' if kind == 'B' else ' '}<{cell}}")
+            yield line
+        yield Text()
+    yield _key(v, color)
+    yield Text()
+
+
+def _key(chunks: int, color: bool) -> Text:
+    """What cells mean."""
+    if not color:
+        of = "F1.0 and B1.0: forward and backward of microbatch 1, chunk 0" if chunks > 1 else ""
+        return Text((of or "F1 and B1: forward and backward of microbatch 1") + "; a dot is idle")
+    line = Text()
+    for kind, word in (("F", "forward"), ("B", "backward")):
+        line.append(f"{word} " if chunks > 1 else "")
+        for chunk in range(chunks):
+            line.append(f" {chunk if chunks > 1 else word} ", style=f"{INK} on {tint(kind, chunk, chunks)}")
+        line.append("  ")
+    return line.append("by chunk" if chunks > 1 else "numbers are microbatches")
+
+
+def _time(columns: Columns) -> int:
+    return sum(TIME[kind] for _, kind in columns)
+
+
+def _bands(schedule: Schedule, room: int) -> list[Columns]:
+    """The columns in as few parts as take `room` units of time each, of whole ticks and about the same length."""
+    ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns(), key=lambda column: column[0])]
+
+    def cut(most: int) -> list[Columns]:
+        bands: list[Columns] = [[]]
+        for tick in ticks:
+            if bands[-1] and _time(bands[-1]) + _time(tick) > most:
+                bands.append([])
+            bands[-1] += tick
+        return bands
+
+    fewest = len(cut(room))
+    return next(bands for most in itertools.count(1) if len(bands := cut(most)) <= fewest)
+
+
+def _ruler(band: Columns, unit: int) -> str:
+    """The numbers of ticks where they begin, as many as fit."""
+    line, at, before = "", 0, -1
+    for tick, kind in band:
+        if tick != before and len(line) <= max(0, at - 1):
+            line = f"{line:<{at}}{tick}"
+        at, before = at + unit * TIME[kind], tick
+    return line[:at]
+
+
+def held(schedule: Schedule, size: int | None = None) -> list[str]:
+    """The most activations that each rank holds, with their bytes if the size of one is known."""
+    counts = [schedule.in_flight(rank) for rank in range(schedule.ranks)]
+    return [f"{count}" + (f" ({_bytes(count * size)})" if size else "") for count in counts]
+
+
+def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
+    """The drawing in numbers: time, bubble, activations in flight, with their bytes if that of one is known."""
+    v, each = schedule.chunks, held(schedule, size)
+    ranks = f"{each[0]} on every rank" if len(set(each)) == 1 else f"{', '.join(each)} on ranks 0 to {len(each) - 1}"
+    room = f" = {_bytes(schedule.slots * size)}" if size else ""
+    return {
+        "schedule": f"{schedule.title}: {schedule.ticks} ticks",
+        "time": f"{float(schedule.time):g} = 3m + 3(p-1){'/v' if v > 1 else ''}: a rank's layers take 1 forwards and 2 "
+        "backwards",
+        "bubble": f"{float(schedule.bubble):.1%} of the time",
+        "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
+        "room": f"for {schedule.slots} on every rank{room}, as all run one program",
+    }
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def slot_bytes(step: Step, batch: Any) -> int:
+    """Bytes of one slot of a pipelined step: what a rank keeps of one microbatch's forward through one chunk.
+
+    `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
+    """
+    local, schedule = step.local, step.local.schedule
+    assert schedule is not None
+    state = step.abstract_state()
+
+    def stash(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
+        batches, keys = local.split(batch), jax.random.split(key, schedule.microbatches)
+        program, out = local.program(variables, jax.tree.map(lambda x: x[0], batches), key)
+        loss = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))[0]["loss"]
+        access, seeds = Access(local.layout, step.rule, program, step.strategy), {loss.total: jnp.float32(1)}
+        pipeline = local.pipeline(program, out, access, local.layered(stored), variables, batches, keys, seeds)
+        return pipeline.once(Phase(start=0, length=1, forward=True, backward=False, epilogue=False)).stash
+
+    step.check(batch)
+    stored = state.copy if step.layout.copied else state.params
+
+    def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
+        return step._mapped(stash, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
+
+    kept = jax.eval_shape(mapped, stored, state.variables, batch, state.key)
+    return sum(x.size * x.dtype.itemsize for x in kept) // schedule.slots

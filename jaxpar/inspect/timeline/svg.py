@@ -1,0 +1,93 @@
+"""A pipeline's schedule as SVG: a lane for each rank, cells as wide as they are long, on white and on black."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...parallel.pipeline.schedules import Schedule
+
+TIME = {"F": 1, "B": 2}  # of one chunk and microbatch
+INK = "#10151c"  # of numbers on all tints
+_TINTS = {"F": (0x4C8DD6, 0xC2DAF6), "B": (0xD9822B, 0xF8DBB8)}  # of the first chunk, and of the last
+_LEFT, _TOP, _LANE, _GAP, _RIGHT = 64, 84, 26, 6, 96
+_STYLE = (
+    "text{fill:#1f2328;font:13px system-ui,sans-serif}.soft{fill:#59636e}.idle{fill:#818b98;fill-opacity:.14}"
+    ".axis{stroke:#818b98;stroke-opacity:.5}.name{font-weight:600}.mid{text-anchor:middle}.end{text-anchor:end}"
+    f"rect.op{{stroke:#fff;stroke-width:1}}text.op{{fill:{INK};font-size:11px;text-anchor:middle}}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}rect.op{stroke:#0d1117}}"
+)
+
+
+def tint(kind: str, chunk: int, chunks: int) -> str:
+    """The colour of a chunk's forwards or backwards: blue or orange, lighter from chunk to chunk."""
+    first, last = (value.to_bytes(3, "big") for value in _TINTS[kind])
+    share = chunk / max(1, chunks - 1)
+    return "#" + bytes(round(a + (b - a) * share) for a, b in zip(first, last, strict=True)).hex()
+
+
+def svg(schedule: Schedule, held: list[str]) -> str:
+    """The picture as text.
+
+    Args:
+      schedule: what to draw.
+      held: what to write behind each rank's lane, of the activations that it holds.
+    """
+    p, v, columns = schedule.ranks, schedule.chunks, schedule.columns()
+    total = sum(TIME[kind] for _, kind in columns)
+    digits = len(str(schedule.microbatches - 1))
+    unit = max(min(26.0, 860 / total), 6.5 * digits + 6)
+    # The caption needs some width, whatever the schedule's.
+    width, bottom = max(_LEFT + total * unit + _RIGHT, 640), _TOP + p * (_LANE + _GAP)
+    name = f"{schedule.title}: bubble {float(schedule.bubble):.1%}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {bottom + 46:g}" role="img">',
+        f'<title>{name}</title><style>{_STYLE}</style><text class="name" x="{_LEFT}" y="22">{name}</text>',
+        *_legend(v),
+        f'<text class="soft" x="{_LEFT + total * unit + 10:g}" y="{_TOP - 10}">in flight</text>',
+    ]
+    for rank in range(p):
+        y = _TOP + rank * (_LANE + _GAP)
+        lines += [
+            f'<text class="end" x="{_LEFT - 10}" y="{y + 18}">rank {rank}</text>',
+            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{total * unit:g}" height="{_LANE}"/>',
+            *_lane(schedule, rank, unit, y),
+            f'<text x="{_LEFT + total * unit + 10:g}" y="{y + 18}">{held[rank]}</text>',
+        ]
+    return "\n".join([*lines, *_axis(total, unit, bottom, v), "</svg>"]) + "\n"
+
+
+def _lane(schedule: Schedule, rank: int, unit: float, y: int) -> Iterator[str]:
+    """The cells of one rank."""
+    x = float(_LEFT)
+    for tick, kind in schedule.columns():
+        width = TIME[kind] * unit
+        if op := schedule.op(kind, rank, tick):
+            stage, fill = op.chunk * schedule.ranks + rank, tint(kind, op.chunk, schedule.chunks)
+            yield (
+                f"<g><title>{kind}{op.microbatch}, stage {stage}, tick {tick}</title>"
+                f'<rect class="op" x="{x:g}" y="{y}" width="{width:g}" height="{_LANE}" rx="3" fill="{fill}"/>'
+                f'<text class="op" x="{x + width / 2:g}" y="{y + 17}">{op.microbatch}</text></g>'
+            )
+        x += width
+
+
+def _legend(chunks: int) -> Iterator[str]:
+    x = _LEFT
+    for kind, word in (("F", "forward"), ("B", "backward, twice as long")):
+        for chunk in range(chunks):
+            fill = tint(kind, chunk, chunks)
+            yield f'<rect class="op" x="{x}" y="38" width="16" height="16" rx="3" fill="{fill}"/>'
+            x += 16
+        word += f", chunks 0 to {chunks - 1}" if chunks > 1 else ""
+        yield f'<text x="{x + 6}" y="51">{word}</text>'
+        x += 28 + 7 * len(word)
+    yield f'<rect class="idle" x="{x}" y="38" width="16" height="16"/><text x="{x + 22}" y="51">idle</text>'
+
+
+def _axis(total: int, unit: float, y: int, chunks: int) -> Iterator[str]:
+    every = next(step for base in (1, 10, 100, 1000) for step in (base, 2 * base, 5 * base) if step * unit >= 48)
+    yield f'<path class="axis" d="M{_LEFT} {y}H{_LEFT + total * unit:g}"/>'
+    for time in range(0, total + 1, every):
+        yield f'<text class="soft mid" x="{_LEFT + time * unit:g}" y="{y + 16}">{time}</text>'
+    words = "time, in forwards of one " + ("chunk" if chunks > 1 else "rank") + " and microbatch"
+    yield f'<text class="soft" x="{_LEFT - 4}" y="{y + 36}">{words}</text>'

@@ -1,0 +1,225 @@
+"""verify: the same mathematics as one device, shown leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.text import Text
+
+from ...layout.precision import all_finite
+from ...make import make_train_step
+from ...model.model import Model
+from ...model.paths import name_of
+from ...strategy import Strategy, as_strategy
+from .reference import Reference
+
+TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3}  # relative to a leaf's scale; see `Difference`
+_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10}
+_MARGIN = 16  # times the rounding that some runs show: theirs is a sample
+_FLOOR = 1e-3  # of the tree's largest element
+# Without a measure of rounding. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of the
+# tree's largest element, about one float32 epsilon.
+_UNMEASURED = 1e-2
+_OF = {
+    "leaf": "its largest element",
+    "tree": "a thousandth of the largest element of all leaves",
+    "terms": "the terms that cancel in it",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one leaf is from one device's.
+
+    Attributes:
+      kind: "gradient" or "parameter".
+      path: of the leaf.
+      error: max |a - b| over the scale.
+      ratio: the best factor between the two (1 where they agree).
+      hint: what a whole ratio suggests.
+      scale: what the error is relative to, the largest of: "leaf", the leaf's largest element; "tree", a thousandth
+        of the largest element of all leaves; "terms", the terms that cancel in it, by the rounding that is left of
+        them: the gradient of a key's bias, or of a bias before BatchNorm, is zero and has no other scale. Such terms
+        are looked for where a leaf exceeds the tolerance: one device runs again, its initial values changed in the
+        last bit, and a leaf may be off by 16 times what that changes.
+    """
+
+    kind: str
+    path: str
+    error: float
+    ratio: float
+    hint: str
+    scale: str = "leaf"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
+    furthest off.
+    """
+
+    ok: bool
+    tolerance: float
+    loss: float
+    expected_loss: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def worst(self) -> Difference:
+        """The leaf whose error is largest: among the gradients, if one is wrong, since parameters only follow them."""
+        wrong = [d for d in self.differences if d.kind == "gradient" and d.error > self.tolerance]
+        return max(wrong or self.differences, key=lambda d: d.error)
+
+    def __str__(self) -> str:
+        w = self.worst
+        verdict = "same as one device" if self.ok else "DIFFERS from one device"
+        lines = [f"{verdict}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"]
+        line = f"worst {w.kind} {w.path}: error {w.error:.2g} of {_OF[w.scale]} (allowed {self.tolerance:.0e})"
+        lines.append(f"{line}, ratio {w.ratio:.4g}" + (f": {w.hint}" if w.hint and w.error > self.tolerance else ""))
+        if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
+            some = ", ".join(by_terms[:4]) + (f" and {len(by_terms) - 4} more" if len(by_terms) > 4 else "")
+            lines.append(f"judged by the terms that cancel in it: {some}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: Model,
+    strategy: Strategy | str,
+    batch: Any,
+    steps: int = 3,
+    key: jax.Array | None = None,
+    mesh: Mesh | Sequence[jax.Device] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Compare a strategy with one device: loss, every gradient leaf, and parameters after some steps.
+
+    The one device sees the same global batch, plainly: no jaxpar machinery beyond the model; where the loss draws
+    random numbers, block by block with the blocks' keys.
+
+    Args:
+      model, strategy, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
+      steps: number of steps, from 1.
+      key: the key of the initial values; `jax.random.key(0)` if None.
+      optimizer: what takes the steps; SGD with momentum if None. (Adam would hide a wrong scale of the gradients in
+        the parameters; the gradients are compared beside them, whatever the optimizer.)
+      progress: whether to show on standard error what runs; None: if that is a terminal.
+    """
+    key = jax.random.key(0) if key is None else key
+    name, strategy = str(strategy), as_strategy(strategy)
+    optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer
+    step = make_train_step(model, optimizer, strategy, mesh=mesh)
+    with _Shown(progress) as shown:
+        shown(f"{name}: initial values")
+        state = step.init(key)
+        shown(f"{name}: gradients")
+        loss, grads = step.value_and_grad(state, batch)
+        while state.scale is not None and not all_finite(grads):  # float16 would skip steps until the scale fits
+            state = dataclasses.replace(state, scale=state.scale.next(jnp.bool_(False)))
+            loss, grads = step.value_and_grad(state, batch)
+        for number in range(steps):
+            shown(f"{name}: step {number + 1} of {steps}")
+            state, _ = step(state, batch)
+        reference = Reference(model, strategy, step.local.replicas)
+        shown("one device: gradients")
+        expected_loss, expected_grads = reference.value_and_grad(key, batch)
+        shown(f"one device: {steps} steps")
+        expected = reference.train(optimizer, key, batch, steps)
+
+        low = [strategy.precision, *reference.low(batch)]
+        tolerance = max(TOLERANCE[dtype] for dtype in low)
+        if strategy.reduce == "compute":
+            tolerance *= step.local.replicas
+        pairs = (
+            ("gradient", model.unwrap(grads), expected_grads),
+            ("parameter", model.unwrap(step.params(state)), expected),
+        )
+        found = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
+        if any(d.error > tolerance for d in found):  # they may be what is left where large terms cancel
+            shown("one device: its rounding, where terms cancel")
+            rounding = reference.rounding(optimizer, key, batch, steps, max(_EPSILON[dtype] for dtype in low))
+            terms = [[_MARGIN * x / tolerance for x in leaves] for leaves in rounding]
+            again = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
+            found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
+    close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
+    ok = close and all(d.error <= tolerance for d in found)
+    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found))
+
+
+class _Shown:
+    """One line on standard error that says what runs: compiling a pipeline and its steps may take minutes."""
+
+    def __init__(self, progress: bool | None):
+        console = Console(stderr=True, highlight=False)
+        self._terminal = console.is_terminal
+        self._on = self._terminal if progress is None else progress
+        self._console, self._status = console, console.status("verify")
+
+    def __enter__(self) -> _Shown:
+        if self._on and self._terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._status.stop()
+
+    def __call__(self, what: str) -> None:
+        if self._on and self._terminal:
+            self._status.update(Text(f"verify: {what}"))
+        elif self._on:
+            self._console.print(Text(f"verify: {what}"), soft_wrap=True)
+
+
+def differences(kind: str, ours: Any, theirs: Any, terms: Sequence[float] | None = None) -> list[Difference]:
+    """Leaf by leaf, how far one tree is from the other.
+
+    `terms` is for each leaf the scale of the terms that cancel in it; where it is not measured, 1e-2 of the tree's
+    largest element stands for it.
+    """
+    pairs = [
+        (name_of(path), _real(a), _real(b))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
+    ]
+    largest = max((np.abs(b).max(initial=0) for _, _, b in pairs), default=0.0)
+    floor = (_UNMEASURED if terms is None else _FLOOR) * largest
+    found = []
+    for (path, a, b), cancelling in zip(pairs, terms or [0.0] * len(pairs), strict=True):
+        scales = {"leaf": float(np.abs(b).max(initial=0)), "tree": max(floor, 1e-30), "terms": cancelling}
+        of = max(scales, key=lambda name: scales[name])
+        with np.errstate(invalid="ignore"):  # infinities
+            error = float(np.abs(a - b).max(initial=0) / scales[of])
+        ratio = float((a * b).sum() / (b * b).sum()) if (b * b).sum() > 0 else 1.0
+        error = error if np.isfinite(error) else float("inf")
+        found.append(Difference(kind, path, error, ratio, _hint(a, b, ratio), of))
+    return found
+
+
+def _real(x: Any) -> np.ndarray:
+    """float64; of complex numbers, real and imaginary parts."""
+    x = np.asarray(x)
+    return np.stack([x.real, x.imag]).astype(np.float64) if np.iscomplexobj(x) else x.astype(np.float64)
+
+
+def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
+    if not np.isfinite(a).all():
+        return "not finite: see the loss, or the loss scale"
+    if np.abs(b).max(initial=0) > 0 and not a.any():
+        return "zero: the gradient is lost"
+    near = Fraction(ratio).limit_denominator(64) if np.isfinite(ratio) else Fraction(1)
+    if near == 1 or abs(ratio - near) > 1e-3 * abs(ratio) or np.abs(a - float(near) * b).max() > 1e-3 * np.abs(b).max():
+        return ""
+    if near.denominator == 1:
+        return f"x{near}: a mean over replicas or microbatches is missing, or a sum is taken twice"
+    if near.numerator == 1:
+        return f"x1/{near.denominator}: a sum over replicas or microbatches is missing, or a mean is taken twice"
+    return ""

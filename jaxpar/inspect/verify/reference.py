@@ -1,0 +1,196 @@
+"""One device, plainly: what the strategies are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ...jaxprs import jaxpr as jx
+from ...layout.precision import Policy
+from ...model.batches import check_rows
+from ...model.model import Mean, Model, Replicated
+from ...step.gradients import block_key
+from ...step.update import taking_value
+from ...strategy import Strategy
+
+_SAMPLES = 3  # runs with another rounding: a small leaf's noise may be small by chance in one
+
+
+class Reference:
+    """One device: the model's loss on the global batch, microbatch by microbatch, differentiated by `jax.grad`.
+
+    `replicas` fixes which rows share a microbatch and, where the loss draws random numbers, a key.
+    """
+
+    def __init__(self, model: Model, strategy: Strategy, replicas: int):
+        self.model, self.strategy, self.replicas = model, strategy, replicas
+        self._grad = jax.jit(jax.value_and_grad(self._objective, has_aux=True, allow_int=True))
+        self._create = jax.jit(model.create)
+
+    def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
+        m, n = self.strategy.microbatches, self.replicas
+        policy = Policy.of(self.strategy)
+        declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
+        params = jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
+        sums: list[Mean] = []
+        for i in range(m):
+
+            def rows(
+                x: Any, i: int = i
+            ) -> Any:  # replica r has rows r R to (r + 1) R, and microbatch i of each is taken
+                return x if _marked(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
+
+            blocks = jax.tree.map(rows, batch, is_leaf=_marked)
+            keys = jax.vmap(lambda r, i=i: block_key(key, step, r * m + i))(jnp.arange(n))
+            if self._draws(params, variables, blocks, keys):
+                axes = jax.tree.map(lambda x: None if _marked(x) else 0, blocks, is_leaf=_marked)
+
+                def block(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
+                    return self.model.call(params, variables, rows, key, ("rows",))
+
+                out, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
+                out, variables = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
+            else:
+                whole = jax.tree.map(
+                    lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked
+                )
+                out, variables = self.model.call(params, variables, whole, keys[0])
+            sums.append(out["loss"])
+        return sum(s.total for s in sums) / sum(s.count for s in sums), variables
+
+    def _draws(self, params: Any, variables: Any, blocks: Any, keys: jax.Array) -> bool:
+        """Whether the loss depends on its key."""
+        rows = jax.tree.map(lambda x: x if _marked(x) else x[0], blocks, is_leaf=_marked)
+        rest = (params, variables, rows)
+        flat, _ = jx.trace(lambda rest, key: self.model.call(rest[0], rest[1], rest[2], key), rest, keys[0])
+        marked = jx.depends(flat.eqns, flat.invars[-1:])
+        return any(not jx.is_literal(v) and v in marked for v in flat.outvars)
+
+    def low(self, batch: Any) -> list[str]:
+        """The low precisions in which the model itself declares parameters or computes, as bfloat16 modules do."""
+        found: set[Any] = set()
+
+        def walk(jaxpr: Any) -> None:
+            for eqn in jx.opened(jaxpr)[0].eqns:
+                found.update(v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
+                for inner in jec.jaxprs_in_params(eqn.params):
+                    walk(inner)
+
+        fresh = jax.eval_shape(self.model.create, jax.random.key(0))
+        walk(jax.make_jaxpr(self.model.call)(*fresh, batch, jax.random.key(0)))
+        found.update(x.dtype for x in jax.tree.leaves(fresh[0]))
+        return [
+            "f32",
+            *(name for name, dtype in {"bf16": jnp.bfloat16, "f16": jnp.float16}.items() if jnp.dtype(dtype) in found),
+        ]
+
+    def value_and_grad(self, key: jax.Array, batch: Any, nudge: float = 0.0, sample: int = 0) -> tuple[jax.Array, Any]:
+        """Loss and gradients at the initial values that `key` gives, for the keys of the first step."""
+        check_rows(batch, self.replicas, self.strategy.microbatches, jax.process_count())
+        params, variables = self._start(key, nudge, sample)
+        (loss, _), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), 0)
+        return loss, _trained(grads)
+
+    def train(
+        self,
+        optimizer: optax.GradientTransformation,
+        key: jax.Array,
+        batch: Any,
+        steps: int,
+        nudge: float = 0.0,
+        sample: int = 0,
+        done: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Parameters after some steps on one batch; `done()` is called after each."""
+        params, variables = self._start(key, nudge, sample)
+        tuned = taking_value(optimizer)
+        state = tuned.init(_trained(params))
+
+        @jax.jit
+        def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
+            changes, state = tuned.update(_trained(grads), state, _trained(params), value=loss)
+            moved = optax.apply_updates(_trained(params), changes)
+            return jax.tree.map(lambda new, old: old if new is None else new, moved, params, is_leaf=_is_none), state
+
+        for step in range(steps):
+            (loss, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
+            params, state = update(grads, state, params, loss)
+            done()
+        return params
+
+    def rounding(
+        self,
+        optimizer: optax.GradientTransformation,
+        key: jax.Array,
+        batch: Any,
+        steps: int,
+        epsilon: float,
+        done: Callable[[], None] = lambda: None,
+    ) -> tuple[list[float], list[float]]:
+        """How far one device's own gradients, and its parameters after some steps, move for another rounding.
+
+        The largest change of an element, leaf by leaf, in some runs whose initial values are changed at random by up
+        to `epsilon`, relatively: in the last bit. Where large terms cancel, nothing but their last bits is left.
+        """
+        changed: list[list[float]] = []
+        _, grads = self.value_and_grad(key, batch)
+        params = self.train(optimizer, key, batch, steps)
+        for sample in range(_SAMPLES):
+            _, other = self.value_and_grad(key, batch, epsilon, sample)
+            after = self.train(optimizer, key, batch, steps, epsilon, sample, done)
+            changed.append([_change(a, b) for a, b in _pairs(other, grads) + _pairs(after, params)])
+        largest = [max(over) for over in zip(*changed, strict=True)]
+        n = len(jax.tree.leaves(grads))
+        return largest[:n], largest[n:]
+
+    def _start(self, key: jax.Array, nudge: float, sample: int) -> tuple[Any, Any]:
+        """Master parameters and variables, the parameters changed by up to `nudge`, relatively."""
+        params, variables = self._create(key)
+        params = _masters(params)
+        if not nudge:
+            return params, variables
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.fold_in(key, sample), len(leaves))
+        moved = [
+            x * (1 + nudge * jax.random.uniform(k, x.shape, jnp.float32, -1, 1)).astype(x.dtype) if _moves(x) else x
+            for k, x in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, moved), variables
+
+
+def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
+    return list(zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
+
+
+def _change(a: jax.Array, b: jax.Array) -> float:
+    """The largest change of an element; 0 where it is not finite, which says nothing about rounding."""
+    with np.errstate(invalid="ignore"):
+        change = np.abs(np.asarray(a) - np.asarray(b))
+    return float(np.nan_to_num(change, nan=0, posinf=0).max(initial=0))
+
+
+def _moves(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _trained(tree: Any) -> Any:
+    """None in place of what no optimizer moves: integers, and the float0 that stands for their gradients."""
+    return jax.tree.map(lambda x: x if _moves(x) else None, tree)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _masters(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(Policy.master(x.dtype)), params)
+
+
+def _marked(x: Any) -> bool:
+    return isinstance(x, Replicated)

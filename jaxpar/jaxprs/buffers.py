@@ -1,0 +1,49 @@
+"""Hints that keep large buffers from being created long before they are used.
+
+XLA orders a program by its data dependencies alone. Zeros depend on nothing, so it may fill the buffer of a loop's
+results, or of a scatter, before the loops that run first, and hold it all the while. Each function here adds a
+dependency and changes no value. What they save was measured on the step in `experiments/benchmarks/handwritten.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+from jax import lax
+
+from . import jaxpr as jx
+
+_LARGE = 1 << 20  # elements
+
+
+def zero_after(x: jax.Array, dtype: Any) -> jax.Array:
+    """The scalar 0 that cannot exist before `x` (floating-point) does; NaN if the first element of `x` is."""
+    first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    return jnp.minimum(jnp.abs(first.astype(jnp.float32)), 0).astype(dtype)
+
+
+def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Zeros that cannot exist before `x` does."""
+    return jnp.full(shape, zero_after(x, dtype))
+
+
+def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
+    """Equations whose large constant buffers cannot exist before `after` does, and the values of the variables
+    added.
+    """
+    values: dict[Any, jax.Array] = {}
+    out = []
+    for eqn in eqns:
+        constant = eqn.primitive.name == "broadcast_in_dim" and jx.is_literal(eqn.invars[0])
+        if constant and math.prod(eqn.outvars[0].aval.shape) >= _LARGE:
+            literal = eqn.invars[0]
+            var = jec.Var(literal.aval)
+            values[var] = literal.val + zero_after(after, literal.aval.dtype)
+            eqn = eqn.replace(invars=[var])
+        out.append(eqn)
+    return out, values

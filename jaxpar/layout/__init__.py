@@ -1,0 +1,1 @@
+"""Where every leaf lives: mesh, precision, how parameters are stored, bytes per device."""

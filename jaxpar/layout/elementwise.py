@@ -1,0 +1,221 @@
+"""Whether an optimizer does to leaves as a step keeps them what it does to the model's own.
+
+Layers of a loop kept as one stack, or layers in whole stages with zeros after the last, make no difference to an
+optimizer that works element by element, with no more than sums over all leaves beside that (AdamW, clipping by global
+norm). They do to one that looks at a leaf's norm, shape, rank or place (LAMB, Muon, Adafactor, masks by path). What an
+optimizer is cannot be seen by trying it, since it may warm up, or clip only later; it is read from its program, traced
+in both forms: every result must be the same expression of its own element and of scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..jaxprs import jaxpr as jx
+from ..model.paths import name_of
+from .leaves import Leaf
+from .precision import Policy
+from .storage import Kept
+
+_ELEMENTWISE = frozenset(
+    "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin "
+    "sqrt square sub tan tanh xor".split()
+)
+_OF_ZEROS = (
+    "abs",
+    "add",
+    "convert_element_type",
+    "copy",
+    "integer_pow",
+    "max",
+    "min",
+    "neg",
+    "sign",
+    "sqrt",
+    "square",
+    "sub",
+)
+_IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
+
+
+class _Unclear(Exception):
+    """The program does what need not be the same in both forms."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known of a value: the expression that it is, of whose element (None: a scalar of no leaf's), and for a
+    sum over some leaves, which.
+    """
+
+    expression: Any
+    leaf: int | None = None
+    partial: frozenset[int] = frozenset()
+
+    def complete(self, leaves: int) -> _Value:
+        """A sum over all leaves is a scalar like any other, and the same in both forms."""
+        return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
+
+
+def sees_kept(optimizer: Any, kept: Kept) -> bool:
+    """Whether an optimizer may be shown leaves as a step keeps them."""
+    if kept.same:
+        return True
+    try:
+        ours = _results(optimizer, kept.leaves, kept.tree)
+        theirs = _results(optimizer, kept.models, kept.model_tree)
+    except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
+        # The last five: it asks for the model's own tree, as masks may.
+        return False
+    scalars = ours.pop(None) == theirs.pop(None)
+    members = zip(kept.leaves, kept.origin, strict=True)
+    return scalars and all(
+        ours.get(leaf.path) == theirs.get(kept.models[i].path) for leaf, at in members if leaf.trainable for i in at
+    )
+
+
+def _results(optimizer: Any, leaves: Sequence[Leaf], tree: Any) -> dict[str | None, Any]:
+    """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
+    scalars, under None.
+    """
+    tuned = [leaf for leaf in leaves if leaf.trainable]
+    arrays = [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in leaves]
+    params = jax.tree.unflatten(tree, [x if leaf.trainable else None for leaf, x in zip(leaves, arrays, strict=True)])
+    at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    state = jax.eval_shape(optimizer.init, params)
+    flat, out = jx.trace(
+        lambda params, grads, state, value: optimizer.update(grads, state, params, value=value),
+        params,
+        params,
+        state,
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
+
+    def home(path: Any, x: Any) -> tuple[str, int | None]:
+        """The name of an array of the state, that of its leaf cut off, and the leaf."""
+        name = name_of(path)
+        parts = name.split("/")
+        for n in range(len(parts)):
+            number = at.get("/".join(parts[n:]))
+            if number is not None:
+                if tuple(x.shape) == tuned[number].shape:
+                    return "/".join(parts[:n]), number
+                break
+        if x.shape:
+            raise _Unclear(f"{name} {x.shape}")
+        return name, None
+
+    made = jx.trace(optimizer.init, params)[0]
+    held = [home(path, x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    inputs = [_Value("parameter", i) for i in range(len(tuned))] + [_Value("gradient", i) for i in range(len(tuned))]
+    inputs += [_Value(("state", name), number) for name, number in held] + [_Value("loss")]
+    shapes = [leaf.shape for leaf in tuned]
+    values = [*_evaluated(flat, inputs, shapes), *_evaluated(made, inputs[: len(tuned)], shapes)]
+
+    results: dict[str | None, Any] = {None: {}}
+    first = [(f"initial {name}", number) for name, number in held]
+    names = [*(("update", i) for i in range(len(tuned))), *held, *first]
+    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(out[1])]
+    if paths != [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]:
+        raise _Unclear("the state changes its structure")
+    for (name, number), value in zip(names, values, strict=True):
+        if value.partial or value.leaf not in (None, number):
+            raise _Unclear(name)
+        results.setdefault(None if number is None else tuned[number].path, {})[name] = value.expression
+    return results
+
+
+def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
+    """What a program's results are, from what its inputs are."""
+    env: dict[Any, _Value] = dict(zip(flat.invars, inputs, strict=True))
+    for var, const in zip(flat.constvars, flat.consts, strict=True):
+        if jnp.shape(const):
+            raise _Unclear("an array of the optimizer's own")
+        env[var] = _Value(("constant", float(const)))
+    _run(flat.eqns, env, shapes)
+    return [_read(env, atom) for atom in flat.outvars]
+
+
+def _read(env: dict[Any, _Value], atom: Any) -> _Value:
+    return _Value(("constant", float(atom.val))) if jx.is_literal(atom) else env[atom]
+
+
+def _run(eqns: Sequence[Any], env: dict[Any, _Value], shapes: Sequence[tuple[int, ...]]) -> None:
+    """What each equation's result is, into `env`."""
+    for eqn in eqns:
+        values = [_read(env, atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        results = _cond(eqn, values, shapes) if name == "cond" else [_one(eqn, name, values, shapes)]
+        env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _cond(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
+    which, *operands = values
+    if which.leaf is not None or which.partial:
+        raise _Unclear("cond")
+    branches = []
+    for branch in eqn.params["branches"]:
+        flat = jx.flatten(branch)
+        env = dict(zip(flat.invars, operands, strict=True))
+        env.update((v, _Value(("constant", float(c)))) for v, c in zip(flat.constvars, flat.consts, strict=True))
+        _run(flat.eqns, env, shapes)
+        branches.append([_read(env, atom) for atom in flat.outvars])
+    return [_joined(("cond", which.expression), outs) for outs in zip(*branches, strict=True)]
+
+
+def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
+    shape = eqn.outvars[0].aval.shape
+    if name == "reduce_sum":
+        (value,) = values
+        if value.leaf is None or shape or value.partial or not _vanishes(value.expression):
+            raise _Unclear(name)
+        return _Value((name, value.expression), None, frozenset({value.leaf})).complete(len(shapes))
+    partial = [value for value in values if value.partial]
+    if partial:
+        # Sums over leaves: of the same expression of each, joined until all are in.
+        kinds = {value.expression for value in partial}
+        kind = next(iter(kinds))
+        others = [value for value in values if not value.partial]
+        zero = all(value.expression == ("constant", 0.0) for value in others)
+        if len(kinds) == 1 and name == "add" and zero:
+            sets = [value.partial for value in partial]
+            if sum(map(len, sets)) == len(frozenset().union(*sets)):
+                return _Value(kind, None, frozenset().union(*sets)).complete(len(shapes))
+        raise _Unclear(name)
+    if name == "broadcast_in_dim" and values[0].leaf is None:
+        return values[0]  # a scalar, whatever leaf it will meet
+    if name not in _ELEMENTWISE or (shape and shape not in shapes):
+        raise _Unclear(name)
+    params = tuple(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED))
+    return _joined((name, params), values)
+
+
+def _vanishes(expression: Any) -> bool:
+    """Whether an expression is zero of the zeros that follow the last layer, so that they add nothing to a sum."""
+    match expression:
+        case "parameter" | "gradient" | ("state", _):
+            return True
+        case ("constant", value):
+            return value == 0
+        case (("mul", _), operands):
+            return any(map(_vanishes, operands))
+        case (("div", _), (numerator, _)):
+            return _vanishes(numerator)
+        case (("select_n", _), (_, *cases)):
+            return all(map(_vanishes, cases))
+        case ((name, _), operands) if name in _OF_ZEROS:
+            return all(map(_vanishes, operands))
+    return False
+
+
+def _joined(expression: Any, values: Sequence[_Value]) -> _Value:
+    leaves = {value.leaf for value in values} - {None}
+    if len(leaves) > 1 or any(value.partial for value in values):
+        raise _Unclear(str(expression))
+    return _Value((expression, tuple(value.expression for value in values)), next(iter(leaves), None))

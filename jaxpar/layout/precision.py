@@ -1,0 +1,79 @@
+"""Dtypes of a step, and dynamic loss scaling for float16."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ..strategy import Strategy
+
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+_FIRST_SCALE, _GROWTH, _BACKOFF, _INTERVAL = 2.0**15, 2.0, 0.5, 2000
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which dtype a parameter leaf has where (Micikevicius et al. 2018, section 3).
+
+    Attributes:
+      compute: dtype of float32 parameters in the forward and backward pass.
+      reduce: dtype in which gradients are reduced and accumulated; None is the dtype of the compute.
+      scaled: whether the loss is scaled.
+    """
+
+    compute: jnp.dtype
+    reduce: jnp.dtype | None
+    scaled: bool
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> Policy:
+        """The policy that a strategy names."""
+        reduce = jnp.dtype(jnp.float32) if strategy.reduce == "f32" else None
+        return cls(jnp.dtype(_DTYPES[strategy.precision]), reduce, strategy.precision == "f16")
+
+    def computed(self, declared: jnp.dtype) -> jnp.dtype:
+        """Dtype in which the loss sees a leaf; one that the model itself declares low stays as it is."""
+        return self.compute if declared == jnp.float32 else declared
+
+    def reduced(self, declared: jnp.dtype) -> jnp.dtype:
+        """Dtype of the leaf's gradient while it is reduced and accumulated."""
+        return self.computed(declared) if self.reduce is None else jnp.promote_types(declared, self.reduce)
+
+    @staticmethod
+    def master(declared: jnp.dtype) -> jnp.dtype:
+        """Dtype in which the leaf is stored and updated: float32 or wider; integers as they are."""
+        return jnp.promote_types(declared, jnp.float32) if jnp.issubdtype(declared, jnp.floating) else declared
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "good", "skipped"], meta_fields=[])
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling: doubled after 2,000 finite steps, halved, and the step skipped, where one is not.
+
+    Attributes: `scale` float32, `good` int32 finite steps since the last change, `skipped` int32 steps skipped so far.
+    """
+
+    scale: jax.Array
+    good: jax.Array
+    skipped: jax.Array
+
+    @classmethod
+    def create(cls) -> LossScale:
+        """The first scale, 2^15."""
+        return cls(jnp.float32(_FIRST_SCALE), jnp.int32(0), jnp.int32(0))
+
+    def next(self, finite: jax.Array) -> LossScale:
+        """The scale after a step whose gradients were all finite, or not."""
+        grow = finite & (self.good + 1 >= _INTERVAL)
+        factor = jnp.where(finite, jnp.where(grow, _GROWTH, 1.0), _BACKOFF)
+        good = jnp.where(finite & ~grow, self.good + 1, 0)
+        return LossScale(jnp.maximum(self.scale * factor, 1.0), good, self.skipped + ~finite)
+
+
+def all_finite(tree: object) -> jax.Array:
+    """Whether every element of every leaf is finite: bool scalar."""
+    leaves = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    return jnp.stack(leaves).all() if leaves else jnp.bool_(True)

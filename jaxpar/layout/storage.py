@@ -1,0 +1,288 @@
+"""The leaves of a model as a step keeps them: layers of a Python loop stacked, those of a pipeline in whole stages."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..model.paths import name_of
+from .families import families, unlike
+from .leaves import LAYERS, Leaf, Pipe, may_stack, place
+
+
+def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
+    """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
+
+    They share their first dim, the number of layers, and the first part of their paths. Where some of these lie below
+    a path all of whose leaves share that dim, the others have it by chance ([heads, head_dim], and as many layers as
+    heads). The layout is made before any batch is seen, so that this is a guess; a leaf guessed wrongly is gathered
+    where it is used.
+    """
+    inside = _inside_stack([(path, shape) for path, shape, _ in flat])
+    groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, shape, rolled in flat:
+        if rolled or may_stack(shape):
+            first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
+            groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
+    groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
+    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none. Blocks of a
+    # loop, and leaves below one path, come before a dim shared by chance: 7 in a convolution's [7, 7, in, out].
+    sizes = {
+        key: (
+            key[1] or any(inside(path) for path, _ in group),
+            any(key[1] or len(shape) > 2 for _, shape in group),
+            sum(math.prod(shape) for _, shape in group),
+        )
+        for key, group in groups.items()
+        if key[1] or len(group) > 1 or len(group[0][1]) > 2
+    }
+    largest = groups[max(sizes, key=lambda key: sizes[key])] if sizes else []
+    return frozenset(path for path, _ in largest)
+
+
+def _inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers."""
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if len(shapes) > 1
+        and all(map(may_stack, shapes))
+        and len({shape[0] for shape in shapes}) == 1
+        and any(len(shape) == 2 for shape in shapes)
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+def _on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves have one second dim, and neither one first nor one number of
+    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`.
+    """
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    varied = lambda values: len({*values}) > 1
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
+        and not varied(shape[1] for shape in shapes)
+        and any(len(shape) > 2 for shape in shapes)
+        and (varied(map(len, shapes)) or (varied(s[0] for s in shapes) and varied(s[-1] for s in shapes)))
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The leaves of a model as a step keeps them, and as the model has them.
+
+    Attributes:
+      leaves: what a step keeps, in the order of `tree`.
+      tree: their tree: the model's own, unless layers of a Python loop are kept as stacks.
+      models: the model's leaves, placed one by one, in the order of `model_tree`.
+      origin: for each kept leaf, the positions among the model's of what it holds.
+    """
+
+    leaves: tuple[Leaf, ...]
+    tree: Any
+    models: tuple[Leaf, ...]
+    model_tree: Any
+    origin: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def units(self) -> tuple[Leaf, ...]:
+        """The kept leaves, and then, one by one, the layers of those that are rolled: what a program may read."""
+        layers = [
+            replace(
+                leaf,
+                path=self.models[i].path,
+                shape=self.models[i].shape,
+                dim=at,
+                layers=None,
+                stage=0,
+                rolled=False,
+                tensor=self.models[i].tensor,
+            )
+            for leaf, members in zip(self.leaves, self.origin, strict=True)
+            if leaf.rolled
+            for at in [None if leaf.dim is None else leaf.inner(True)]
+            for i in members
+        ]
+        return (*self.leaves, *layers)
+
+    def layers(self, stored: Sequence[Any]) -> list[Any]:
+        """Values of the units from those of the kept leaves, layers on dim 0."""
+        rolled = [(leaf, x, at) for leaf, x, at in zip(self.leaves, stored, self.origin, strict=True) if leaf.rolled]
+        return [*stored, *(x[k] for _, x, at in rolled for k in range(len(at)))]
+
+    @property
+    def families(self) -> list[list[tuple[int, list[int]]]]:
+        """Rolled leaves by the loop that they come from: positions of each, and of its layers, among the units."""
+        out: dict[Any, list[tuple[int, list[int]]]] = {}
+        position = len(self.leaves)
+        for i, (leaf, at) in enumerate(zip(self.leaves, self.origin, strict=True)):
+            if leaf.rolled:
+                members = list(range(position, position + len(at)))
+                out.setdefault((leaf.path.partition("*")[0], len(at)), []).append((i, members))
+                position += len(at)
+        return list(out.values())
+
+    @property
+    def same(self) -> bool:
+        """Whether every leaf is kept in the model's own shape."""
+        return self.tree == self.model_tree and all(
+            leaf.shape == leaf.logical and not leaf.moved for leaf in self.leaves
+        )
+
+    def of_model(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each kept leaf -> one for each of the model's; None stays."""
+        out: dict[int, Any] = {}
+        for leaf, at, value in zip(self.leaves, self.origin, values, strict=True):
+            whole = value if value is None else leaf.own(leaf.unstaged(value))
+            out.update((i, whole[k] if leaf.rolled and whole is not None else whole) for k, i in enumerate(at))
+        return [out[i] for i in range(len(out))]
+
+    def to_kept(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each of the model's leaves -> one for each kept leaf; None stays."""
+        out = []
+        for leaf, at in zip(self.leaves, self.origin, strict=True):
+            mine = [values[i] for i in at]
+            value = mine[0] if mine[0] is None or not leaf.rolled else jnp.stack(mine)
+            out.append(value if value is None else leaf.staged(leaf.own(value)))
+        return out
+
+
+def make_leaves(
+    params: Any,
+    shards: int,
+    trainable: Callable[[str], bool] | None,
+    pipe: Pipe,
+    split: Mapping[str, int] = MappingProxyType({}),
+    ranks: int = 1,
+) -> Kept:
+    """An abstract parameter tree, kept for `shards` devices, a pipeline, and `ranks` over which dims are `split` (by
+    path). Raises ValueError on a tree without any.
+    """
+    names, shapes, trains = [], [], []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = name_of(path)
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
+                "(Model(stateful=True)), or use the loss's own key"
+            )
+        names.append(name)
+        shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        trains.append(bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name))))
+    if not any(trains):
+        listed = ", ".join(names[:5]) or "none"
+        needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+        raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
+
+    alike = [(name, (x.shape, x.dtype, t, split.get(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
+    inside = _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)])
+    # Paths with a slash of their own may be two parameters' at once.
+    found = [] if len({*names}) < len(names) else families(alike, inside)
+    pairs = [pair for family in found for pair in zip(family.paths, family.members, strict=True)]
+    rolled = {members[0]: (path, members) for path, members in pairs}
+    inner = {at for _, members in rolled.values() for at in members}
+    origin: list[tuple[int, ...]] = []
+    flat: list[tuple[str, tuple[int, ...], bool]] = []
+    for at, (name, x) in enumerate(zip(names, shapes, strict=True)):
+        if at in rolled:
+            path, members = rolled[at]
+            flat.append((path, (len(members), *x.shape), True))
+            origin.append(members)
+        elif at not in inner:
+            flat.append((name, x.shape, False))
+            origin.append((at,))
+    tree = jax.tree.structure(params)
+    if rolled:  # nested dicts by path, which sort their keys
+        nested: dict[str, Any] = {}
+        entries = [entry for path, _ in jax.tree_util.tree_leaves_with_path(params) for entry in path]
+        slashes = any("/" in name_of((entry,)) for entry in entries)
+        for number, (path, _, _) in enumerate(flat):
+            node = nested
+            *above, last = [path] if slashes else path.split("/")
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = number
+        order, tree = jax.tree.flatten(nested)
+        flat, origin = [flat[i] for i in order], [origin[i] for i in order]
+    second = _on_second_dim([(path, shape) for path, shape, _ in flat])
+    on_second = {path for path, _, is_rolled in flat if not is_rolled and second(path) and not inside(path)}
+    in_front = lambda path, shape: (shape[1], shape[0], *shape[2:]) if path in on_second else shape
+    own = own_leaves([(path, in_front(path, shape), r) for path, shape, r in flat]) if pipe.ranks > 1 else frozenset()
+    moved = own & on_second  # the stages take layers from dim 0
+    dims = {at: split[name] for at, name in enumerate(names) if name in split}
+
+    def placed(path: str, shape: tuple[int, ...], is_rolled: bool, at: int) -> Leaf:
+        tensor = dims[at] + is_rolled if at in dims else None
+        if path in moved:
+            shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
+        leaf = place(
+            path,
+            shape,
+            shapes[at].dtype,
+            shards,
+            trains[at],
+            pipe,
+            path in own,
+            is_rolled,
+            tensor,
+            ranks,
+            path in on_second,
+        )
+        return replace(leaf, moved=path in moved)
+
+    leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
+    for leaf in leaves:
+        if leaf.layers is not None and leaf.tensor == 0:
+            raise ValueError(
+                f"a rule puts tensor={ranks} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
+                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
+            )
+    as_is = {
+        at[0]: leaf
+        for leaf, at in zip(leaves, origin, strict=True)
+        if not leaf.rolled and not leaf.moved and leaf.shape == leaf.logical
+    }
+    models = tuple(
+        as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
+        for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
+    )
+    return Kept(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
+
+
+def list_name(leaf: Leaf) -> str:
+    """A list of blocks, such as `layers/*`, or a leaf whose rows are read one by one."""
+    before, star, _ = leaf.path.partition("*")
+    return before + star
+
+
+def uneven(kept: Kept) -> dict[str, str]:
+    """The lists some of whose blocks are kept as one stack and others, of other shapes, one by one: the first leaf that
+    differs.
+    """
+    shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
+    found: dict[str, str] = {}
+    for leaf, members in zip(kept.leaves, kept.origin, strict=True):
+        if leaf.rolled and "*+" not in leaf.path and list_name(leaf) not in found:
+            why = unlike(shapes, leaf.path.partition("*")[0], kept.models[members[0]].path)
+            if why is not None:
+                found[list_name(leaf)] = why
+    return found

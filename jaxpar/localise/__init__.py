@@ -1,7 +1,0 @@
-"""The program of one tensor rank, from a loss on whole arrays."""
-
-from . import calls as calls
-from . import sums as sums
-from . import windows as windows
-from .localiser import localise as localise
-from .rules import RULES as RULES

@@ -1,0 +1,199 @@
+"""Flax NNX modules as models. The module is built and split once; inside there are only dicts of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+
+from .model import Model, row_axes
+
+
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    loss: Callable[[Any, Any], Any],
+    rules: Mapping[str, int | str | None] | None = None,
+    rows: str | None = None,
+) -> Model:
+    """A model from an NNX module, which is not changed and need not be annotated.
+
+    Args:
+      make: `make(rngs)` builds the module; called under `jax.jit`, so that parameters are created sharded.
+      loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
+      rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
+        to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
+      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
+
+    `nnx.Param`s are the parameters, which the optimizer alone changes: what the loss assigns to one lasts for that
+    call. Every other variable is state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
+    computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys that depend on
+    the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in `eval()` mode.
+
+    Raises ValueError where `make` is not such a function.
+    """
+    if isinstance(make, nnx.Module):
+        raise ValueError(
+            f"from_nnx got a {type(make).__name__}, needs a function that makes one: "
+            f"lambda rngs: {type(make).__name__}(..., rngs=rngs)"
+        )
+    if not callable(make) or not callable(loss):
+        raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
+
+    def build(key: jax.Array) -> Any:
+        with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh
+            module = make(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise ValueError(f"from_nnx: make(rngs) returned {type(module).__name__}, needs an nnx.Module")
+        for _, part in nnx.iter_modules(module):
+            for name, value in list(vars(part).items()):
+                if isinstance(value, Tracer):  # a plain array, which Flax takes for a static attribute under jit
+                    setattr(part, name, nnx.data(value))
+        return module
+
+    graphs = []
+
+    def parts(key: jax.Array) -> Any:
+        graph, *states = nnx.split(build(key), nnx.Param, ...)
+        graphs.append(graph)
+        return states
+
+    # Not nnx.eval_shape: what is left of a plain array there (RoPE tables, WeightNorm's scales) is no array, and would
+    # be taken for a static attribute.
+    param_state, other_state = jax.eval_shape(parts, jax.random.key(0))
+    (graph,) = graphs
+    params_tree, others_tree = _Tree(param_state), _Tree(other_state)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        _, params, others = nnx.split(build(key), nnx.Param, ...)
+        return params_tree.pure(params), others_tree.pure(others)
+
+    def bind(params: Any, variables: Any) -> Any:
+        return nnx.merge(graph, params_tree.state(params), others_tree.state(variables))
+
+    def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        module = bind(params, variables if key is None else others_tree.keyed(variables, key))
+        if key is None:
+            module.eval()
+        for _, part in nnx.iter_modules(module):
+            if isinstance(part, nnx.BatchNorm) and row_axes():
+                part.axis_name = row_axes()  # type: ignore[assignment]  # lax.pmean takes several axes
+        out = loss(module, batch)
+        _, found, others = nnx.split(module, nnx.Param, ...)
+        params_tree.check(found)
+        return out, others_tree.updated(variables, others)
+
+    return Model(
+        init,
+        call,
+        stateful=True,
+        wrap=params_tree.state,
+        unwrap=params_tree.pure_checked,
+        bind=bind,
+        rules=rules,
+        names=lambda: _annotations(param_state),
+        rows=rows,
+    )
+
+
+def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
+    """By path of each annotated parameter, its names, one for each dim.
+
+    They may be fewer than the dims: `nnx.vmap` puts its dim in front, and names it only if it is told how
+    (`transform_metadata`); else the last dims have none, as in a PartitionSpec.
+    """
+    shapes, given = {}, {}
+    for path, variable in nnx.to_flat_state(state):
+        (leaf,) = jax.tree.leaves(variable)
+        shapes[path] = leaf.shape
+        sharding = variable.get_metadata().get("out_sharding")
+        sharding = getattr(sharding, "sharding", sharding)  # of a Format
+        names = getattr(sharding, "spec", sharding)  # of a NamedSharding
+        if names is not None:
+            given[path] = (names,) if isinstance(names, str) else tuple(names)
+    out = {}
+    for path, names in given.items():
+        missing = len(shapes[path]) - len(names)
+        stack = int(missing > 0 and _in_unnamed_stack(path, shapes, given))
+        out["/".join(map(str, path))] = (None,) * stack + names + (None,) * (missing - stack)
+    return out
+
+
+def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], given: dict[Any, Any]) -> bool:
+    """Whether the leaves of a module around this one share their first dim, to which no annotation gives a name."""
+    for n in range(1, len(path)):
+        below = [at for at in shapes if at[:n] == path[:n]]
+        if len({shapes[at][:1] for at in below}) == 1 and (n == 1 or len(below) > 1):
+            return not any(len(given[at]) == len(shapes[at]) for at in below if at in given)
+    return False
+
+
+class _Tree:
+    """Between an `nnx.State` and nested dicts of arrays. Flattening a State at every step is slow; dicts are fast."""
+
+    def __init__(self, state: Any):
+        self.tree = jax.tree.structure(state)
+        self.types = {path: type(variable) for path, variable in nnx.to_flat_state(state)}
+        numbered = jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves)))
+        self.order = jax.tree.leaves(self.pure(numbered))  # dicts may sort their keys in another order
+
+    def pure(self, state: Any) -> dict[Any, Any]:
+        out: dict[Any, Any] = {}
+        for path, variable in nnx.to_flat_state(state):
+            node = out
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            (node[path[-1]],) = jax.tree.leaves(variable)  # the raw array: reading `.value` may run hooks
+        return out
+
+    def pure_checked(self, state: Any) -> dict[Any, Any]:
+        """`pure` for a tree from the user: an `nnx.State` or the nested dicts themselves."""
+        return self.pure(state) if isinstance(state, nnx.State) else state
+
+    def state(self, pure: Any) -> Any:
+        leaves: list[Any] = [None] * self.tree.num_leaves
+        for at, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
+            leaves[at] = leaf
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def keyed(self, pure: Any, key: jax.Array) -> Any:
+        """Every stream's key folded with `key`, so that no two blocks of rows draw the same numbers."""
+        bits = jax.random.bits(key, (), jnp.uint32)
+
+        def fold(path: Any, leaf: Any) -> Any:
+            if not issubclass(self.types[_keys(path)], nnx.RngKey):
+                return leaf
+            return jax.vmap(lambda k: jax.random.fold_in(k, bits))(leaf.reshape(-1)).reshape(leaf.shape)
+
+        return jax.tree_util.tree_map_with_path(fold, pure)
+
+    def check(self, state: Any) -> None:
+        """Raise ValueError where a call has added a variable, unless it was only sown."""
+        for path, variable in nnx.to_flat_state(state):
+            if path not in self.types and not isinstance(variable, nnx.Intermediate):
+                name = "/".join(map(str, path))
+                raise ValueError(
+                    f"the loss adds {name} ({type(variable).__name__}) to the module; create it in the constructor, or "
+                    "sow it as nnx.Intermediate"
+                )
+
+    def updated(self, old: Any, state: Any) -> Any:
+        """The variables after a call: random streams as they were, what was only sown left out."""
+        new = {}
+        for path, variable in nnx.to_flat_state(state):
+            if path in self.types:
+                (new[path],) = jax.tree.leaves(variable)
+        self.check(state)
+
+        def leaf(path: Any, before: Any) -> Any:
+            at = _keys(path)
+            return before if issubclass(self.types[at], nnx.RngState) or at not in new else new[at]
+
+        return jax.tree_util.tree_map_with_path(leaf, old)
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    return tuple(entry.key for entry in path)

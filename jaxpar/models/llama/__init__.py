@@ -1,0 +1,15 @@
+"""Llama: the model, and its weights and configuration as Hugging Face keeps them."""
+
+from .model import RULES as RULES
+from .model import SIZES as SIZES
+from .model import Attention as Attention
+from .model import Config as Config
+from .model import Layer as Layer
+from .model import Llama as Llama
+from .model import RMSNorm as RMSNorm
+from .model import SwiGLU as SwiGLU
+from .model import loss as loss
+from .model import rope as rope
+from .model import rope_table as rope_table
+from .weights import from_hf as from_hf
+from .weights import to_hf as to_hf

@@ -1,0 +1,224 @@
+"""Weights of a `Llama` from and to Hugging Face's `transformers`, whose `LlamaForCausalLM` is the same function.
+
+Both rotate the pair (i, i + h/2) of a head (`rotate_half` there), so that projections keep their order. What differs:
+the names; a matrix, [out, in] there (`torch.nn.Linear`) and [in, out] here; and layers, here stacked on dim 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from ...model.paths import name_of
+from . import model as llama
+from .hf_config import to_config, to_dict
+from .hf_files import Tensor, fill, opened, tensor_of, write
+
+# `{}` is the layer's number. Kernels are the matrices to transpose.
+_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "layers/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/attention/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/attention/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/attention/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/attention/out/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/ffn_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/ffn/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/ffn/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/ffn/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+_EMBEDDING, _HEAD = _NAMES["embedding"], _NAMES["head/kernel"]
+
+
+def from_hf(
+    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None
+) -> tuple[llama.Config, dict[str, Any]]:
+    """The sizes and weights of a `LlamaForCausalLM`: Llama 2, 3, 3.1, 3.2, 3.3, and models of their kind.
+
+    Args:
+      source: a folder with `config.json` and `model.safetensors` or `pytorch_model.bin`, whole or in several files; or
+        a state dict of torch tensors or arrays.
+      config: a `Config`, a `transformers.LlamaConfig` or its dict. Needed with a state dict; of a folder, in place of
+        its `config.json`.
+      dtype: of the arrays; as they are stored if None.
+
+    Returns `(config, params)`: nested dicts of NumPy arrays in the model's own tree, for
+    `step.init(key, params=params)` of a step on `Llama(config, rngs=rngs)`. Tensors of a folder are read one by one:
+    beside `params`, memory holds one of them. Every host reads all. Reading safetensors takes the package
+    `safetensors`, a .bin file `torch`; nothing takes `transformers`.
+
+    Raises ValueError on an option of `config` that `Llama` does not have, and on tensors that are missing, unexpected
+    or of another shape, naming them.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, Mapping):
+            if config is None:
+                raise ValueError("a state dict does not say its config; pass config=model.config, or a llama.Config")
+            tensors = {name: tensor_of(x) for name, x in source.items()}
+        else:
+            folder = _folder(source)
+            config = _stated(folder) if config is None else config
+            tensors = stack.enter_context(opened(folder))
+        config = to_config(config)
+        shapes = _shapes(config)
+        tensors = _tied(tensors) if config.tied else tensors
+        _check(tensors, config, shapes)
+        params = {path: _read(path, shape, config, tensors, dtype) for path, shape in shapes.items()}
+    return config, unflatten_dict(params, sep="/")
+
+
+def to_hf(
+    config: llama.Config,
+    params: Any,
+    path: str | Path | None = None,
+    dtype: Any = None,
+    max_shard_size: int = 5 * 10**9,
+) -> dict[str, np.ndarray]:
+    """The weights as the state dict of a `LlamaForCausalLM`, and with a path the folder that `from_pretrained` loads.
+
+    Args:
+      config: the model's sizes.
+      params: `step.params(state)`, or nested dicts of arrays like it, such as gradients. Arrays that are sharded are
+        put together in this host's memory.
+      path: a folder to make, or one without weights in it: `config.json` and safetensors are written there, which
+        takes the package `safetensors`. The tokenizer and `generation_config.json` have to be copied from where the
+        model came from.
+      dtype: of the tensors; that of `params` if None, which for `step.params(state)` is float32.
+      max_shard_size: bytes of a file, when there are several.
+
+    Returns NumPy arrays by name, as in the files: views where nothing had to be copied, and without `lm_head.weight`
+    where the embedding is the head.
+
+    Raises ValueError where the tree or a shape is not that of a `Llama` of these sizes, where an array lies on several
+    hosts, and where the folder holds weights.
+    """
+    shapes = _shapes(config)
+    given = _by_path(params)
+    if given.keys() != shapes.keys():
+        lacking, more = (_list(a.keys() - b.keys()) for a, b in ((shapes, given), (given, shapes)))
+        raise ValueError(
+            f"params lacks {lacking} and has {more} beyond a Llama of this config; pass step.params(state), and the "
+            "config of its model"
+        )
+    state: dict[str, np.ndarray] = {}
+    for at, shape in shapes.items():
+        if np.shape(given[at]) != shape:
+            raise ValueError(f"params has {at} of shape {np.shape(given[at])}, a Llama of this config needs {shape}")
+        array = _host(at, given[at])
+        array = array if dtype is None else array.astype(dtype, copy=False)
+        names = _names(at, config)
+        for name, x in zip(names, array if "{}" in _NAMES[at] else [array], strict=True):
+            state[name] = x.T if at.endswith("kernel") else x
+    if path is not None:
+        write(Path(path), state, max_shard_size)
+        # Last, so that a folder which is not complete is no model.
+        text = json.dumps(to_dict(config, state[_EMBEDDING].dtype.name), indent=2)
+        (Path(path) / "config.json").write_text(text + "\n")
+    return state
+
+
+def _folder(source: str | Path) -> Path:
+    if not Path(source).is_dir():
+        raise ValueError(
+            f"{source} is not a folder; download the model into one: hf download {source} --local-dir FOLDER"
+        )
+    return Path(source)
+
+
+def _stated(folder: Path) -> Any:
+    if not (file := folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json; download it too, or pass config=")
+    return json.loads(file.read_text())
+
+
+def _shapes(config: llama.Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by its path."""
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
+
+
+def _by_path(params: Any) -> dict[str, Any]:
+    tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _one(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one layer's part of a parameter."""
+    return shape[1:] if "{}" in _NAMES[path] else shape
+
+
+def _names(path: str, config: llama.Config) -> list[str]:
+    """The tensors that a parameter is made of, in order."""
+    name = _NAMES[path]
+    return [name.format(i) for i in range(config.layers)] if "{}" in name else [name]
+
+
+def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the head, which state dicts and .bin files hold all the same where it is the embedding."""
+    if {_EMBEDDING, _HEAD} <= tensors.keys() and not np.array_equal(tensors[_EMBEDDING].read(), tensors[_HEAD].read()):
+        raise ValueError(f"tie_word_embeddings=True, but {_HEAD} differs from {_EMBEDDING}; set it to False")
+    return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
+
+
+def _check(tensors: Mapping[str, Tensor], config: llama.Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless the tensors are those of a model of these sizes."""
+    needed = {name: path for path in shapes for name in _names(path, config)}
+    if missing := [name for name in needed if name not in tensors]:
+        hint = "set tie_word_embeddings=True if the embedding is the head" if missing == [_HEAD] else "see its config"
+        raise ValueError(f"the model lacks {_list(missing)}; {hint}")
+    # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
+    unexpected = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
+    if unexpected:
+        raise ValueError(f"the model has {_list(unexpected)}, which a Llama of {config} has not; see its config")
+    for name, path in needed.items():
+        shape = _one(path, shapes[path])[:: -1 if path.endswith("kernel") else 1]
+        if tensors[name].shape != shape:
+            raise ValueError(f"{name} has shape {tensors[name].shape}, a Llama of {config} needs {shape}")
+
+
+def _read(
+    path: str, shape: tuple[int, ...], config: llama.Config, tensors: Mapping[str, Tensor], dtype: Any
+) -> np.ndarray:
+    """A parameter, filled tensor by tensor, so that beside it one of them is in memory."""
+    names = _names(path, config)
+    filled = None
+    for i, name in enumerate(names):
+        x = tensors[name].read()
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is {x.dtype}, needs a floating-point dtype; load and dequantize it in transformers"
+            )
+        if filled is None:
+            filled = np.empty((len(names), *_one(path, shape)), x.dtype if dtype is None else jnp.dtype(dtype))
+        if dtype is None and x.dtype != filled.dtype:
+            raise ValueError(f"{name} is {x.dtype} and {names[0]} {filled.dtype}; say dtype= of both")
+        fill(filled[i], x.T if path.endswith("kernel") else x)
+    assert filled is not None
+    return filled.reshape(shape)
+
+
+def _host(path: str, x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise ValueError(
+            f"{path} lies on several hosts; gather on all of them, and let one write: "
+            "jax.experimental.multihost_utils.process_allgather(params, tiled=True)"
+        )
+    return np.asarray(x)
+
+
+def _list(names: Collection[str]) -> str:
+    """The first few of many names."""
+    first = sorted(names)[:3]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(first) + more if names else "nothing"

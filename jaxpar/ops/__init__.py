@@ -1,0 +1,1 @@
+"""Operations that know a rank's own heads: attention."""

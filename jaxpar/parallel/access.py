@@ -1,0 +1,72 @@
+"""How a program reaches parameters: a strategy's rule applied to the leaves of a layout."""
+
+from __future__ import annotations
+
+import jax
+
+from .. import collectives
+from ..layout.layout import Layout
+from ..layout.leaves import Leaf
+from ..slicing.program import Program
+from ..strategy import ROWS, Strategy
+from . import DDP, Rule, Use
+
+
+class Access:
+    """A rule applied to the leaves of a layout: casts, padding, and what follows from how a program uses a leaf.
+
+    Of a stage's own leaf, a value is this rank's layers, chunk by chunk, on dim 0.
+    """
+
+    def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy):
+        self.leaves, self.policy = [leaf.local for leaf in layout.kept.units], layout.policy
+        self.whole_at_rest = "params" not in rule.sharded
+        # What ZeRO does not shard is replicated, as in plain data parallelism.
+        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
+        self.pipe = layout.mesh.shape["pipe"]
+        self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
+        once = strategy.microbatches == 1 and self.pipe == 1
+        self.last = [once and uses == (True,) for uses in program.uses]
+
+    def _use(self, index: int, sliced: bool) -> Use:
+        leaf = self.leaves[index]
+        used_by = ROWS if leaf.layers is not None else ("pipe", *ROWS)
+        rest = used_by if leaf.dim is None or self.rules[index] is DDP else [a for a in used_by if a not in leaf.shard]
+        if sliced:
+            dim = leaf.inner(True, self.layer_dims[index])
+        else:
+            dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
+        return Use(dim, leaf.shard, tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""
+        leaf, use = self.leaves[index], self._use(index, sliced)
+        value = self.rules[index].fetch(value.astype(self.policy.computed(leaf.dtype)), use)
+        value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
+        return value if sliced or leaf.layers is None else self._every_stage(leaf, value)
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """What is accumulated of one use's gradient; None for a frozen leaf."""
+        leaf, use = self.leaves[index], self._use(index, sliced)
+        if not leaf.trainable:
+            return None
+        if not sliced and leaf.layers is not None:
+            cotangent = self._own_stages(leaf, cotangent)
+        return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
+
+    def _every_stage(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        """All layers of a leaf that stages own, for a use outside the stack."""
+        chunks = leaf.shape[0] if leaf.stage else 1
+        value = value.reshape(chunks, -1, *value.shape[1:])
+        return leaf.unstaged(collectives.all_gather(value, ["pipe"], 1).reshape(leaf.shape))
+
+    def _own_stages(self, leaf: Leaf, cotangent: jax.Array) -> jax.Array:
+        """The reverse of `_every_stage`, summed over the ranks."""
+        staged = leaf.staged(cotangent)
+        staged = staged if leaf.stage else staged[None]
+        shard = collectives.reduce_scatter(staged, ["pipe"], 1)
+        return shard.reshape(-1, *shard.shape[2:])
+
+    def finish(self, index: int, gradient: jax.Array) -> jax.Array:
+        """The gradient that the update gets."""
+        return self.rules[index].finish(gradient, self._use(index, False))

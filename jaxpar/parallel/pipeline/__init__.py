@@ -1,0 +1,1 @@
+"""Pipelines: their schedules as tables, the chunks of layers, the ticks that run them."""

@@ -1,0 +1,7 @@
+"""The program of one tensor rank, from a loss on whole arrays."""
+
+from . import calls as calls
+from . import sums as sums
+from . import windows as windows
+from .localiser import localise as localise
+from .primitives import RULES as RULES

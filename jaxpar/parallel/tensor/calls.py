@@ -1,0 +1,210 @@
+"""Rules of equations that hold programs: scans, rematerialised calls, rules of differentiation, kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+
+from ...jaxprs import jaxpr as jx
+from ...jaxprs import kernels
+from .localiser import Found, Localiser, Placed
+from .primitives import rule
+
+
+def _again(x: Placed, value: Any) -> Placed:
+    """Another value in the place of this one, in another program."""
+    return Placed(value, x.dim, x.shape, x.active, x.weight, x.origin)
+
+
+def _as(work: Localiser, x: Placed, dim: int | None) -> jax.Array:
+    return work.whole(x) if dim is None else work.part(x, dim)
+
+
+@rule("scan")
+def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    parts, flat = jx.scan_parts(eqn), jx.flatten(eqn.params["jaxpr"])
+    n, k = len(parts.consts), len(parts.carry)
+    consts, init, xs = inputs[:n], inputs[n : n + k], inputs[n + k :]
+
+    def slices(x: Placed, value: Any) -> Placed:
+        dim = None if not x.dim else x.dim - 1  # split over the steps: gathered
+        return Placed(value, dim, x.shape[1:], x.active, x.weight, x.origin)
+
+    def body(carry: Sequence[Placed], values: Sequence[Any]) -> list[Placed]:
+        fixed = [_again(x, x.value) for x in consts]  # edges of its own
+        return work.run(flat, [*fixed, *carry, *map(slices, xs, values)])
+
+    # A carry may become split, or active, only after a step. From whole to split: it never returns.
+    carried = [_again(x, x.value) for x in init]
+    found: list[Placed] = []
+    while True:
+
+        def step(values: Any, sliced: Any) -> list[Any]:
+            found[:] = body([_again(x, v) for x, v in zip(carried, values, strict=True)], sliced)
+            return [x.value for x in found]
+
+        shapes = [
+            jax.ShapeDtypeStruct(work.local(x.shape, x.dim), v.aval.dtype)
+            for x, v in zip(carried, parts.carry, strict=True)
+        ]
+        each = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
+        noted = dict(work.gathered)
+        jax.eval_shape(step, shapes, each)
+        changed = False
+        for x, out in zip(carried, found[:k], strict=True):
+            if x.dim is None and out.dim is not None:
+                x.dim, x.origin, changed = out.dim, out.origin, True
+            if out.active and not x.active:
+                x.active = changed = True
+        if not changed:
+            break
+        work.gathered.clear()
+        work.gathered.update(noted)
+
+    def run(values: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body([_again(x, v) for x, v in zip(carried, values, strict=True)], sliced)
+        kept = [_as(work, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
+        return kept, [out.value for out in outs[k:]]
+
+    scanned = [work.whole(x) if x.dim == 0 else x.value for x in xs]
+    start = [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)]
+    options = {name: eqn.params[name] for name in ("reverse", "unroll", "_split_transpose") if name in eqn.params}
+    carry, ys = jax.lax.scan(run, start, scanned, length=parts.length, **options)
+    dims = [x.dim for x in carried] + [None if out.dim is None else out.dim + 1 for out in found[k:]]
+    return list(zip([*carry, *ys], dims, strict=True))
+
+
+@rule(*jx.REMATS)
+def _remat(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    jaxpr, consts = jx.opened(eqn.params["jaxpr"])
+    flat = jx.flatten(jec.ClosedJaxpr(jaxpr, consts))
+    outs: list[Placed] = []
+
+    def fun(*values: Any) -> list[Any]:
+        outs[:] = work.run(flat, [_again(x, v) for x, v in zip(inputs, values, strict=True)])
+        return [x.value for x in outs]
+
+    options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    values = jax.checkpoint(fun, **options)(*(x.value for x in inputs))
+    return [(value, out.dim) for value, out in zip(values, outs, strict=True)]
+
+
+@rule(*jx.CUSTOM)
+def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """A function with its own rule of differentiation keeps it: forward and backward are traced at the whole's shapes,
+    and each is rewritten.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.value)) for x in inputs]
+    at = [i for i, x in enumerate(inputs) if x.active]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    floats = [jnp.issubdtype(s.dtype, jnp.inexact) for s in shapes]
+    call = lambda *values: jx.bind(eqn, values)
+
+    def forward(*values: Any) -> Any:
+        def of_active(*active: Any) -> list[Any]:
+            mine = dict(zip(at, active, strict=True))
+            return call(*(mine.get(i, v) for i, v in enumerate(values)))
+
+        return jax.vjp(of_active, *(values[i] for i in at))
+
+    primal = jx.flatten(next(eqn.params[name] for name in ("call_jaxpr", "fun_jaxpr") if name in eqn.params))
+    if not at:
+        return [(x.value, x.dim) for x in work.run(primal, inputs)]
+    pair, (_, pull) = jx.trace(forward, *avals)
+    outs, saved = [], []
+
+    def placed(values: Sequence[Any]) -> list[Placed]:
+        return [_again(x, v) for x, v in zip(inputs, values, strict=True)]
+
+    def only(*values: Any) -> list[Any]:
+        outs[:] = work.run(primal, placed(values))
+        return [x.value for x in outs]
+
+    def fwd(*values: Any) -> Any:
+        found = work.run(pair, placed(values))
+        n = len(eqn.outvars)
+        saved[:] = found[n:]
+        return [_as(work, x, out.dim) for x, out in zip(found[:n], outs, strict=True)], [x.value for x in saved]
+
+    def bwd(values: Any, cotangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(pull)
+
+        def pulled(leaves: Any, given: Any) -> Any:
+            it = iter(given)
+            none = lambda s: np.zeros(s.shape, jax.dtypes.float0)
+            return jax.tree.unflatten(tree, leaves)(
+                [next(it) if on else none(s) for s, on in zip(shapes, floats, strict=True)]
+            )
+
+        flat, _ = jx.trace(pulled, leaves, [s for s, on in zip(shapes, floats, strict=True) if on])
+        known = [_again(x, v) for x, v in zip(saved, values, strict=True)]
+        every = zip(cotangents, outs, shapes, floats, strict=True)
+        cts = [Placed(ct, out.dim, s.shape) for ct, out, s, on in every if on]
+        found = work.run(flat, [*known, *cts])
+        given = dict(zip(at, found, strict=True))
+        return tuple(_as(work, given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
+
+    function = jax.custom_vjp(only)
+    values = [x.value for x in inputs]
+    jax.eval_shape(only, *values)  # where the results are, before any derivative is asked for
+    function.defvjp(fwd, bwd)
+    return [(value, out.dim) for value, out in zip(function(*values), outs, strict=True)]
+
+
+@rule("jit", "pjit")
+def _kernel(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A fused kernel, on this rank's heads."""
+    kernel = kernels.of(eqn)
+    if kernel is None or not any(x.dim is not None and x.dim == d for x, d in zip(inputs, kernel.in_dims, strict=True)):
+        return None
+    placed = [*zip(eqn.invars, kernel.in_dims, strict=True), *zip(eqn.outvars, kernel.out_dims, strict=True)]
+    if any(d is not None and v.aval.shape[d] % work.ranks for v, d in placed):
+        return None  # fewer heads of keys than ranks, say
+    values = [work.entered(x) if d is None else work.part(x, d) for x, d in zip(inputs, kernel.in_dims, strict=True)]
+    outs = jax.tree.leaves(kernel.fun(*values))
+    # Each rank has all of a whole result, and so all of its cotangent; `entered` adds up what ranks make of it.
+    return [
+        (_shared(value, work.ranks) if d is None else value, d) for value, d in zip(outs, kernel.out_dims, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _shared(x: jax.Array, ranks: int) -> jax.Array:
+    """`x`, with a rank's share of its cotangent."""
+    return x
+
+
+@_shared.defjvp
+def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
+    return primals[0], (tangents[0] / ranks if jnp.issubdtype(primals[0].dtype, jnp.inexact) else tangents[0])
+
+
+@rule("cond")
+def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Each branch is rewritten. Whole outputs where branches disagree."""
+    index, *operands = inputs
+    branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
+    found: list[list[Placed]] = []
+
+    def placed(values: Sequence[Any]) -> list[Placed]:
+        return [_again(x, v) for x, v in zip(operands, values, strict=True)]
+
+    for flat in branches:
+        jax.eval_shape(lambda *values, flat=flat: found.append(work.run(flat, placed(values))), *_values(operands))
+    dims = [outs[0].dim if len({x.dim for x in outs}) == 1 else None for outs in zip(*found, strict=True)]
+
+    def branch(flat: jx.Flat) -> Callable[..., list[Any]]:
+        return lambda *values: [_as(work, x, d) for x, d in zip(work.run(flat, placed(values)), dims, strict=True)]
+
+    values = jax.lax.switch(work.whole(index), [branch(flat) for flat in branches], *_values(operands))
+    return list(zip(values, dims, strict=True))
+
+
+def _values(inputs: Sequence[Placed]) -> list[Any]:
+    return [x.value for x in inputs]

@@ -1,0 +1,200 @@
+"""Rewrite a traced loss into the program of one tensor rank.
+
+Of a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`, comes the loss
+that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
+whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`, `windows.py`,
+`calls.py`) says what its equation becomes. Whole values that split computation reads pass an edge
+(`collectives/edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
+share it. A sum over a split dim is followed by an all-reduce; with `sequence`, that of a matmul with a parameter by a
+reduce-scatter along dim 1 instead, so that what follows up to the next matmul is split along the sequence (Korthikanti
+et al. 2022, section 4.2.2). An equation without a rule gets whole values: the mathematics stays, at the price of
+gathering them, which is noted.
+
+All of it is linear in what it moves, so that the rewritten loss is differentiated like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...collectives import edges
+from ...jaxprs import jaxpr as jx
+
+
+@dataclass
+class Placed:
+    """A value as one tensor rank has it.
+
+    Attributes:
+      value: the rank's array.
+      dim: the dim along which it is split; None if whole.
+      shape: the shape of the whole.
+      active: whether it has a cotangent.
+      weight: whether it comes from parameters alone; where two splits conflict, weights keep theirs.
+      origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
+      broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
+    """
+
+    value: Any
+    dim: int | None
+    shape: tuple[int, ...]
+    active: bool = False
+    weight: bool = False
+    origin: str = ""
+    broadcast: tuple[Placed, tuple[int, ...]] | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, what: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returned the first time: an edge is crossed once for all readers."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+
+Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
+Rule = Callable[["Localiser", Any, Sequence[Placed]], Found | None]
+
+
+@dataclass
+class Localiser:
+    """One rewriting, for `ranks` ranks, by the rule of each primitive. `gathered` notes what had none: where, and bytes
+    of the whole.
+    """
+
+    ranks: int
+    sequence: bool
+    rules: Mapping[str, Rule]
+    gathered: dict[str, int] = field(default_factory=dict)
+
+    # -- edges ---------------------------------------------------------------------------------------------------------
+
+    def whole(self, x: Placed) -> jax.Array:
+        """For computation that every rank repeats."""
+        if (dim := x.dim) is None:
+            return x.value
+        return x.once("whole", lambda: edges.unsplit(x.value, dim, self.ranks))
+
+    def entered(self, x: Placed) -> jax.Array:
+        """All of it, for split computation."""
+        if (dim := x.dim) is not None:
+            return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
+        if not x.active:
+            return x.value
+        return x.once("entered", lambda: edges.enter(x.value, self.ranks))
+
+    def part(self, x: Placed, dim: int) -> jax.Array:
+        """This rank's part along a dim."""
+        if x.dim == dim:
+            return x.value
+        return x.once(("part", dim), lambda: self._part(x, dim))
+
+    def _part(self, x: Placed, dim: int) -> jax.Array:
+        if x.broadcast is not None:
+            inner, dims = x.broadcast
+            at = dims.index(dim) if dim in dims else -1
+            alike = at < 0 or inner.shape[at] == 1
+            small = self.entered(inner) if alike else self.part(inner, at)
+            return jax.lax.broadcast_in_dim(small, self.local(x.shape, dim), dims)
+        assert x.shape[dim] % self.ranks == 0, (x.shape, dim)
+        return edges.take(self.whole(x), dim, self.ranks)
+
+    def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        return tuple(n // self.ranks if d == dim else n for d, n in enumerate(shape))
+
+    def summed(self, value: jax.Array, shape: Sequence[int], residual: bool, eqn: Any) -> tuple[jax.Array, int | None]:
+        """A partial sum made whole or, where it joins a residual stream [rows, sequence, ...], split along dim 1."""
+        if not (self.sequence and residual and len(shape) > 2 and shape[1] > 1):
+            return edges.leave(value, self.ranks), None
+        if shape[1] % self.ranks:
+            near = -(-shape[1] // self.ranks) * self.ranks
+            if eqn.primitive.name == "gather":  # the embedding: all that follows would stay whole
+                raise ValueError(
+                    f"sequence=True splits the {shape[1]} positions of {list(shape)} ({jx.where(eqn)}) over tensor="
+                    f"{self.ranks}, which does not divide them; use {near} positions, or sequence=False"
+                )
+            warnings.warn(
+                f"sequence=True: {list(shape)} at {jx.where(eqn)} stays whole on each rank, since tensor={self.ranks} "
+                f"does not divide its dim 1; make it {near}",
+                stacklevel=2,
+            )
+            return edges.leave(value, self.ranks), None
+        return edges.scatter(value, 1, self.ranks), 1
+
+    # -- equations -----------------------------------------------------------------------------------------------------
+
+    def run(self, flat: jx.Flat, args: Sequence[Placed]) -> list[Placed]:
+        """The outputs of a flat program."""
+        env: dict[Any, Placed] = {}
+        env.update((v, Placed(x, None, v.aval.shape)) for v, x in zip(flat.constvars, flat.consts, strict=True))
+        env.update(zip(flat.invars, args, strict=True))
+        for eqn in flat.eqns:
+            inputs = [self._read(env, v) for v in eqn.invars]
+            with jx.standing(eqn):
+                env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
+        return [self._read(env, v) for v in flat.outvars]
+
+    @staticmethod
+    def _read(env: dict[Any, Placed], atom: Any) -> Placed:
+        return Placed(atom.val, None, jnp.shape(atom.val)) if jx.is_literal(atom) else env[atom]
+
+    def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
+        """What becomes of one equation."""
+        name = eqn.primitive.name
+        rule = self.rules.get(name) if any(x.dim is not None for x in inputs) else None
+        found = rule(self, eqn, inputs) if rule else None
+        if found is None:
+            for x in inputs:
+                if x.dim is not None:
+                    where = f"{name} at {jx.where(eqn) or 'a function of JAX'}"
+                    size = math.prod(x.shape) * jnp.result_type(x.value).itemsize
+                    self.gathered[where] = max(size, self.gathered.get(where, 0))
+            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
+        atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
+        active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
+        origin = next((x.origin for x in inputs if x.dim is not None), "")
+        outs = [
+            Placed(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
+            for v, (value, dim) in zip(eqn.outvars, found, strict=True)
+        ]
+        if name == "broadcast_in_dim" and outs[0].dim is None:
+            outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
+        return outs
+
+
+def localise(
+    flat: jx.Flat,
+    dims: Sequence[int | None],
+    names: Sequence[str],
+    ranks: int,
+    sequence: bool,
+    rules: Mapping[str, Rule],
+) -> tuple[Callable[..., list[Any]], dict[str, int]]:
+    """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
+
+    Args:
+      dims: for each parameter, the dim that is split.
+      names: their paths, for errors; empty where a split that does not work out is to be gathered instead.
+
+    Returns the function, whose results are whole, and what it gathers for want of a rule (place -> bytes), which is
+    filled when the function is traced. Raises ValueError where a split dim is reshaped to one that does not divide.
+    """
+    work = Localiser(ranks, sequence, rules)
+
+    def fun(*values: Any) -> list[Any]:
+        work.gathered.clear()
+        args = []
+        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
+            leaf = i < len(dims)
+            active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else ""))
+        return [work.whole(x) for x in work.run(flat, args)]
+
+    return fun, work.gathered

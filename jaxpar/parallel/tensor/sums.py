@@ -1,0 +1,170 @@
+"""Rules of what adds up over a split dim: reductions, matmuls, lookups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...collectives import edges
+from ...jaxprs import jaxpr as jx
+from .localiser import Found, Localiser, Placed
+from .primitives import rule, shape_of, without
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    (value,) = jx.bind(eqn, [x.value])
+    if x.dim not in eqn.params["axes"]:
+        return [(value, without(x.dim, eqn.params["axes"]))]
+    if eqn.primitive.name == "reduce_sum":
+        return [(edges.leave(value, work.ranks), None)]
+
+    def over_ranks(value: jax.Array) -> jax.Array:
+        every = edges.unsplit(value[None], 0, work.ranks)  # [ranks, ...]: the same reduction over the ranks' results
+        return jx.bind(eqn, [every], axes=(0,))[0]
+
+    if not (x.active and eqn.primitive.name in ("reduce_max", "reduce_min")):
+        return [(over_ranks(value), None)]
+
+    @jax.custom_jvp
+    def extreme(part: jax.Array) -> jax.Array:
+        return over_ranks(jx.bind(eqn, [part])[0])
+
+    @extreme.defjvp
+    def shared(primals: Any, tangents: Any) -> Any:  # elements that tie share it, on whatever ranks they are
+        (part,), (tangent,) = primals, tangents
+        best = extreme(part)
+        hit = (part == jnp.expand_dims(best, eqn.params["axes"])).astype(part.dtype)
+        total = lambda y: edges.leave(y.sum(eqn.params["axes"]), work.ranks)
+        return best, total(hit * tangent) / total(hit)
+
+    return [(extreme(x.value), None)]
+
+
+@rule("argmax", "argmin")
+def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    (axis,) = eqn.params["axes"]
+    (at,) = jx.bind(eqn, [x.value])
+    if x.dim != axis:
+        return [(at, without(x.dim, [axis]))]
+    best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
+    at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
+    every, places = (edges.unsplit(y[None], 0, work.ranks) for y in (best, at))
+    (rank,) = jx.bind(eqn, [every], axes=(0,))
+    return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
+
+
+# -- matmuls -----------------------------------------------------------------------------------------------------------
+
+
+@rule("dot_general")
+def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Column-parallel where a free dim is split, row-parallel where a contracted one is."""
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    contracted, batch = (left_contracted, right_contracted), (left_batch, right_batch)
+
+    def role(side: int) -> tuple[str, int]:
+        dim = inputs[side].dim
+        if dim in contracted[side]:
+            return "contracted", list(contracted[side]).index(dim)
+        if dim in batch[side]:
+            return "batch", list(batch[side]).index(dim)
+        return "free", dim or 0
+
+    split = [side for side in (0, 1) if inputs[side].dim is not None]
+    # Where both are split and not alike, a parameter keeps its split, and else what is larger.
+    keep = max(split, key=lambda side: (inputs[side].weight, math.prod(inputs[side].shape)))
+    other = 1 - keep
+    kind, at = role(keep)
+    values: list[Any] = [None, None]
+    values[keep] = inputs[keep].value
+    if kind == "free":
+        values[other] = work.entered(inputs[other])
+        free = [d for d in range(len(inputs[keep].shape)) if d not in (*contracted[keep], *batch[keep])]
+        before = len(batch[keep])
+        if keep == 1:
+            before += len(inputs[0].shape) - len(left_contracted) - len(left_batch)
+        return [(jx.bind(eqn, values)[0], before + free.index(at))]
+    values[other] = work.part(inputs[other], {"contracted": contracted, "batch": batch}[kind][other][at])
+    (value,) = jx.bind(eqn, values)
+    if kind == "batch":
+        return [(value, at)]
+    return [work.summed(value, shape_of(eqn), inputs[keep].weight != inputs[other].weight, eqn)]
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@rule("gather")
+def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    table, indices = inputs
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batch = [
+        d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims
+    ]  # in order of the dims of the indices
+    if table.dim is None:
+        assert indices.dim is not None
+        if indices.dim == len(indices.shape) - 1 or indices.dim in numbers.start_indices_batching_dims:
+            return None
+        return [(jx.bind(eqn, [work.entered(table), indices.value])[0], batch[indices.dim])]
+    if table.dim in numbers.operand_batching_dims:
+        at = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
+        return [(jx.bind(eqn, [table.value, work.part(indices, at)])[0], batch[at])]
+    if indices.dim is not None:
+        return None
+    if table.dim not in numbers.start_index_map:
+        if sizes[table.dim] != table.shape[table.dim]:
+            return None
+        whole = [
+            d
+            for d in range(len(table.shape))
+            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        ]
+        if table.dim not in whole:
+            return None
+        dim = numbers.offset_dims[whole.index(table.dim)]
+        changed = work.local(sizes, table.dim)
+        return [(jx.bind(eqn, [table.value, indices.value], slice_sizes=changed)[0], dim)]
+    if table.dim not in numbers.collapsed_slice_dims:
+        return None
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    if fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return None
+    return [_look_up(work, eqn, table, indices, batch)]
+
+
+def _look_up(
+    work: Localiser, eqn: Any, table: Placed, indices: Placed, batch: Sequence[int]
+) -> tuple[jax.Array, int | None]:
+    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
+    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
+    """
+    assert table.dim is not None
+    shape, column = shape_of(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
+    size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
+    mode, modes = eqn.params["mode"], lax.GatherScatterMode
+    places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # 256 is no uint8
+    wanted = places[..., column]
+    missing = (wanted < 0) | (wanted >= size)
+    own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
+    mine = (own >= 0) & (own < each) & (~missing if mode == modes.FILL_OR_DROP else True)
+    changed = places.at[..., column].set(jnp.where(mine, own, 0))
+    (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
+    spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
+    found = jnp.where(spread(mine), found, jnp.zeros_like(found))
+    if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of what is out of bounds dropped
+        found = jnp.where(spread(missing), lax.stop_gradient(found), found)
+    value, dim = work.summed(found, shape, table.weight, eqn)
+    if mode == modes.FILL_OR_DROP:  # as jnp.take does with indices that are out of bounds
+        gone, fill = Placed(spread(missing), None, shape), eqn.params["fill_value"]
+        value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
+    return value, dim

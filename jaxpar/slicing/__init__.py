@@ -1,0 +1,1 @@
+"""A traced loss as prologue, layer stacks and epilogue."""

@@ -1,0 +1,323 @@
+"""The pieces of a sliced loss, segments and layer stacks, run forwards and backwards.
+
+A loss whose layers are scanned (`nnx.scan`, `nn.scan`, `lax.scan`) becomes
+
+    segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
+
+where a stack is a `scan` that slices parameters, and a segment is whatever runs between two stacks. Every piece
+*fetches* its parameters when it runs, again when its backward runs, and *gives* their gradients there: a strategy
+is a choice of those two functions. So parameters that live sharded are whole for one layer at a time, and gradients
+are reduced inside the backward loop.
+
+Equations that depend on parameters alone (casts, transposes, 1 + scale, weight norm) run right after the fetch, outside
+the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..jaxprs import jaxpr as jx
+from ..jaxprs.buffers import anchor, zeros_after
+from ..jaxprs.orientation import oriented
+from .slices import Slice
+
+
+class Access(Protocol):
+    """How a strategy moves one parameter leaf: `index` is the leaf, `sliced` whether it is one layer of a stack."""
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        """The whole leaf in the compute dtype, from what this device stores of it."""
+        ...
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """What this device keeps of the gradient of one use of the leaf; None if nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
+
+    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives;
+    `fixed` inputs may be read by `pre`.
+    """
+
+    leaves: tuple[int, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    linear: tuple[bool, ...]
+    active: tuple[bool, ...]
+
+    def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The outputs, without derivatives."""
+        return self.rest(self.pre(full, inputs), inputs)
+
+    def forward(self, full: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any]) -> tuple[list[Any], Saved]:
+        """Outputs, and what the backward needs besides the weights and the inputs in `kept`."""
+        weights = self.pre(full, inputs)
+
+        def fun(weights: Any, linear: Any) -> tuple[Any, Any]:
+            outs = self.rest(weights, _merge(self.linear, linear, inputs))
+            return _pick(self.active, outs), outs
+
+        _, pull, outs = jax.vjp(fun, weights, _pick(self.linear, inputs), has_aux=True)
+        leaves, tree = jax.tree.flatten(pull)
+        known = [*weights, *kept]
+        where = tuple(next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves)
+        return outs, Saved([leaf for leaf, at in zip(leaves, where, strict=True) if at is None], tree, where)
+
+    def backward(
+        self, inputs: Sequence[Any], kept: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
+    ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
+        """Which leaves the backward reads, and `run(those leaves, after)`.
+
+        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
+        active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is neither
+        kept nor fixed.
+        """
+        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
+
+        def pull(full: Any, inputs: Any, kept: Any, values: Any, cotangents: Any) -> Any:
+            weights, pull_pre = jax.vjp(lambda diff: self.pre(_merge(floats, diff, full), inputs), _pick(floats, full))
+            ct_weights, ct_inputs = saved.pull(values, [*weights, *kept])(list(cotangents))
+            (ct_full,) = pull_pre(ct_weights)
+            return _merge(floats, ct_full, [None] * len(full)), ct_inputs
+
+        rest = (inputs, kept, saved.values, cotangents)
+        flat, out = jx.trace(pull, list(self.shapes), *rest)
+        eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
+        read = set(jx.free(eqns, flat.outvars))
+        leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
+        reads = tuple(v in read for v in leaves)
+
+        def run(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
+            hinted, extra = (eqns, {}) if after is None else anchor(eqns, after)
+            fun = jx.run(hinted, [*flat.constvars, *extra, *_pick(reads, leaves), *others], flat.outvars)
+            outs = fun(*flat.consts, *extra.values(), *full, *jax.tree.leaves(rest))
+            return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+        return reads, run
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])
+@dataclass(frozen=True)
+class Saved:
+    """The residuals of one `jax.vjp` that are neither weights nor kept inputs, and how to put them together again."""
+
+    values: list[Any]
+    tree: Any
+    where: tuple[int | None, ...]
+
+    def pull(self, values: Sequence[Any], known: Sequence[Any]) -> Callable[..., Any]:
+        """The vjp function, from `values` and `known` (weights, kept inputs)."""
+        it = iter(values)
+        return jax.tree.unflatten(self.tree, [next(it) if at is None else known[at] for at in self.where])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A unit that runs once; `inputs` and `outputs` are variables of the whole program.
+
+    With `keep`, what the forward fetched serves the backward as well: right for an epilogue, whose backward follows at
+    once, so that a second fetch of the largest matrix of many models would only cost traffic and memory.
+    """
+
+    unit: Unit
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    keep: bool
+
+    def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
+        """Outputs, and what `backward` needs (None without `grad`)."""
+        full = [access.fetch(i, leaves[i], False) for i in self.unit.leaves]
+        if not (grad and any(self.unit.active)):
+            return self.unit.value(full, inputs), None
+        outs, saved = self.unit.forward(full, inputs, inputs)
+        return outs, (saved, full if self.keep else None)
+
+    def backward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Any,
+        cotangents: list[Any],
+        into: list[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear
+        inputs.
+        """
+        saved, full = saved
+        reads, run = self.unit.backward(inputs, inputs, saved, cotangents)
+        if full is None:
+            needed = _pick(reads, self.unit.leaves)
+            # Fetched again, and not before the cotangents are there: nothing whole survives from the forward.
+            shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
+            full = [access.fetch(i, x, False) for i, x in zip(needed, shards, strict=True)]
+        else:
+            full = _pick(reads, full)
+        ct_full, ct_inputs = run(full, cotangents[0])
+        # One after the other: cotangents (the weights are no longer needed), reductions, and then the piece before.
+        ct_full, ct_inputs = lax.optimization_barrier((ct_full, ct_inputs))
+        given = [
+            None if ct is None else access.give(i, ct, False) for i, ct in zip(self.unit.leaves, ct_full, strict=True)
+        ]
+        given, ct_inputs = lax.optimization_barrier((given, ct_inputs))
+        return [add(a, g) for a, g in zip(into, given, strict=True)], ct_inputs
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
+
+    `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
+    """
+
+    unit: Unit
+    slices: tuple[Slice, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    consts: int
+    carry: int
+    length: int
+    reverse: bool
+
+    def parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Values of the inputs as constants, carry, and what is scanned."""
+        n, k = self.consts, self.carry
+        return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
+
+    def forward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        grad: bool,
+        start: Any = 0,
+        real: jax.Array | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`).
+
+        The iterations are those from number `start`. Where `real` [layers] is false, a layer only hands on
+        what it gets.
+        """
+        consts, init, xs = self.parts(inputs)
+
+        def layer(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
+            number, xs, here = x
+            inputs = [*consts, *carry, *xs]
+            full = [access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in self.slices]
+            if grad:
+                outs, saved = self.unit.forward(full, inputs, [*consts, *xs])
+            else:
+                outs, saved = self.unit.value(full, inputs), None
+            after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
+            return after, (outs[self.carry :], saved)
+
+        every = (jnp.arange(self.length), xs, real)
+        carry, (ys, saved) = lax.scan(layer, init, every, length=self.length, reverse=self.reverse)
+        return [*carry, *ys], saved
+
+    def backward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Saved,
+        cotangents: list[Any],
+        into: list[Any],
+        start: Any = 0,
+        real: jax.Array | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
+        inputs.
+        """
+        consts, _, xs = self.parts(inputs)
+        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
+        n_const, n_carry = sum(linear_consts), sum(linear_carry)
+
+        # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions
+        # would be pipelined across its end, with a layer's whole gradients between iterations.
+        given = dict(zip(self.unit.leaves, into, strict=True))
+        totals = {
+            s.leaf: self._empty(access, s, leaves[s.leaf], cotangents[0]) if given[s.leaf] is None else given[s.leaf]
+            for s in self.slices
+        }
+        fresh = [
+            given[s.leaf] is None
+            and not any(s.meets(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
+            for s in self.slices
+        ]
+
+        def layer(carry: Any, x: Any) -> tuple[Any, Any]:
+            ct_carry, ct_consts, totals = carry
+            number, saved, xs, ct_ys, here = x
+            # The carry's value, where the backward needs it, is inside `saved`.
+            known = [*consts, *([None] * self.carry), *xs]
+            reads, run = self.unit.backward(known, [*consts, *xs], saved, [*ct_carry, *ct_ys])
+            read = _pick(reads, self.slices)
+            ct_full, ct_in = run([access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in read])
+            if here is not None:
+                through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
+                ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
+            ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
+            totals = dict(totals)
+            for s, ct, first in zip(self.slices, ct_full, fresh, strict=True):
+                given = None if ct is None else access.give(s.leaf, ct, True)
+                if given is not None:
+                    total = totals[s.leaf]
+                    given = given if first else given + s.of(total, start + number)
+                    totals[s.leaf] = s.into(total, given, start + number)
+            return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
+
+        zeros = [jnp.zeros_like(c) for c in _pick(linear_consts, consts)]
+        (ct_carry, ct_consts, totals), ct_xs = lax.scan(
+            layer,
+            (cotangents[:n_carry], zeros, totals),
+            (jnp.arange(self.length), saved, xs, cotangents[n_carry:], real),
+            length=self.length,
+            reverse=not self.reverse,
+        )
+        return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+
+    @staticmethod
+    def _empty(access: Access, of: Slice, shard: jax.Array, after: jax.Array) -> jax.Array | None:
+        """Zeros for the gradients that the layers will give; None for a leaf that has none."""
+
+        def given(shard: jax.Array) -> jax.Array | None:
+            whole = access.fetch(of.leaf, shard, True)
+            return access.give(of.leaf, whole, True) if jnp.issubdtype(whole.dtype, jnp.inexact) else None
+
+        one = [n for d, n in enumerate(shard.shape) if d != of.dim]
+        shape = jax.eval_shape(given, jax.ShapeDtypeStruct(tuple(one), shard.dtype))
+        if shape is None:
+            return None
+        stacked = (*shape.shape[: of.dim], shard.shape[of.dim], *shape.shape[of.dim :])
+        return zeros_after(after, stacked, shape.dtype)
+
+
+def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """The sum of two gradients, where None is zero."""
+    return b if a is None else a if b is None else a + b
+
+
+def _where(condition: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    return [None if x is None else jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)]
+
+
+def _pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    return [v for v, take in zip(values, mask, strict=True) if take]
+
+
+def _merge(mask: Sequence[bool], picked: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    it = iter(picked)
+    return [next(it) if take else other for take, other in zip(mask, others, strict=True)]

@@ -1,0 +1,149 @@
+"""A sliced loss as one program: its pieces run in order forwards, and in reverse backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..jaxprs import jaxpr as jx
+from .pieces import Access, Segment, Stack, add
+from .rolling.loops import Loop
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loss as pieces. `inputs` are the variables of the constants and of all that is not a parameter.
+
+    `uses` has for each parameter leaf one entry a use: whether a stack slices it there. `main` is the stack that a
+    pipeline cuts; `loops` what became of Python loops over layers; `coupled` says whether the loss of a row depends on
+    other rows.
+    """
+
+    pieces: tuple[Segment | Stack, ...]
+    eqns: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    uses: tuple[tuple[bool, ...], ...]
+    main: Stack | None = None
+    loops: tuple[Loop, ...] = ()
+    coupled: bool = False
+
+    @property
+    def unrolled(self) -> tuple[tuple[int, str], ...]:
+        """Loops whose layers run one by one, all or some: their first leaf, and the first difference."""
+        return tuple((loop.leaf, loop.why) for loop in self.loops if loop.why is not None)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The layer stacks, in order."""
+        return tuple(p for p in self.pieces if isinstance(p, Stack))
+
+    def forward(
+        self, access: Access, leaves: Sequence[Any], values: Sequence[Any], grad: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads."""
+        env = self.environment(values)
+        tape = forward(self.pieces, access, leaves, env, grad)
+        return [read(env, v) for v in self.outputs], tape
+
+    def backward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        tape: Sequence[Any],
+        seeds: dict[int, jax.Array],
+        into: Sequence[jax.Array | None],
+    ) -> list[jax.Array | None]:
+        """`into` with the gradient of each leaf added, as given; None stays where the loss does not depend on it.
+
+        `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first.
+        """
+        return backward(self.pieces, access, leaves, tape, self.seeded(seeds), into)
+
+    def environment(self, values: Sequence[Any]) -> dict[Any, Any]:
+        """The values of the variables that are there before any piece has run."""
+        return dict(zip(self.inputs, [*self.consts, *values], strict=True))
+
+    def seeded(self, seeds: dict[int, jax.Array]) -> dict[Any, Any]:
+        """Cotangents by variable from cotangents by position of the output."""
+        return {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
+
+    def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
+        """Whether an output depends on some variables other than through a reduction over all the axes in `stop`."""
+        atom = self.outputs[position]
+        return not jx.is_literal(atom) and atom in jx.depends(self.eqns, sources, jx.reduces(stop))
+
+    def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
+        """One output, which does not depend on the parameters, as a function of the inputs (constants aside)."""
+        out = [self.outputs[position]]
+        fun = jx.run(jx.live(jx.needed(self.eqns, out), out), self.inputs, out)
+        return lambda values: fun(*self.consts, *values)[0]
+
+
+def forward(
+    pieces: Sequence[Segment | Stack], access: Access, leaves: Sequence[Any], env: dict[Any, Any], grad: bool
+) -> list[Any]:
+    """Run some pieces, with values by variable in `env`, which gets theirs; the tape that `backward` reads."""
+    tape = []
+    seen: set[int] = set()
+    for piece in pieces:
+        inputs = [read(env, v) for v in piece.inputs]
+        mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
+        outs, saved = piece.forward(access, mine, inputs, grad)
+        seen.update(piece.unit.leaves)
+        env.update(zip(piece.outputs, outs, strict=True))
+        tape.append((inputs, saved))
+    return tape
+
+
+def backward(
+    pieces: Sequence[Segment | Stack],
+    access: Access,
+    leaves: Sequence[Any],
+    tape: Sequence[Any],
+    cts: dict[Any, Any],
+    into: Sequence[jax.Array | None],
+) -> list[jax.Array | None]:
+    """`into` with gradients added, from cotangents by variable in `cts`, which gets those of what the pieces read."""
+    grads = list(into)
+    for piece, (inputs, saved) in zip(reversed(pieces), reversed(tape), strict=True):
+        active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
+        if not any(v in cts for v in active):
+            continue
+        # Taken, not read: what two stacks read whole is handed over twice, each time for the cotangents of one.
+        given = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
+        totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+        for i, total in zip(piece.unit.leaves, totals, strict=True):
+            grads[i] = total
+        linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
+        for var, ct in zip(linear, ct_inputs, strict=True):
+            if not jx.is_literal(var):
+                cts[var] = add(cts.get(var), ct)
+    return grads
+
+
+def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
+    """Leaves, of which some (tied ones) are used again, and so not before `inputs` are there.
+
+    Otherwise the compiler would fetch them once and hold them whole from their first use to their last.
+    """
+    after = [x for x, on in zip(inputs, linear, strict=True) if on]
+    if not which or not after:
+        return leaves
+    out = list(leaves)
+    held, _ = lax.optimization_barrier(([leaves[i] for i in sorted(which)], after))
+    for i, leaf in zip(sorted(which), held, strict=True):
+        out[i] = leaf
+    return out
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable or literal."""
+    return jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]

@@ -1,0 +1,1 @@
+"""Layers that a model writes as a Python loop, as one scan."""

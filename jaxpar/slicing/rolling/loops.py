@@ -1,0 +1,232 @@
+"""Find the loops over alike blocks in a traced program, and roll them into scans.
+
+A loop may run over several lists at once (`zip(layers, ffs)`), over rows of one stacked parameter (`weights[i]`),
+twice in one loss, over a part of a list, or over blocks that alternate with a period of at most 8: then so many blocks
+are one round of the scan. Blocks that fill no round stay as they are written, or are a scan of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ...jaxprs import jaxpr as jx
+from .readings import Pass, Readings, Row, rows
+from .roll import NotAlike, Span, roll
+
+_PERIODS = range(1, 9)
+Family = Sequence[tuple[int, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What became of one loop: `leaf` is its first, of `depth` blocks; `spans` the scans, of each pass in order; `why`
+    the first difference where blocks are left that run one by one, which are `left`.
+    """
+
+    leaf: int
+    depth: int
+    spans: tuple[Span, ...]
+    left: tuple[int, ...] = ()
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Lists that one loop runs over: families of leaves, and leaves of which it reads rows (with their dim)."""
+
+    depth: int
+    families: tuple[Family, ...] = ()
+    stacked: tuple[tuple[int, int], ...] = ()
+
+    def rows(self, flat: jx.Flat) -> dict[Any, Row]:
+        """The variables of a program that are one block's."""
+        found = {
+            flat.invars[i]: Row(flat.invars[stack], k)
+            for family in self.families
+            for stack, members in family
+            for k, i in enumerate(members)
+        }
+        sources = {flat.invars[i]: dim for i, dim in self.stacked}
+        taken = rows(flat.eqns, lambda v: v in sources)
+        return found | {v: row for v, row in taken.items() if sources[row.source] == row.dim}
+
+
+def roll_loops(
+    flat: jx.Flat, families: Sequence[Family], params: int, axes: dict[str, int], own: Sequence[bool] = ()
+) -> tuple[jx.Flat, list[Loop]]:
+    """A program with its loops as scans, and what became of each.
+
+    Args:
+      flat: the program, of whose inputs the first `params` are parameters.
+      families: the leaves of each list of blocks: the stack, which the program does not read, and its layers, which it
+        reads.
+      axes: mesh axes that the program may name, name -> size.
+      own: for each leaf, whether the stages of a pipeline own its layers. Those that no scan reads are read from the
+        stack.
+    """
+    found = []
+    for lists in _together(flat, params, [*_listed(families), *_stacked(flat, params)]):
+        flat, loop = _rolled(flat, lists, params, axes)
+        if loop is not None:
+            found.append(loop)
+    stage = {
+        flat.invars[i]: (flat.invars[stack], k)
+        for family in families
+        for stack, members in family
+        if own and own[stack]
+        for k, i in enumerate(members)
+    }
+    if any(v in stage for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
+        program, inputs = flat, flat.invars
+
+        def fun(*values: Any) -> list[Any]:
+            env = dict(zip(inputs, values, strict=True))
+            given = [env[stage[v][0]][stage[v][1]] if v in stage else env[v] for v in inputs]
+            run = jx.run(program.eqns, [*program.constvars, *program.invars], program.outvars)
+            return run(*program.consts, *given)
+
+        flat = _traced(fun, flat, axes)
+    return flat, found
+
+
+def _traced(fun: Any, flat: jx.Flat, axes: dict[str, int]) -> jx.Flat:
+    """A function of a program's inputs, as a program."""
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+    return jx.trace(fun, *inputs, axes=axes)[0]
+
+
+def _listed(families: Sequence[Family]) -> list[_Lists]:
+    return [_Lists(len(family[0][1]), (family,)) for family in families]
+
+
+def _stacked(flat: jx.Flat, params: int) -> list[_Lists]:
+    """Leaves of which a program reads every row of a dim, each by its number."""
+    index = {v: i for i, v in enumerate(flat.invars[:params])}
+    read: dict[tuple[int, int], set[int]] = {}
+    for row in rows(flat.eqns, lambda v: v in index).values():
+        read.setdefault((index[row.source], row.dim), set()).add(row.at)
+    whole = {at: len(numbers) for at, numbers in read.items() if len(numbers) == flat.invars[at[0]].aval.shape[at[1]]}
+    return [_Lists(depth, (), (at,)) for at, depth in whole.items() if depth > 1]
+
+
+def _together(flat: jx.Flat, params: int, lists: Sequence[_Lists]) -> list[_Lists]:
+    """The lists that one loop runs over as one: those of one length that together are still read in order."""
+    merged: list[_Lists] = []
+    for one in lists:
+        for at, other in enumerate(merged):
+            both = _Lists(one.depth, other.families + one.families, other.stacked + one.stacked)
+            if one.depth == other.depth and _passes(flat, params, both) == _passes(flat, params, other):
+                merged[at] = both
+                break
+        else:
+            merged.append(one)
+    return merged
+
+
+def _passes(flat: jx.Flat, params: int, lists: _Lists) -> list[tuple[int, int]]:
+    return [(run.start, run.stop) for run in _readings(flat, params, lists)[0].passes]
+
+
+def _readings(flat: jx.Flat, params: int, lists: _Lists) -> tuple[Readings, tuple[Any, ...], dict[Any, Row]]:
+    eqns = jx.live(flat.eqns, flat.outvars)
+    members = lists.rows(flat)
+    at = {v: row.at for v, row in members.items()}
+    return Readings.of(eqns, set(flat.invars[:params]), at), eqns, members
+
+
+def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> tuple[jx.Flat, Loop | None]:
+    """A program with every pass over some lists as scans, from the last pass to the first, and what became of it."""
+    number = len(_passes(flat, params, lists)) - 1
+    leaf = lists.families[0][0][0] if lists.families else lists.stacked[0][0]
+    spans: list[Span] = []
+    left: list[int] = []
+    why: str | None = None
+    if number < 0:
+        return flat, Loop(leaf, lists.depth, (), (), "no block is read after another") if lists.families else None
+    while number >= 0:
+        chosen, alone, first = _spans(flat, lists, params, number)
+        for at in reversed(range(len(chosen))):
+            span, fun = chosen[at]
+            if at < len(chosen) - 1:  # the program has changed behind it
+                fun = _attempt(flat, _ways(flat, lists, params, number), number, span)
+            flat = _traced(fun, flat, axes)
+        spans = [span for span, _ in chosen] + spans
+        left, why, number = alone + left, first or why, number - 1
+    if not lists.families and not spans:  # rows of a parameter that happen to be read one after another
+        return flat, None
+    return flat, Loop(leaf, lists.depth, tuple(spans), tuple(sorted({*left})), why)
+
+
+def _spans(
+    flat: jx.Flat, lists: _Lists, params: int, number: int
+) -> tuple[list[tuple[Span, Any]], list[int], str | None]:
+    """The scans that a pass can be, with the programs that have one of them each, the blocks that are left, and the
+    first difference between blocks.
+    """
+    ways = _ways(flat, lists, params, number)
+    run = ways[0][1].passes[number]
+    chosen: list[tuple[Span, Any]] = []
+    left: list[int] = []
+    why: str | None = None
+    at = run.start
+    while at < run.stop:
+        best: tuple[Span, Any] | None = None
+        for period in _PERIODS:
+            span = Span(at, period, (run.stop - at) // period)
+            while span.count > 1 and (best is None or span.stop > best[0].stop):
+                try:
+                    best = span, _attempt(flat, ways, number, span)
+                except NotAlike as no:
+                    why = why or str(no)
+                    span = Span(at, period, min(no.block, span.count - 1) if no.block > 1 else 0)
+            if best is not None and best[0].stop == run.stop:
+                break
+        if best is None:
+            left.append(at)
+        else:
+            chosen.append(best)
+        at = at + 1 if best is None else best[0].stop
+    return chosen, left, why if left or len(chosen) > 1 else None
+
+
+# Equations of a program, sorted out by the blocks of a loop, and the rows that a scan of it may slice.
+_Ways = list[tuple[tuple[Any, ...], Readings, Mapping[Any, Row]]]
+
+
+def _ways(flat: jx.Flat, lists: _Lists, params: int, number: int) -> _Ways:
+    """How a pass may be read. Rows that are taken of one array, block by block (`mask[i]`), are what the scan slices;
+    where that does not fit, they are equations like others.
+    """
+    readings, eqns, members = _readings(flat, params, lists)
+    aside = _aside(readings, eqns, readings.passes[number])
+    plain = (eqns, readings, members)
+    if not aside:
+        return [plain]
+    moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
+    return [(eqns, moved, {**members, **aside}), plain]
+
+
+def _attempt(flat: jx.Flat, ways: _Ways, number: int, span: Span) -> Any:
+    """The program with a scan in place of some blocks of a pass. Raises NotAlike."""
+    first: NotAlike | None = None
+    for eqns, readings, taken in ways:
+        try:
+            return roll(flat, eqns, readings, taken, readings.passes[number], span)
+        except NotAlike as why:
+            first = first or why
+    assert first is not None
+    raise first
+
+
+def _aside(readings: Readings, eqns: Sequence[Any], run: Pass) -> Mapping[Any, Row]:
+    """Rows of arrays that are there before a pass begins and of which it takes several."""
+    born = {v: at for at, e in enumerate(readings.others) for v in e.outvars}
+    taken = rows(eqns, lambda v: born.get(v, -1) < run.first[0])
+    numbers: dict[Any, set[int]] = {}
+    for row in taken.values():
+        numbers.setdefault((row.source, row.dim), set()).add(row.at)
+    return {v: row for v, row in taken.items() if len(numbers[row.source, row.dim]) > 1}

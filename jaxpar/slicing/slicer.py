@@ -1,0 +1,243 @@
+"""Trace a loss, find its layer stacks, and cut it into pieces.
+
+The loss is traced once, on the rows of one microbatch of one replica. Its `scan`s whose scanned inputs are parameters
+(`nnx.scan`, `nn.scan`, `lax.scan` give them) are the layer stacks; between two stacks lies a segment:
+
+    segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
+
+What depends on parameters alone is computed not where the model wrote it but where it is used, so that no whole weight
+is kept from one piece to another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from ..collectives.edges import saves_no_gather, saves_sums
+from ..jaxprs import jaxpr as jx
+from ..jaxprs.hoist import split
+from .pieces import Segment, Stack, Unit
+from .program import Program
+from .rolling.loops import roll_loops
+from .slices import Chain, Slice, sliced
+
+
+def slice_program(
+    fun: Callable,
+    params: Sequence[Any],
+    rest: Any,
+    axes: dict[str, int],
+    sharded: Sequence[int | None],
+    remat: Any = "none",
+    own: Sequence[bool] = (),
+    families: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
+    rewrite: Callable[[jx.Flat], jx.Flat] = lambda flat: flat,
+    sequence: bool = False,
+) -> tuple[Program, Any]:
+    """Trace `fun(params, rest)` and cut it.
+
+    Args:
+      params: abstract parameter leaves, in the compute dtype.
+      rest: abstract pytree of everything else (mutable state, batch, key).
+      axes: mesh axes that the loss may reduce over, name -> size.
+      sharded: for each leaf, the dim that is sharded at rest, along which no stack can slice it; None for no dim.
+      remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
+      own: for each leaf, whether the stages of a pipeline own its layers. The stack with most of them is cut into
+        stages, and slices no others; no other stack slices them.
+      families: for each loop over alike layers, its leaves: the stack, which `fun` does not read, and its layers,
+        which it reads. Where the layers are the same program, the program has a stack instead.
+      rewrite: what the traced program is changed into before it is cut (the program of one tensor rank).
+      sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
+        its backward, but gathered again.
+
+    Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
+    """
+    flat, out = jx.trace(fun, list(params), rest, axes=axes)
+    flat, loops = roll_loops(flat, families, len(params), axes, own)
+    flat = rewrite(flat)
+    eqns = jx.live(flat.eqns, flat.outvars)
+    leaves = flat.invars[: len(params)]
+    index = {v: i for i, v in enumerate(leaves)}
+    active = jx.depends(eqns, leaves)
+    floating = _floating(eqns, leaves)
+
+    own = own or [False] * len(params)
+    scans = [e for e in eqns if e.primitive.name == "scan" and not any(v in floating for v in e.outvars)]
+    found = {id(e): sliced(e, floating, index) for e in scans}
+    layers: dict[int, int] = {}  # the dim along which all stacks slice a leaf
+    for one, _ in (x for e in scans for x in found[id(e)].values()):
+        if one.dim != sharded[one.leaf] and (one.dim == 0 or not own[one.leaf]):
+            layers.setdefault(one.leaf, one.dim)
+    found = {key: {p: x for p, x in xs.items() if layers.get(x[0].leaf) == x[0].dim} for key, xs in found.items()}
+    weight = {id(e): _weight({s for s, _ in found[id(e)].values()}, e.params["length"], params, own) for e in scans}
+    main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
+    if any(own):  # the stages own layers of one stack, which slices no others
+        found = {id(e): {p: x for p, x in found[id(e)].items() if own[x[0].leaf] == (e is main)} for e in scans}
+
+    groups: list[list[Any]] = [[]]
+    for eqn in (e for e in eqns if not any(v in floating for v in e.outvars)):
+        if found.get(id(eqn)):
+            groups += [[eqn], []]
+        else:
+            groups[-1].append(eqn)
+
+    pieces: list[Segment | Stack] = []
+    cut: Stack | None = None
+    wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
+    for number in reversed(range(len(groups))):
+        piece: Segment | Stack | None
+        if number % 2:
+            eqn = groups[number][0]
+            piece = _stack(eqn, found[id(eqn)], index, active, axes, remat, sequence)
+            cut = piece if eqn is main else cut
+        else:
+            defined = {v for e in groups[number] for v in e.outvars}
+            # What comes from parameters alone and a stack reads whole is handed over by the segment before that stack.
+            outputs = [v for v in wanted if v in defined or v in index or v in floating]
+            epilogue = number > 0 and number == len(groups) - 1
+            piece = _segment(groups[number], outputs, floating, index, active, flat.constvars, epilogue)
+        if piece is not None:
+            wanted = {v: None for v in wanted if v not in set(piece.outputs)}
+            wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
+            pieces.insert(0, piece)
+    uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
+    inputs = (*flat.constvars, *flat.invars[len(leaves) :])
+    return Program(
+        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(loops)
+    ), out
+
+
+def positions(out: Any) -> Any:
+    """For each output of a program its position, in the tree of what the traced function returns."""
+    tree = jax.tree.structure(out)
+    return jax.tree.unflatten(tree, list(range(tree.num_leaves)))
+
+
+def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequence[bool]) -> int:
+    """Elements that a stack reads of the leaves that the stages of a pipeline own."""
+    return sum(math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if own[s.leaf])
+
+
+def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
+    """The equations that need parameters (and literals) alone, by the variables that they define."""
+    known = set(leaves)
+    floating = {}
+    for eqn in eqns:
+        if all(v in known for v in eqn.invars if not jx.is_literal(v)) and not eqn.effects:
+            known.update(eqn.outvars)
+            floating.update((v, eqn) for v in eqn.outvars)
+    return floating
+
+
+def _closure(wanted: Sequence[Any], floating: dict[Any, Any]) -> list[Any]:
+    """The floating equations that some variables need, in program order."""
+    need: set[int] = set()
+    stack = [v for v in wanted if v in floating]
+    while stack:
+        eqn = floating[stack.pop()]
+        if id(eqn) not in need:
+            need.add(id(eqn))
+            stack += [v for v in eqn.invars if not jx.is_literal(v) and v in floating]
+    return list({id(e): e for e in floating.values() if id(e) in need}.values())
+
+
+def _segment(
+    eqns: list[Any],
+    outputs: list[Any],
+    floating: dict[Any, Any],
+    index: dict[Any, int],
+    active: set[Any],
+    constvars: Sequence[Any],
+    keep: bool,
+) -> Segment | None:
+    if not outputs:
+        return None
+    eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
+    eqns = [*_closure([*jx.free(eqns), *outputs], floating), *eqns]
+    free = jx.free(eqns, outputs)
+    leaves = [v for v in free if v in index]
+    inputs = [v for v in free if v not in index]
+    pre, rest = split(eqns, leaves, inputs, outputs, set(constvars))
+    linear = tuple(v in active and _inexact(v) for v in inputs)
+    shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
+    given = tuple(v in active and _inexact(v) for v in outputs)
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given)
+    return Segment(unit, tuple(inputs), tuple(outputs), keep)
+
+
+def _stack(
+    eqn: Any,
+    found: dict[int, tuple[Slice, Chain]],
+    index: dict[Any, int],
+    active: set[Any],
+    axes: dict[str, int],
+    remat: Any,
+    sequence: bool,
+) -> Stack:
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+    read = tuple(dict.fromkeys(one for one, _ in found.values()))  # one layer may be scanned twice
+    leaves = tuple(one.leaf for one in read)
+    variables = list(index)
+    body = jec.jaxpr_as_fun(parts.body)
+
+    def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        mine, others = dict(zip(read, slices, strict=True)), iter(values[n + k :])
+        xs = []
+        for position in range(len(parts.xs)):
+            one, chain = found.get(position, (None, ()))
+            value = next(others) if one is None else mine[one]
+            for step in chain:
+                value = step(value)
+            xs.append(value)
+        return body(*values[: n + k], *xs)
+
+    inner = [v.aval for v in jx.opened(parts.body)[0].invars]
+    values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in found)]
+    whole = [(variables[one.leaf].aval, one.dim) for one in read]
+    slices = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in whole]
+    flat, _ = jx.trace(
+        layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none"
+    )
+
+    outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in found))
+    mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
+    linear = [not jx.is_literal(v) and v in active and _inexact(w) for v, w in zip(outer, ours, strict=True)]
+    while True:  # a carry may come to depend on parameters only after a layer
+        marked = jx.depends(flat.eqns, [*mine, *(v for v, on in zip(ours, linear, strict=True) if on)])
+        outs = [not jx.is_literal(v) and v in marked and _inexact(v) for v in flat.outvars]
+        if not any(new and not old for new, old in zip(outs[:k], linear[n : n + k], strict=True)):
+            break
+        linear[n : n + k] = [a or b for a, b in zip(linear[n : n + k], outs[:k], strict=True)]
+    outs[:k] = linear[n : n + k]
+
+    fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
+    pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
+    consts = list(flat.consts)
+    if remat != "none" or sequence:
+        keep: Any = jax.checkpoint_policies.everything_saveable if remat == "none" else remat
+        policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
+            keep, keep
+        )
+        policy = saves_no_gather(policy) if sequence and policy is not None else policy
+        rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
+    unit = Unit(
+        leaves,
+        tuple(slices),
+        lambda full, values: pre(full, [*consts, *values]),
+        lambda weights, values: rest(weights, [*consts, *values]),
+        tuple(linear),
+        tuple(outs),
+    )
+    outputs = (*parts.carry_out, *parts.ys)
+    return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
+
+
+def _inexact(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)

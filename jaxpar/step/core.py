@@ -1,0 +1,249 @@
+"""The step: the one place where model, optimizer, strategy and layout meet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+
+from ..collectives import order
+from ..collectives.order import Token
+from ..layout.elementwise import sees_kept
+from ..layout.layout import Layout, place_optimizer
+from ..layout.leaves import Pipe
+from ..layout.mesh import check_context
+from ..layout.precision import Policy
+from ..layout.state import State
+from ..layout.storage import make_leaves
+from ..model.batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
+from ..model.model import Model
+from ..model.paths import name_of
+from ..parallel import rule_of
+from ..parallel.pipeline.schedules import Schedule
+from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
+from ..parallel.tensor.pairs import creation_order
+from ..strategy import ROWS, Strategy
+from .fit import check_state, misfit, naming, shapes_of
+from .gradients import Local, Metrics, Sums, metrics_of
+from .init import Start
+from .update import Update, fill, taking_value, trained, unpadded
+
+_HERE = PartitionSpec()
+
+
+class Step(Start):
+    """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
+
+    def __init__(
+        self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
+    ):
+        self.model_def, self.strategy, self.mesh = model, strategy, mesh
+        self.optimizer = taking_value(optimizer)
+        self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
+        params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
+        shards = 1 if strategy.server else mesh.shape["fsdp"]
+        ranks = mesh.shape["pipe"]
+        schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
+        flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+        parts = mesh.shape["tensor"]
+        order = functools.partial(creation_order, model.create)
+        split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
+        as_kept = sees_kept(self.optimizer, kept)
+        seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
+        tuned = trained(seen, [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in seen], tree)
+        state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
+        places = place_optimizer(
+            state, tuned, [leaf for leaf in seen if leaf.trainable], "optimizer" in self.rule.sharded
+        )
+        copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
+        whole = unsplit(flat, split) if parts > 1 else {}
+        self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
+        axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
+        self.local = Local(model, self.layout, strategy, axes, schedule)
+        self._jitted: dict[Any, Any] = {}
+
+    def _home(self) -> Mesh:
+        """The mesh on which the state lives."""
+        return self.mesh
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One step: `(state, metrics)`. The state given is donated.
+
+        Args:
+          state: from `init` or the last step.
+          batch: a pytree of arrays [rows, ...], global or this host's rows; `jp.Replicated` marks leaves without rows.
+
+        Returns metrics as float32 scalars: `loss` (of all rows, before the update), `grad_norm`, `skipped` (steps
+        skipped so far, float16), and the loss's own.
+        """
+        return self._run("train", state, batch)
+
+    def evaluate(self, state: State, batch: Any) -> Metrics:
+        """The loss and its metrics, without update and without dropout."""
+        return self._run("evaluate", state, batch)
+
+    def value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
+        """The loss and its gradients for the next step's keys, in the model's own tree (None for frozen leaves)."""
+        loss, grads = self._run("gradients", state, batch)
+        return loss, self.model_def.wrap(grads) if all(f.trainable for f in self.layout.leaves) else grads
+
+    def params(self, state: State) -> Any:
+        """The parameters in the model's own tree, unpadded, float32 masters, sharded where a dim divides."""
+        check_state(state)
+        return self.model_def.wrap(self._logical_params(state))
+
+    def _logical_params(self, state: State) -> Any:
+        if "params" not in self._jitted:
+            kept = self.layout.kept
+            shardings = [self._model_sharding(leaf) for leaf in kept.models]
+            own = lambda tree: kept.of_model(
+                [unpadded(f, x) for f, x in zip(kept.leaves, jax.tree.leaves(tree), strict=True)]
+            )
+            self._jitted["params"] = jax.jit(own, out_shardings=shardings)
+        return jax.tree.unflatten(self.layout.kept.model_tree, self._jitted["params"](state.params))
+
+    def model(self, state: State) -> Any:
+        """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it
+        has none.
+        """
+        if self.model_def.bind is None:
+            raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
+        check_state(state)
+        return self.model_def.bind(self._logical_params(state), jax.tree.map(jnp.copy, state.variables))
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The training step compiled for a batch of these shapes (arrays or `jax.ShapeDtypeStruct`); nothing runs.
+
+        With compile-only devices in the mesh, it is compiled for them.
+        """
+        self.check(batch)
+        batch = jax.eval_shape(lambda x: x, batch)
+        traced = self._function("train", batch).trace(self.abstract_state(), batch)
+        platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
+        return traced.lower(lowering_platforms=(platform,)).compile()
+
+    def trace(self, batch: Any) -> Any:
+        """The jaxpr of the training step for a batch of these shapes."""
+        return self._function("train", batch).trace(self.abstract_state(), batch).jaxpr
+
+    def _run(self, name: str, state: State, batch: Any) -> Any:
+        check_state(state)
+        leaves, tree = jax.tree.flatten(batch)
+        # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
+        # every array in every step costs more than the rest of this call.
+        places = [(np.shape(x), (x.sharding, x.committed) if is_array(x) else None) for x in leaves]
+        inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
+        kind = ("in place", name, inside, tree, *places)
+        if (run := self._jitted.get(kind)) is None:
+            run, placed = self._function(name, batch, inside), globalise(batch, self.mesh)
+            if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
+                self._jitted[kind] = run
+            batch = placed
+        if inside:
+            state = replace(state, step=order.follow(state.step))
+        try:
+            result = run(state, batch)
+        except (TypeError, ValueError) as error:  # jax does not say which array of the state it means
+            if wrong := misfit(state, self.abstract_state()):
+                raise ValueError(wrong) from error
+            raise
+        if inside:
+            order.leave(result[0].step if name == "train" else jax.tree.leaves(result)[0])
+        return result
+
+    def check(self, batch: Any) -> None:
+        """Raise ValueError unless the batch's rows fit the strategy."""
+        check_rows(batch, self.local.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
+
+    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
+        """The jitted function; `inside` a caller's `jit` nothing is donated."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = (name, inside, tree, *(np.shape(x) for x in leaves))
+        if key not in self._jitted:
+            self.check(batch)
+            rows = jax.tree.map(
+                self.layout.sharding, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec)
+            )
+            state = self._shardings
+            fun, outs, donate = {
+                "train": (self._train, (state, None), (0,)),
+                "evaluate": (self._evaluate, None, ()),
+                "gradients": (self._value_and_grad, None, ()),
+            }[name]
+            self._jitted[key] = jax.jit(
+                naming(fun, shapes_of(self.layout, batch)),
+                in_shardings=(state, rows),
+                out_shardings=outs,
+                # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
+                donate_argnums=() if inside else donate,
+            )
+        return self._jitted[key]
+
+    # -- the programs, under jit ---------------------------------------------------------------------------------------
+
+    def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
+        """`fun(stored leaves, variables, batch, *replicated)` on local values: what it returns, none of which is
+        there before its collectives are done, and the token after these; that before them is of the step's number.
+        """
+        specs = self.layout.specs("copy" if self.layout.copied else "params")
+
+        def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
+            check_context(self.mesh)
+            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
+            run = order.in_order(fun, self.mesh)
+
+            def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:
+                result, token = run(token, *args)
+                return order.behind(token, result), token  # what the partitioner adds outside comes after all that
+
+            mapped = jax.shard_map(last, mesh=self.mesh, in_specs=ins, out_specs=(outs, _HERE), check_vma=False)
+            return mapped(order.start(step, self.mesh), jax.tree.leaves(stored), variables, batch, *rest)
+
+        return call
+
+    def _evaluate(self, state: State, batch: Any) -> Metrics:
+        stored = state.copy if self.layout.copied else state.params
+        sums, _ = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
+        return metrics_of(sums)
+
+    def _gradients(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, Sums]:
+        """Logical float32 gradients of the trainable leaves, new variables, sums."""
+        trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        outs = ([self.layout.spec(leaf, "grads") for leaf in trained], _HERE, _HERE)
+        scale = state.scale.scale if state.scale is not None else jnp.float32(1)
+        stored = state.copy if self.layout.copied else state.params
+        (grads, variables, sums), _ = self._mapped(self.local.gradients, batch, outs)(
+            state.step, stored, state.variables, state.key, state.step, scale
+        )
+        return self._unscaled(grads, state), variables, sums
+
+    def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
+        """Reduced gradients -> logical float32 gradients of the loss itself."""
+        trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        grads = [unpadded(f, g).astype(Policy.master(f.dtype)) for f, g in zip(trained, grads, strict=True)]
+        return grads if state.scale is None else [g / state.scale.scale for g in grads]
+
+    def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
+        grads, _, sums = self._gradients(state, batch)
+        return metrics_of(sums)["loss"], self.filled(grads)
+
+    def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        return self.update(state, *self._gradients(state, batch))
+
+    # -- between logical and stored ------------------------------------------------------------------------------------
+
+    def filled(self, trained: Sequence[Any]) -> Any:
+        """The model's tree from values of the trainable leaves: None for the others."""
+        kept = self.layout.kept
+        return jax.tree.unflatten(kept.model_tree, kept.of_model(fill(kept.leaves, trained)))

@@ -1,0 +1,165 @@
+"""Whether a state is one, and fits a step; if not the first array that does not, in words that name it.
+
+And what jax says of arrays that do not divide, with their names.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from ..layout.layout import Layout
+from ..layout.state import State
+from ..model.batches import is_array
+from ..model.paths import name_of
+
+Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError unless this is a state whose arrays are still there.
+
+    Every array is looked at: where jit gets one that was donated, jax 0.10 may end the process (segmentation fault).
+    """
+    if not isinstance(state, State):
+        raise ValueError(
+            f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
+        )
+    leaves = jax.tree.leaves(state)
+    gone = [is_array(x) and x.is_deleted() for x in leaves]
+    if gone[0]:
+        raise ValueError(
+            "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
+        )
+    if any(gone):
+        path, _ = jax.tree_util.tree_leaves_with_path(state)[gone.index(True)]
+        raise ValueError(
+            f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
+            "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
+        )
+
+
+def misfit(state: Any, wanted: Any) -> str:
+    """What is wrong with a state, "" if nothing is; `wanted` is `step.abstract_state()`, with shardings."""
+    given, needed = (
+        {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (state, wanted)
+    )
+    for name in (*needed, *given):
+        if (name in given) != (name in needed):
+            which = "lacks" if name in needed else "has, and the step has not,"
+            return (
+                f"the state {which} {name}: it is of another model, optimizer or precision; take its weights alone, "
+                "step.init(key, params=other.params(state))"
+            )
+    for name, x in needed.items():
+        have = given[name]
+        if tuple(np.shape(have)) != tuple(x.shape):
+            return (
+                f"the state has {name} of shape {list(np.shape(have))}, the step keeps {list(x.shape)}: it is of "
+                "another model or strategy; take its weights alone, step.init(key, params=other.params(state))"
+            )
+        if is_array(have) and have.committed and not have.sharding.is_equivalent_to(x.sharding, x.ndim):
+            return (
+                f"the state has {name} {list(x.shape)} as {_described(have.sharding)}, the step keeps it as "
+                f"{_described(x.sharding)}: it is of another strategy; move it, "
+                "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state()))"
+            )
+    return ""
+
+
+def _described(sharding: Sharding) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    axes = ",".join(f"{axis}={n}" for axis, n in sharding.mesh.shape.items() if n > 1)
+    return f"{sharding.spec} over {axes or 'one device'}".replace("PartitionSpec", "P")
+
+
+# -- what jax says of dims that do not divide --------------------------------------------------------------------------
+
+
+def shapes_of(layout: Layout, batch: Any) -> Named:
+    """The arrays that a model or an optimizer may see, in all their shapes: of the model, at rest, of a tensor rank."""
+    kept = layout.kept
+    found = [(leaf.path, leaf.shape) for leaf in (*kept.models, *kept.leaves)]
+    found += [(leaf.path, shape) for leaf in kept.leaves for shape in (leaf.stored, leaf.local.shape)]
+    rows = jax.tree_util.tree_leaves_with_path(batch)
+    return [*found, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
+
+
+def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
+    """`fun`, such that where jax finds that a sharding does not divide an array in it, ValueError names the array."""
+
+    @functools.wraps(fun)
+    def called(*args: Any) -> Any:
+        try:
+            return fun(*args)
+        except ValueError as error:
+            if said := indivisible(error, arrays):
+                raise ValueError(said) from error
+            raise
+
+    return called
+
+
+def indivisible(error: ValueError, arrays: Named) -> str:
+    """jax's words on a dim that does not divide, with the array's name, the axis, the line that asks for it and what
+    would divide; "" if it is another error.
+
+    `device_put`, `jit` and `shard_map` say so in four ways; none names a parameter.
+    """
+    text = str(error)
+    dim = re.search(r"(?:array axis|its dimension) (\d+)", text)
+    times = re.search(r"partitioned (\d+) times|divisible by (\d+)|but (\d+) does not evenly divide", text)
+    given = re.search(r"(?:full shape: |Got shape: |of shape \w+)[\[(]([\d, ]+)[\])]", text)
+    spec = _spec_in(text)
+    if not (dim and times and given):
+        return ""
+    at, parts = int(dim[1]), int(next(n for n in times.groups() if n))
+    shape = tuple(int(n) for n in given[1].split(",") if n.strip())
+    if at >= len(shape) or shape[at] % parts == 0:
+        return ""
+    same = [name for name, whole in arrays if whole == shape]
+    if not same:  # inside the step's shard_map an array of the batch has this device's rows
+        rows = [(name, whole) for name, whole in arrays if name.startswith("batch") and len(whole) == len(shape)]
+        same = [name for name, whole in rows if whole[1:] == shape[1:]]
+    entry = spec[at] if at < len(spec) else None
+    axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    free = [d for d, n in enumerate(shape) if n % parts == 0 and (d >= len(spec) or spec[d] is None)]
+    other: list[Any] = [None if d == at else x for d, x in enumerate((*spec, *[None] * (len(shape) - len(spec))))]
+    if free:
+        other[free[0]] = entry
+    while other and other[-1] is None:
+        other.pop()
+    name = " or ".join(dict.fromkeys(same)) or "an array"
+    over = f"{'+'.join(axes) or 'the mesh'}={parts}"
+    return (
+        f"{name} {list(shape)} has {shape[at]} on dim {at}, which {over} does not divide{_asked(error)}; shard it as "
+        f"P({', '.join(map(repr, other))}), or pad dim {at} to {math.ceil(shape[at] / parts) * parts}"
+    )
+
+
+def _spec_in(text: str) -> tuple[Any, ...]:
+    """The entries of the spec that an error of jax has: "spec=P('fsdp', None)", "in_specs of value P(('a', 'b'),)"."""
+    found = re.search(r"(?:spec=|of value )(?:P|PartitionSpec)(\((?:[^()]|\([^()]*\))*\))", text)
+    if not found:
+        return ()
+    inside = ast.literal_eval(found[1])
+    return inside if found[1].endswith(",)") or "," in found[1] or not found[1][1:-1] else (inside,)
+
+
+def _asked(error: BaseException) -> str:
+    """The line that asks for a sharding: the innermost that is neither jax's nor ours."""
+    ours = (Path(jax.__file__).parent, Path(__file__).parent)
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not any(file.is_relative_to(folder) for folder in ours)]
+    return f", as {Path(*own[-1][0].parts[-3:])}:{own[-1][1]} asks for" if own else ""

@@ -1,0 +1,139 @@
+"""What a sliced loss must be for its strategy: every refusal of one, and a warning."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..jaxprs import jaxpr as jx
+from ..layout.families import unlike
+from ..layout.layout import Layout
+from ..slicing.program import Program
+from ..slicing.slicer import positions
+from ..slicing.stacks import gathered
+from ..strategy import Strategy
+
+GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
+
+
+def check_pipe(program: Program, out: Any, layout: Layout, strategy: Strategy) -> None:
+    """Raises ValueError where a pipeline cannot run the model."""
+    ranks = layout.mesh.shape["pipe"]
+    chunks = strategy.chunks
+    stages = ranks * chunks
+    uneven = {i: why for i, why in program.unrolled if layout.kept.units[i].layers is not None or program.main is None}
+    if uneven:
+        index, why = next(iter(uneven.items()))
+        raise ValueError(
+            f"pipe={ranks} spreads layers that are the same program, and those of {layout.leaves[index].path} "
+            f"differ: {why}; make them alike, or use data or fsdp for pipe"
+        )
+    if program.main is None:
+        raise ValueError(
+            f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
+            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use data or fsdp for pipe"
+        )
+    length, rounds = program.main.length, max(s.stride for s in program.main.slices)
+    if rounds > 1 and length % stages:
+        raise ValueError(
+            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
+            f"{rounds} blocks that alternate; use a number of stages that divides {length}, or data or fsdp for pipe"
+        )
+    if length < stages:
+        unlike = uneven_block(layout, program.main.slices[0].leaf)
+        raise ValueError(
+            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
+            f"{length} layers; use at most {length} stages{unlike}"
+        )
+    partial = next((s for s in program.main.slices if s.stride * length != layout.kept.units[s.leaf].layers), None)
+    if partial is not None:
+        leaf = layout.kept.units[partial.leaf]
+        raise ValueError(
+            f"pipe={ranks} spreads all {leaf.layers} layers of {leaf.path}, and the loss scans "
+            f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
+        )
+    if program.main.reverse:
+        raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
+    given = set(program.inputs)
+    for path, at in jax.tree_util.tree_leaves_with_path(positions(out)[1]):
+        if program.outputs[at] not in given:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
+                "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
+            )
+
+
+def uneven_block(layout: Layout, index: int) -> str:
+    """Of the loop that a leaf's layers come from, how the first block that is no layer of it differs; else nothing."""
+    leaf = layout.leaves[index]
+    if not leaf.rolled:
+        return ""
+    shapes = [(one.path, one.shape) for one in layout.kept.models]
+    member = layout.kept.models[layout.kept.origin[index][0]].path
+    why = unlike(shapes, leaf.path.partition("*")[0], member)
+    return "" if why is None else f", or make its blocks alike: {why}"
+
+
+def warn_gathered(program: Program, layout: Layout) -> None:
+    """Say so where ZeRO-3 holds more than half of the parameters whole at once, and no leaf alone is most of that."""
+    total = sum(math.prod(leaf.logical) for leaf in layout.leaves)
+    most, leaves = gathered(program.pieces, layout.kept.units)
+    size = most * jnp.dtype(layout.policy.compute).itemsize
+    if (
+        "params" in layout.sharded
+        and layout.mesh.shape["fsdp"] > 1
+        and size >= GATHERED_FROM
+        and 2 * most > total
+        and 2 * math.prod(leaves[0].logical) < most
+    ):
+        why = (
+            "; ".join(f"{path}: {how}" for path, how in layout.loops.items())
+            or "the loss has no loop over equal layers"
+        )
+        warnings.warn(
+            f"zero=3 gathers {most / total:.0%} of the parameters at once ({size:,} bytes; {leaves[0].path}, "
+            f"{leaves[1].path}, ...), outside of any stack of layers ({why}); make the layers alike, or scan them "
+            "(nnx.scan, nn.scan, jax.lax.scan)",
+            stacklevel=2,
+        )
+
+
+def warn_precision(program: Program, low: Any, name: str) -> None:
+    """Say so where the low precision `name`, dtype `low`, does not reach the matmuls."""
+    by_dtype = jx.matmuls(program.eqns)
+    total = sum(flops for flops, _ in by_dtype.values())
+    flops, where = by_dtype.get("float32", (0, ""))
+    if low != jnp.float32 and flops > 0.5 * total:
+        warnings.warn(
+            f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at "
+            f"{where}: an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to "
+            f"jnp.{low.name}",
+            stacklevel=2,
+        )
+
+
+def check_replicas(program: Program, out: Any, inputs: int, axes: frozenset[str]) -> None:
+    """Raises ValueError where the result of a step would depend on how the rows are spread over `axes`.
+
+    The last `inputs` inputs of the program are variables, batch and key.
+    """
+    _, variables = out
+    at_tree = positions(out)
+    if program.depends(program.leaves, at_tree[0]["loss"].count):
+        raise ValueError("the count of the loss's jp.Mean depends on the parameters; count rows or tokens of the batch")
+    if not axes:
+        return
+    fed = program.inputs[-inputs:][len(jax.tree.leaves(variables)) :]  # batch and key differ from replica to replica
+    for (path, _), at in zip(jax.tree_util.tree_leaves_with_path(variables), jax.tree.leaves(at_tree[1]), strict=True):
+        if program.depends(fed, at, axes):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"variable {name} is updated from this replica's rows alone, so replicas would drift apart; "
+                "average what it is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar "
+                "switches to all rows"
+            )

@@ -1,0 +1,227 @@
+"""The step of data parallel 1.0: four programs, and the five exchanges between them; see `parallel/server.py`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import collectives
+from ..collectives import order
+from ..layout.precision import LossScale
+from ..layout.state import State
+from ..model.batches import batch_specs
+from ..parallel.access import Access
+from ..slicing.pieces import Saved
+from ..slicing.slicer import positions
+from ..strategy import AXES, ROWS
+from .core import Step
+from .fit import check_state
+from .gradients import Metrics, Sums, block_key, metrics_of
+
+OF_REPLICAS = ("forward", "backward")  # the programs that run on every device; "loss" and "update" are the server's
+_HERE, _STACKED = PartitionSpec(), PartitionSpec(ROWS)
+
+
+class Carrier(Protocol):
+    """How a step is carried out: for real (`Live`), or only written down (`inspect/transfers.py`)."""
+
+    def move(self, kind: str, what: str, tree: Any, to: Any) -> Any:
+        """A tree of arrays at the shardings `to`; `kind` is "scatter", "broadcast" or "gather"."""
+        ...
+
+    def run(self, name: str, program: Any, *args: Any) -> Any:
+        """The results of a jitted program."""
+        ...
+
+
+class Live:
+    """Moves arrays and runs programs."""
+
+    def move(self, kind: str, what: str, tree: Any, to: Any) -> Any:
+        """See `Carrier`."""
+        return jax.device_put(tree, to)
+
+    def run(self, name: str, program: Any, *args: Any) -> Any:
+        """See `Carrier`."""
+        return program(*args)
+
+
+class ServerStep(Step):
+    """A step whose state lives on the first device of the mesh. One process only: raises ValueError with several
+    hosts.
+    """
+
+    def _home(self) -> Mesh:
+        if jax.process_count() > 1:
+            raise ValueError(f"server=True runs in one process and there are {jax.process_count()}; use ddp")
+        first = np.array(self.mesh.devices.flat[0]).reshape((1,) * len(AXES))
+        return Mesh(first, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
+        """`compile` and `trace` see the replicas' programs as one; the server's own are apart."""
+        return self._programs(batch)["evaluate" if name == "evaluate" else "both"]
+
+    def abstract_state(self) -> State:
+        """The state as the replicas get it: shapes and dtypes, on every device."""
+        everywhere = NamedSharding(self.mesh, _HERE)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), super().abstract_state()
+        )
+
+    def abstract_home(self) -> State:
+        """The state as the server stores it."""
+        return super().abstract_state()
+
+    def _run(self, name: str, state: State, batch: Any) -> Any:
+        check_state(state)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+            raise ValueError(
+                "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
+                "vmap, scan or eval_shape; call the step outside of them, or use ddp"
+            )
+        return self.carry(Live(), name, state, batch)
+
+    def carry(self, by: Carrier, name: str, state: State, batch: Any) -> Any:
+        """One step: "train", "evaluate" or "gradients". All that moves between devices moves here."""
+        programs, home = self._programs(batch), self.layout.sharding(_HERE)
+        everywhere, stacked = NamedSharding(self.mesh, _HERE), NamedSharding(self.mesh, _STACKED)
+        places = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec),
+            batch_specs(batch),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        rows = by.move("scatter", "rows of the batch", batch, places)
+        # The optimizer's state stays at home: replicas get weights, variables and keys.
+        sent = State(state.step, state.params, None, None, state.variables, state.scale, state.key)
+        weights = by.move("broadcast", "weights", sent, everywhere)
+        if name == "evaluate":
+            sums = by.move("gather", "losses", by.run("evaluate", programs["evaluate"], weights, rows), home)
+            return by.run("report", self._server("report"), sums)
+        losses, tape = by.run("forward", programs["forward"], weights, rows)
+        sums, variables = by.move("gather", "losses", losses, home)
+        seeds = by.run("loss", self._server("loss"), sums, state.scale)
+        seeds = by.move("scatter", "gradients of the losses", seeds, stacked)
+        grads = by.run("backward", programs["backward"], weights, rows, tape, seeds)
+        del rows, weights, losses, tape, seeds  # so that the replicas' memory is free again
+        grads = by.move("gather", "gradients", grads, home)
+        return by.run("update", self._server(name), state, (grads, variables, sums))
+
+    # -- the replicas' programs ----------------------------------------------------------------------------------------
+
+    def _programs(self, batch: Any) -> dict[str, Any]:
+        leaves, tree = jax.tree.flatten(batch)
+        key = ("replicas", tree, *(np.shape(x) for x in leaves))
+        if key not in self._jitted:
+            self.check(batch)
+            programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
+            programs |= {"both": self._both}
+            self._jitted[key] = {name: jax.jit(fun) for name, fun in programs.items()}
+        return self._jitted[key]
+
+    def _losses(self, state: State, batch: Any) -> Sums:
+        run = self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)
+        return run(state.step, state.params, state.variables)[0]
+
+    def _forward(self, state: State, batch: Any) -> Any:
+        """Every replica's sums, stacked, with new variables, the same on all; and the tapes of all microbatches."""
+
+        def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
+            program, out, access, batches = self._sliced(variables, batch, key)
+            stored = self.local.layered(stored)
+            m = self.strategy.microbatches
+            first = collectives.index(tuple(self.local.axes)) * m
+            keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
+
+            def micro(variables: Any, block: Any) -> Any:
+                key, batch = block
+                outs, tape = program.forward(access, stored, jax.tree.leaves((variables, batch, key)), grad=True)
+                sums, variables = jax.tree.unflatten(jax.tree.structure(out), outs)
+                leaves, tree = jax.tree.flatten(tape)
+                where = tuple(next((i for i, w in enumerate(stored) if w is x), None) for x in leaves)
+                saved = Saved([x for x, at in zip(leaves, where, strict=True) if at is None], tree, where)
+                return variables, (sums, saved)
+
+            variables, (sums, tapes) = lax.scan(micro, variables, (keys, batches))
+            return (_lift(jax.tree.map(lambda x: x.sum(0), sums)), variables), _lift(tapes)
+
+        run = self._mapped(local, batch, ((_STACKED, _HERE), _STACKED))
+        return run(state.step, state.params, state.variables, state.key, state.step)[0]
+
+    def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array]:
+        """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
+
+        def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Saved, seeds: jax.Array) -> Any:
+            program, out, access, _ = self._sliced(variables, batch, key)
+            stored = self.local.layered(stored)
+            loss = positions(out)[0]["loss"]
+            tapes = _first(tapes)
+
+            def micro(grads: Any, tape: Saved) -> Any:
+                saved = tape.pull(tape.values, stored)
+                return program.backward(access, stored, saved, {loss.total: seeds[0]}, grads), None
+
+            shapes = jax.eval_shape(lambda: micro([None] * len(stored), _first(tapes))[0])
+            grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
+            return [grad[None] for grad in self.local.finished(access, grads)]
+
+        ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
+        run = order.in_order(local, self.mesh)
+        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(_STACKED, _HERE), check_vma=False)
+        token = order.start(seeds, self.mesh)  # which come after all that the forward program does
+        return mapped(token, jax.tree.leaves(state.params), state.variables, batch, state.key, tapes, seeds)[0]
+
+    def _both(self, state: State, batch: Any) -> Any:
+        (sums, variables), tapes = self._forward(state, batch)
+        return self._backward(state, batch, tapes, self._seeds(sums, state.scale)), variables, sums
+
+    def _sliced(self, variables: Any, batch: Any, key: jax.Array) -> Any:
+        batches = self.local.split(batch)
+        program, out = self.local.program(variables, _first(batches), key)
+        return program, out, Access(self.layout, self.rule, program, self.strategy), batches
+
+    # -- the server's --------------------------------------------------------------------------------------------------
+
+    def _server(self, name: str) -> Any:
+        if name not in self._jitted:
+            fun = {
+                "loss": self._seeds,
+                "train": self._serve,
+                "gradients": self._serve_gradients,
+                "report": lambda sums: metrics_of(_added(sums)),
+            }[name]
+            self._jitted[name] = jax.jit(fun, donate_argnums=(0,) if name == "train" else ())
+        return self._jitted[name]
+
+    def _seeds(self, sums: Sums, scale: LossScale | None) -> jax.Array:
+        """The gradient of the (scaled) loss with respect to each replica's sum [n]: one over the count of all rows."""
+        counts = sums["loss"].count
+        return jnp.full(counts.shape, (1 if scale is None else scale.scale) / counts.sum(), jnp.float32)
+
+    def _summed(self, state: State, gathered: Any) -> Any:
+        grads, variables, sums = gathered
+        return self._unscaled([g.sum(0) for g in grads], state), variables, _added(sums)
+
+    def _serve(self, state: State, gathered: Any) -> tuple[State, Metrics]:
+        return self.update(state, *self._summed(state, gathered))
+
+    def _serve_gradients(self, state: State, gathered: Any) -> tuple[jax.Array, Any]:
+        grads, _, sums = self._summed(state, gathered)
+        return metrics_of(sums)["loss"], self.filled(grads)
+
+
+def _added(sums: Sums) -> Sums:
+    return jax.tree.map(lambda x: x.sum(0), sums)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _lift(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)

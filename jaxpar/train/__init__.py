@@ -1,0 +1,1 @@
+"""The trainer: loop, checkpoints, progress, what a run leaves behind."""

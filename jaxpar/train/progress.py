@@ -1,0 +1,161 @@
+"""What a run shows while it trains: a live bar in a terminal, lines at intervals elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+
+from rich import progress as rich
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from ..inspect.targets.devices import peak_flops
+from .checkpoint import exact
+from .loop import Run
+
+_MEMORY = {
+    "peak": "peak so far",
+    "compiled": "arguments and temporaries, as compiled",
+    "state": "parameters, gradients and optimizer state",
+}
+_SMOOTH = 10  # steps that the step time shown is a mean of; single steps jump
+
+
+def discard_output() -> None:
+    """Sends standard output nowhere from here on, with what is still to be flushed: at its end, where Python does it,
+    nothing could answer to a pipe that is closed.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Console(Console):
+    """Where nobody reads any more (`| head`) a run ends as at Ctrl-C, with a checkpoint; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard_output()
+        signal.raise_signal(signal.SIGINT)
+
+
+class Progress:
+    """A hook that shows loss, speed, step time, memory per device and, on GPUs, MFU.
+
+    MFU is the share of the devices' peak at which the step's own floating-point operations run (PaLM, Chowdhery et al.
+    2022, appendix B): recomputation does not count.
+
+    Args:
+      quiet: show nothing.
+      console: where to; standard output if None.
+    """
+
+    def __init__(self, quiet: bool = False, console: Console | None = None):
+        self.console = console or _Console(highlight=False, quiet=quiet)
+        self._bar: _Bar | None = None
+        self._seconds, self._steps = 0.0, 0
+        self._values: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Prints, above a live bar; in a pipe, lines stay as long as they are."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Says what trains where, and starts the bar in a terminal."""
+        step = trainer.step
+        parameters = sum(math.prod(leaf.shape) for leaf in step.layout.leaves)
+        size, what = trainer.memory
+        devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
+        self.say(f"{parameters:,} parameters under {exact(step)} on {devices}, {mib(size)} a device ({_MEMORY[what]})")
+        if isinstance(why := _mfu(trainer, 1.0), str):
+            self.say(f"MFU is not shown: {why}")
+        if metrics["step"]:
+            self.say(f"resumed after step {metrics['step']}")
+        if self.console.is_terminal and not self.console.quiet:
+            self._bar = _Bar(self.console)
+            self._bar.begin(trainer.number, trainer.loop.steps)
+
+    def on_step(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Moves the bar, or prints a line at intervals."""
+        number = int(metrics["step"])
+        self._steps += 1
+        self._seconds += (metrics["seconds"] - self._seconds) / min(self._steps, _SMOOTH)
+        if self._bar is not None:
+            self._bar.move(number, self._line(trainer, metrics))
+            return
+        steps = trainer.loop.steps
+        if number % (trainer.loop.print_every or max(1, steps // 20)) == 0 or number in (1, steps):
+            self.say(f"step {number:{len(str(steps))}}/{steps}  {self._line(trainer, metrics)}")
+
+    def on_evaluate(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Prints the held-out metrics."""
+        units, parts = trainer.units, []
+        for name, value in metrics.items():
+            if name == "held_out_loss":
+                parts.insert(0, f"held out {value * units.factor:.4f} {units.loss}")
+            elif name != "step":
+                parts.append(f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4f}")
+        some = f"  (of {n} {'batch' if n == 1 else 'batches'})" if (n := trainer.loop.evaluate_batches) else ""
+        self.say(f"step {int(metrics['step']):{len(str(trainer.loop.steps))}}  {'  '.join(parts)}{some}")
+
+    def on_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, trainer: Run, metrics: Mapping[str, float]) -> str:
+        units = trainer.units
+        parts = [
+            f"{metrics['loss'] * units.factor:.3f} {units.loss}",
+            f"{trainer.rows * units.per_row / self._seconds:,.0f} {units.rows}/s",
+            f"{1e3 * self._seconds:.0f} ms/step" if self._seconds >= 0.01 else f"{1e3 * self._seconds:.2f} ms/step",
+        ]
+        size, what = trainer.memory
+        parts += [f"{mib(size)} {what}"] if self._bar is not None or what == "peak" else []
+        share = _mfu(trainer, self._seconds)
+        return "  ".join([*parts, *([f"MFU {share:.1%}"] if isinstance(share, float) else [])])
+
+
+def _mfu(trainer: Run, seconds: float) -> float | str | None:
+    """The MFU of a step of so many seconds; why there is none; or None on devices that nobody asks it of."""
+    device, count = trainer.step.mesh.devices.flat[0], trainer.step.mesh.size
+    if device.platform == "cpu":
+        return None
+    if trainer.units.flops is None:
+        return "the model's floating-point operations are not known; pass Units(flops=...)"
+    peak = peak_flops(device.device_kind, trainer.step.strategy.precision)
+    if peak is None:
+        return f"the peak of {device.device_kind!r} is not known"
+    return trainer.units.flops / (seconds * count * peak)
+
+
+def mib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+class _Bar(rich.Progress):
+    """A bar, and below it a line of numbers, cut where the terminal ends."""
+
+    def __init__(self, console: Console):
+        self.line = Text("the first step runs", style="dim", no_wrap=True, overflow="ellipsis")
+        columns = (rich.TextColumn("step"), rich.MofNCompleteColumn(), rich.BarColumn(bar_width=None))
+        super().__init__(*columns, rich.TimeRemainingColumn(), console=console, transient=True, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, and the line below it."""
+        yield from super().get_renderables()
+        yield self.line
+
+    def begin(self, start: int, steps: int) -> None:
+        """Appears."""
+        self.add_task("", total=steps, completed=start)
+        self.start()
+
+    def move(self, number: int, line: str) -> None:
+        """To step `number`."""
+        self.line.plain = line
+        for task in self.task_ids:
+            self.update(task, completed=number)

@@ -1,0 +1,122 @@
+"""What a run leaves behind: a line of JSON for every step and evaluation, TensorBoard events, a plot of the loss."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from .checkpoint import exact
+from .loop import Run, Units
+
+# Legible on white and on black: the figure has no ground of its own.
+_INK, _LINE, _POINTS = "#808080", "#5b8dd9", "#e07b39"
+
+
+class Report:
+    """A hook that writes `metrics.jsonl`, TensorBoard events if tensorboardX is installed, and `loss.png`.
+
+    Each line of `metrics.jsonl` is one step or one evaluation, losses as the model returns them (nats), what is not
+    finite as null. Where a run resumes from an earlier step than the last one written, later lines are removed.
+    """
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+
+    def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Opens the files, for a run that has somewhere to write to."""
+        if trainer.loop.out is None:
+            return
+        path = trainer.loop.out / "metrics.jsonl"
+        kept = [json.dumps(line) for line in read(path) if line["step"] <= metrics["step"]]
+        fresh = path.with_suffix(".new")
+        fresh.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(fresh, path)  # whole or not at all
+        self._file = path.open("a", buffering=1)
+        if importlib.util.find_spec("tensorboardX") is not None:
+            from tensorboardX import SummaryWriter
+
+            folder = str(trainer.loop.out / "tensorboard")
+            self._board = SummaryWriter(folder, purge_step=int(metrics["step"]) + 1)
+
+    def on_step(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Writes one line."""
+        if self._file is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._file.write(json.dumps(finite) + "\n")
+        if self._board is not None:
+            for name, value in metrics.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, int(metrics["step"]))
+
+    on_evaluate = on_step
+
+    def on_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """Closes the files, and draws the loss."""
+        if self._file is not None and trainer.loop.out is not None:
+            self._file.close()
+            step = trainer.step
+            title = f"{exact(step)} on {step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
+            plot(read(trainer.loop.out / "metrics.jsonl"), trainer.loop.out / "loss.png", trainer.units, title)
+        if self._board is not None:
+            self._board.close()
+        self._file = self._board = None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; none where there is no file. A last line that a kill cut short is left out.
+
+    Raises ValueError where another line is not what a run writes.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if lines and not lines[-1].endswith(b"}"):
+        lines.pop()
+    return [_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        float(line["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}, line {number} is {text[:60]!r}, and a run writes JSON with a step; remove the line, or the file"
+        ) from error
+    return line
+
+
+def plot(lines: list[dict[str, Any]], path: Path, units: Units, title: str) -> None:
+    """Draws the loss over steps, held-out losses and `units.lines`, legible on light and dark pages alike."""
+    steps = [(x["step"], x["loss"] * units.factor) for x in lines if x.get("loss") is not None]
+    points = [(x["step"], x["held_out_loss"] * units.factor) for x in lines if x.get("held_out_loss") is not None]
+    if not steps:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*zip(*steps, strict=True), color=_LINE, alpha=0.6, linewidth=0.9, label="training batch")
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", color=_POINTS, markersize=4, label="held out", clip_on=False)
+        axes.annotate(f"{points[-1][1]:.3f}", points[-1], (0, 6), textcoords="offset points", color=_POINTS,
+                      fontweight="bold", ha="right", va="bottom")  # fmt: skip
+    end = max(steps[-1][0], 2)
+    for name, value in units.lines.items():
+        axes.axhline(value, color=_INK, linewidth=1, linestyle="--")
+        axes.text(end, value, f"{name} {value:.3f}", color=_INK, ha="right", va="bottom", fontsize=9)
+    axes.set_title(title, color=_INK, fontsize=10)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel(units.loss, color=_INK)
+    axes.set(xlim=(0, end), ylim=(0, None))
+    axes.tick_params(colors=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(_INK)
+    axes.legend(frameon=False, loc="lower left", labelcolor=_INK)
+    figure.savefig(path, dpi=160, transparent=True)

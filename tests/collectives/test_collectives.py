@@ -1,0 +1,412 @@
+"""Collectives against NumPy: every operation, dtype and number of ranks, inside shard_map and outside; their errors,
+gradients and bytes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import collectives
+from jaxpar.collectives import OPS, on
+from jaxpar.collectives.reductions import DTYPES
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets.devices import gpu_topology
+
+Reference = Callable[[np.ndarray], np.ndarray]
+MOVED = (*DTYPES, "complex64", "complex128")
+
+
+def ranks_of(n: int, *more: int) -> Mesh:
+    """A mesh with axes a, b, ... over the first devices."""
+    sizes = (n, *more)
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def data(n: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """[n, *shape]: integers that overflow when summed, floats that round, but for 8 bits of which sums are exact."""
+    random = np.random.default_rng(len(dtype) + n)
+    kind = jnp.dtype(dtype)
+    if jnp.issubdtype(kind, jnp.integer):
+        info = jnp.iinfo(kind)
+        return random.integers(info.min, info.max, (n, *shape), kind, endpoint=True)
+    if kind.itemsize == 1:
+        return random.choice([0, 1] if dtype == "bool" else [-1, 1], (n, *shape)).astype(kind)
+    values = random.normal(size=(n, *shape))
+    return (values + 1j * random.normal(size=values.shape) if kind.kind == "c" else values).astype(kind)
+
+
+def reduced(op: str, x: np.ndarray) -> np.ndarray:
+    """[n, ...] -> [...] as NumPy reduces: floats in double precision, integers wrapping."""
+    wide = x if x.dtype.kind in "iub" else x.astype(complex if x.dtype.kind == "c" else float)
+    if op in ("min", "max"):
+        return getattr(wide, op)(0).astype(x.dtype)
+    total = (wide.prod if op == "prod" else wide.sum)(0, dtype=wide.dtype)
+    if op == "avg":
+        total = np.trunc(total / np.float128(len(x))) if x.dtype.kind in "iu" else total / len(x)
+    return total.astype(x.dtype)
+
+
+def padded(x: np.ndarray, n: int) -> np.ndarray:
+    return np.pad(x, [(0, -len(x) % n), *[(0, 0)] * (x.ndim - 1)])
+
+
+def everywhere(y: np.ndarray, n: int) -> np.ndarray:
+    return np.stack([y] * n)
+
+
+def only(root: int, y: np.ndarray, n: int) -> np.ndarray:
+    return np.stack([y if i == root else np.zeros_like(y) for i in range(n)])
+
+
+def parts(y: np.ndarray, n: int) -> np.ndarray:
+    """Rank i's part of y along its first dim."""
+    return np.stack(np.split(padded(y, n), n))
+
+
+def moving(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
+    """What a collective does to n buffers of some shape, on paper."""
+    last, even, odd = n - 1, (2 * n, 3), (7, 2)
+    shift = [(i, (i + 1) % n) for i in range(n)]
+    return {
+        "broadcast": (partial(collectives.broadcast, root=last), odd, lambda x: everywhere(x[last], n)),
+        "all_gather": (collectives.all_gather, odd, lambda x: everywhere(np.concatenate(x), n)),
+        "all_gather dim 1": (
+            partial(collectives.all_gather, dim=-1),
+            odd,
+            lambda x: everywhere(np.concatenate(x, 1), n),
+        ),
+        "gather": (partial(collectives.gather, root=last), odd, lambda x: only(last, np.concatenate(x), n)),
+        "scatter": (partial(collectives.scatter, root=last), even, lambda x: parts(x[last], n)),
+        "scatter padded": (partial(collectives.scatter, pad=True), odd, lambda x: parts(x[0], n)),
+        "all_to_all": (collectives.all_to_all, even, lambda x: np.stack([np.split(y, n) for y in x]).swapaxes(0, 1)),
+        "all_to_all padded": (
+            partial(collectives.all_to_all, pad=True),
+            odd,
+            lambda x: np.stack([parts(y, n) for y in x]).swapaxes(0, 1),
+        ),
+        "all_to_all into another dim": (
+            partial(collectives.all_to_all, into=1),
+            even,
+            lambda x: np.stack([np.concatenate(p, 1) for p in zip(*(np.split(y, n) for y in x), strict=True)]),
+        ),
+        "send_recv": (partial(collectives.send_recv, pairs=shift), odd, lambda x: np.roll(x, 1, axis=0)),
+        "send_recv to one": (partial(collectives.send_recv, pairs=[(last, 0)]), odd, lambda x: only(0, x[last], n)),
+        "barrier": (collectives.barrier, odd, lambda x: x),
+    }
+
+
+def reducing(n: int, op: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
+    last, odd, r = n - 1, (7, 2), partial(reduced, op)
+    table = {
+        "all_reduce": (collectives.all_reduce, odd, lambda x: everywhere(r(x), n)),
+        "ring": (collectives.ring_all_reduce, odd, lambda x: everywhere(r(x), n)),
+        "reduce_scatter": (partial(collectives.reduce_scatter, pad=True), odd, lambda x: parts(r(x), n)),
+    }
+    if op in ("sum", "min"):  # an all_reduce for every op
+        table["reduce"] = (partial(collectives.reduce, root=last), odd, lambda x: only(last, r(x), n))
+    if op in ("avg", "max"):  # one of XLA's reductions, and one by all_to_all
+        along = lambda x: np.stack(np.split(r(x), n, 1))
+        table["reduce_scatter dim 1"] = (partial(collectives.reduce_scatter, dim=1), (3, 2 * n), along)
+    return {f"{name} {op}": (partial(f, op=op), shape, reference) for name, (f, shape, reference) in table.items()}
+
+
+def accepted(op: str, dtype: str) -> bool:
+    return {"bool": op in ("min", "max"), "c": op not in ("min", "max")}.get(
+        dtype[0] if dtype[0] == "c" else dtype, True
+    )
+
+
+def cases(n: int, dtype: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
+    ops = [op for op in OPS if accepted(op, dtype)]
+    return moving(n) | {name: case for op in ops for name, case in reducing(n, op).items()}
+
+
+def check(n: int, place: str, chosen: Callable[[int, int], bool]) -> None:
+    """The cases of which `chosen(number of the case, number of the dtype)`, in one program."""
+    mesh = ranks_of(n)
+    table = {
+        (dtype, name): case
+        for i, dtype in enumerate(MOVED)
+        for j, (name, case) in enumerate(cases(n, dtype).items())
+        if chosen(i, j)
+    }
+
+    def program(xs: dict[Any, Any]) -> dict[Any, jax.Array]:
+        where = on(mesh) if place == "outside" else "a"
+        return {key: f(xs[key[0], shape], where) for key, (f, shape, _) in table.items()}
+
+    def inside(xs: dict[Any, Any]) -> dict[Any, jax.Array]:
+        return jax.tree.map(lambda y: y[None], program(jax.tree.map(lambda x: x[0], xs)))
+
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    with jax.enable_x64(True):
+        xs = {(dtype, shape): data(n, shape, dtype) for (dtype, _), (_, shape, _) in table.items()}
+        rows = NamedSharding(mesh, P("a"))
+        found = jax.jit(program if place == "outside" else mapped, in_shardings=rows, out_shardings=rows)(xs)
+    for (dtype, name), (_, shape, reference) in table.items():
+        x, y = xs[dtype, shape], np.asarray(found[dtype, name])
+        exact = x.dtype.itemsize == 1 or x.dtype.kind in "iub" or not any(op in name.split() for op in OPS)
+        rounding = 0 if exact else 3 * n * float(jnp.finfo(x.dtype).eps)
+        wide = complex if x.dtype.kind == "c" else float if rounding else x.dtype
+        assert y.dtype == x.dtype
+        expected = reference(x).reshape(y.shape).astype(wide)
+        np.testing.assert_allclose(y.astype(wide), expected, rounding, rounding, err_msg=f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_equal_to_numpy(n: int, place: str) -> None:
+    """Every collective on every n, inside and outside, with one or two dtypes each; with every dtype on some n."""
+    turn = (n - 2) % 7 + 7 * (place == "outside")
+    check(n, place, lambda dtype, case: (dtype + case) % 14 == turn)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_equal_to_numpy_in_full(n: int, place: str) -> None:
+    check(n, place, lambda dtype, case: True)
+
+
+def traced(f: Callable[..., jax.Array], mesh: Mesh, shape: tuple[int, ...], dtype: Any = "float32") -> Ledger:
+    """The ledger of f(x, axes) on every rank's x."""
+    x = jax.ShapeDtypeStruct((mesh.size, *shape), dtype)
+    return Ledger.from_jaxpr(jax.make_jaxpr(lambda x: f(x, on(mesh)))(x), mesh)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_costs_are_those_documented(n: int) -> None:
+    """Bytes of the buffers, of which a ring sends (n-1)/n, or twice that in an all-reduce; x is 4 * 40 n bytes."""
+    mesh, s = ranks_of(n), 160 * n
+    through_shards = {"all-to-all": s, "all-gather": s}
+    expected = {
+        collectives.all_reduce: {"all-reduce": s},
+        partial(collectives.all_reduce, op="max"): {"all-reduce": s},
+        partial(collectives.all_reduce, op="prod"): through_shards,
+        collectives.broadcast: through_shards,
+        collectives.reduce: {"all-reduce": s},
+        collectives.all_gather: {"all-gather": n * s},
+        collectives.reduce_scatter: {"reduce-scatter": s},
+        partial(collectives.reduce_scatter, op="min"): {"all-to-all": s},
+        collectives.scatter: {"all-to-all": s},
+        collectives.gather: {"all-gather": n * s},
+        collectives.all_to_all: {"all-to-all": s},
+        partial(collectives.send_recv, pairs=[(0, n - 1)]): {"collective-permute": s},
+        collectives.barrier: {"all-reduce": 4},
+        collectives.ring_all_reduce: {"collective-permute": 2 * (n - 1) * s // n},
+    }
+    for f, costs in expected.items():
+        assert traced(f, mesh, (40 * n,)).by("kind") == (costs if n > 1 else {}), f
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (8, 8), ()])
+def test_ring_sends_2_n_minus_1_chunks(shape: tuple[int, ...]) -> None:
+    ledger = traced(collectives.ring_all_reduce, ranks_of(8), shape)
+    (entry,) = ledger
+    chunk = -(-int(np.prod(shape)) // 8)
+    assert (entry.kind, entry.count, entry.bytes) == ("collective-permute", 14, 14 * 4 * chunk)
+
+
+def test_ring_gives_all_ranks_the_same_bits_and_the_compiled_program_is_a_ring() -> None:
+    mesh = ranks_of(8)
+    x = data(8, (1001,), "float32")
+    ring = jax.jit(lambda x: collectives.ring_all_reduce(x, on(mesh)))
+    y = np.asarray(ring(x))
+    assert (y == y[0]).all()
+    assert Ledger.from_hlo(ring.lower(x).compile().as_text(), mesh).by("kind") == {"collective-permute": 14 * 4 * 126}
+
+
+def test_broadcast_moves_bits() -> None:
+    """Negative zeros, NaNs and subnormals arrive as they are; a masked sum would lose them."""
+    bits = np.array([0x80000000, 0x7FC00123, 0x00000001, 0xFF800000], "uint32")
+    x = np.stack([np.full(4, 7, "float32"), bits.view("float32")])
+    y = np.asarray(collectives.broadcast(x, on(ranks_of(2)), root=1))
+    assert (y.view("uint32") == bits).all()
+
+
+def test_what_is_linear_has_its_transpose_for_gradient() -> None:
+    """<w, f(x)> = <f'(w), x>, and f'(w) does not depend on x."""
+    n = 4
+    mesh = ranks_of(n)
+    linear = moving(n) | reducing(n, "sum") | reducing(n, "avg")
+    w, x = ({k: data(n + i, shape, "float32")[:n] for k, (_, shape, _) in linear.items()} for i in (0, 1))
+
+    @jax.jit
+    def both(x: Any, w: Any) -> tuple[Any, Any]:
+        y, transpose = jax.vjp(lambda x: {k: f(x[k], on(mesh)) for k, (f, _, _) in linear.items()}, x)
+        w = {k: jnp.resize(w[k], y[k].shape) for k in y}
+        return {k: jnp.vdot(w[k], y[k]) for k in y}, transpose(w)[0]
+
+    forward, gradient = both(x, w)
+    _, again = both(jax.tree.map(lambda x: -2 * x, x), w)
+    for k in linear:
+        np.testing.assert_allclose(forward[k], np.vdot(gradient[k], x[k]), rtol=1e-4, atol=1e-4, err_msg=k)
+        np.testing.assert_array_equal(gradient[k], again[k])
+
+
+def test_some_axes_of_a_mesh() -> None:
+    """Over b of a mesh (a, b): groups of 3. Outside, the other axis holds copies."""
+    mesh = ranks_of(2, 3)
+    x = data(6, (3, 2), "int32")
+    groups = jax.shard_map(
+        lambda x: jnp.stack([collectives.all_reduce(x[0], "b"), collectives.ring_all_reduce(x[0], ["b"])])[None],
+        mesh=mesh,
+        in_specs=P(("a", "b")),
+        out_specs=P(("a", "b")),
+        check_vma=False,
+    )
+    by_group = x.reshape(2, 3, 1, 3, 2).sum(1, keepdims=True, dtype=x.dtype)
+    np.testing.assert_array_equal(jax.jit(groups)(x).reshape(2, 3, 2, 3, 2), np.broadcast_to(by_group, (2, 3, 2, 3, 2)))
+    y = collectives.reduce_scatter(x[:3], on(mesh, "b"))
+    np.testing.assert_array_equal(y, reduced("sum", x[:3]).reshape(3, 1, 2))
+    assert y.sharding.shard_shape(y.shape) == (1, 1, 2)
+    both = collectives.all_gather(x, on(mesh))  # ranks over both axes count as the rows of the mesh do
+    np.testing.assert_array_equal(both, everywhere(np.concatenate(x), 6))
+
+
+def test_under_check_vma() -> None:
+    """JAX's default for shard_map, under which the primitives are others."""
+    mesh = ranks_of(4)
+    table = moving(4) | reducing(4, "sum") | reducing(4, "prod")
+    xs = {k: jax.ShapeDtypeStruct((4, *shape), "float32") for k, (_, shape, _) in table.items()}
+    f = lambda xs: {k: f(xs[k][0], "a")[None] for k, (f, _, _) in table.items()}
+    shapes = jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a")), xs)
+    assert shapes["all_gather"].shape == (4, 28, 2)
+
+
+def test_outside_compiles_once() -> None:
+    mesh = ranks_of(2)
+    f = lambda x: collectives.send_recv(x, on(mesh), pairs=[[0, 1]])
+    f(np.zeros((2, 3), "float32"))
+    with jax.no_tracing():
+        f(np.ones((2, 3), "float32"))
+
+
+@pytest.mark.parametrize("value", [np.arange(4.0, dtype="float32"), [1.0, 2.0, 3.0, 4.0]], ids=["numpy", "list"])
+def test_scalars_of_each_rank(value: Any) -> None:
+    assert collectives.all_reduce(value, on(ranks_of(4)), op="max").tolist() == [max(value)] * 4
+
+
+X = np.zeros((8, 16), "float32")
+WRONG = {
+    "axis": (lambda m: collectives.all_reduce(X, on(m, "fdsp")), r"no axis 'fdsp'; use 'a'"),
+    "axis_nearest": (lambda m: on(Mesh(m.devices, ("fsdp",)), "fdsp"), r"did you mean 'fsdp'\?"),
+    "mesh": (lambda m: on("a"), r"on\('a'\): needs a jax.sharding.Mesh, such as"),
+    "no_shard_map": (
+        lambda m: collectives.all_reduce(X, "a"),
+        r"axis 'a' is not one .*; call it in a jax.shard_map, or",
+    ),
+    "mesh_as_axes": (lambda m: collectives.all_reduce(X, m), r"outside shard_map give on\(mesh\), inside names of 'a'"),
+    "rows": (
+        lambda m: collectives.all_reduce(X[:6], on(m)),
+        r"x \[6, 16\] must stack the buffers of 8 ranks .* \[8, ...\]",
+    ),
+    "scalar": (lambda m: collectives.all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
+    "op": (lambda m: collectives.all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),
+    "op_nearest": (lambda m: collectives.reduce(X, on(m), op="summ"), r"did you mean 'sum'\?"),
+    "root": (lambda m: collectives.broadcast(X, on(m), root=8), r"root=8 is no rank: 8 of them run from 0 to 7"),
+    "root_negative": (lambda m: collectives.gather(X, on(m), root=-1), r"root=-1 is no rank"),
+    "root_float": (lambda m: collectives.scatter(X, on(m), root=1.0), r"root=1.0 is no rank"),
+    "root_of_reduce": (lambda m: collectives.reduce(X, on(m), root=9), r"root=9 is no rank"),
+    "divide": (
+        lambda m: collectives.reduce_scatter(X[:, :13], on(m)),
+        r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or let zeros follow it: pad=True",
+    ),
+    "divide_scatter": (lambda m: collectives.scatter(X[:, :9], on(m)), r"does not divide into 8 parts; make it 16"),
+    "divide_all_to_all": (lambda m: collectives.all_to_all(X[:, :9], on(m)), r"does not divide into 8 parts"),
+    "dim": (lambda m: collectives.all_gather(X, on(m), dim=1), r"x \[16\] has no dim 1; use 0 to 0"),
+    "dim_into": (lambda m: collectives.all_to_all(X, on(m), into=-2), r"x \[16\] has no dim -2"),
+    "dim_scalar": (
+        lambda m: collectives.all_gather(X[:, 0], on(m)),
+        r"x \[\] has no dim 0; give a scalar as x\[None\]",
+    ),
+    "source_twice": (lambda m: collectives.send_recv(X, on(m), [(0, 1), (0, 2)]), r"rank 0 is the source of two pairs"),
+    "destination_twice": (
+        lambda m: collectives.send_recv(X, on(m), [(0, 3), (1, 3)]),
+        r"rank 3 is the destination of two",
+    ),
+    "pairs": (lambda m: collectives.send_recv(X, on(m), (0, 1)), r"pairs=\(0, 1\) is no list of pairs; .*\[\(0, 1\)\]"),
+    "axes_none": (lambda m: collectives.all_reduce(X, None), r"axes=None names no mesh axes; give 'data'"),
+    "dim_none": (lambda m: collectives.all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
+    "root_traced": (
+        lambda m: jax.jit(lambda root: collectives.broadcast(X, on(m), root))(2),
+        r"of the program, not of its data; give Python's values",
+    ),
+    "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is no rank"),
+    "bool_sum": (lambda m: collectives.all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
+    "complex_max": (
+        lambda m: collectives.ring_all_reduce(X * 1j, on(m), op="max"),
+        r"complex.*no order; reduce jnp.abs",
+    ),
+    "dtype": (
+        lambda m: collectives.all_reduce(X.astype(ml_dtypes.int4), on(m)),
+        r"int4 cannot be reduced; cast to one of",
+    ),
+}
+
+
+def test_buffers_without_elements_and_options_as_arrays() -> None:
+    """XLA's verifier refuses an all-gather or a reduce-scatter along a dim of size 0."""
+    ranks, none = on(ranks_of(8)), np.zeros((8, 0, 3), np.float32)
+    for f in (collectives.all_gather, collectives.gather, collectives.reduce_scatter, collectives.broadcast):
+        assert f(none, ranks).shape == none.shape
+    assert collectives.all_reduce(none, ranks, op="prod").shape == none.shape
+    assert collectives.broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
+    assert collectives.send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    f, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        f(ranks_of(8))
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("dta", r"axis 'dta' is not one that a shard_map here runs over; use .*did you mean 'data'"),
+        (("fsdp", "data"), r"out of the mesh's order; use 'data', 'fsdp'"),
+        (("data", "data"), r"'data', 'data' are repeated or out of the mesh's order; use 'data'"),
+        ("tensor", r"axis 'tensor' is not one"),
+    ],
+)
+def test_errors_in_axes(axes: Any, message: str) -> None:
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    f = lambda x: collectives.all_reduce(x, axes)
+    inside = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False, axis_names={"data", "fsdp"})
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(inside, X)
+
+
+@pytest.mark.cuda_compiler
+def test_on_gpus() -> None:
+    """NCCL's own broadcast; 8-bit floats travel as such; what nobody reads, a barrier's sum, is still there."""
+    mesh = Mesh(np.array(gpu_topology("8xH100")), ("a",), axis_types=(AxisType.Auto,))
+    x = lambda dtype: jax.ShapeDtypeStruct((8, 800), dtype, sharding=NamedSharding(mesh, P("a")))
+
+    def program(a: jax.Array, b: jax.Array, c: jax.Array) -> list[jax.Array]:
+        ranks = on(mesh)
+        return [
+            collectives.broadcast(a, ranks),
+            collectives.all_reduce(b, ranks),
+            collectives.barrier(c, ranks),
+            collectives.ring_all_reduce(a, ranks),
+        ]
+
+    lowered = jax.jit(program).trace(x("float32"), x("float8_e5m2"), x("uint8")).lower(lowering_platforms=("cuda",))
+    assert Ledger.from_hlo(lowered.compile().as_text(), mesh).by("kind", "dtype") == {
+        ("collective-broadcast", "float32"): 3200,
+        ("all-reduce", "float8_e5m2"): 800,
+        ("all-reduce", "int32"): 4,
+        ("collective-permute", "float32"): 14 * 400,
+    }

@@ -1,0 +1,170 @@
+"""Images: the same batch for the same step, on every machine; and what is missing or broken is named."""
+
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+
+import jaxpar as jp
+from jaxpar.data import images
+from jaxpar.data.images import Images
+from jaxpar.models import named
+
+
+@pytest.fixture(scope="module")
+def digits() -> Images:
+    return images.digits()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes with 20 and 11 images: red ones, wide, and blue ones, tall, that lie deeper."""
+    root = tmp_path_factory.mktemp("photos")
+    for name, color, size, below, files in (
+        ("red", (255, 0, 0), (9, 4), "", 20),
+        ("blue", (0, 0, 255), (4, 9), "x", 11),
+    ):
+        (root / name / below).mkdir(parents=True)
+        for i in range(files):
+            suffix = (".png", ".JPG")[i % 2]
+            Image.new("RGB", size, (color[0], 10 * i, color[2])).save(
+                root / name / below / f"{i:02}{suffix}", quality=95
+            )
+    (root / "red" / "notes.txt").write_text("no image")
+    (root / "red" / ".hidden.png").write_text("no image")
+    (root / ".cache").mkdir()
+    return root
+
+
+def test_digits_are_ten_classes_of_grey_pixels(digits: Images) -> None:
+    assert digits.sizes == {"classes": 10, "channels": 1, "size": 8}
+    assert "1,797 images of 10 classes" in digits.description
+    assert len(digits.train) + len(digits.rest) == 1797
+    assert {label for _, label in digits.rest} == set(range(10))
+    assert digits.baselines["prior"] == pytest.approx(np.log(10), abs=0.1)
+    batch = next(digits.batches(64, seed=0))
+    assert batch["image"].shape == (64, 8, 8, 1)
+    assert batch["image"].dtype == np.float32
+    assert batch["label"].shape == (64,)
+    assert batch["label"].dtype == np.int32
+    assert batch["image"].min() == -1
+    assert batch["image"].max() == 1
+
+
+def test_batches_resume_at_any_step_and_differ_by_seed_and_step(digits: Images) -> None:
+    whole = [batch["image"] for batch in islice(digits.batches(200, seed=3), 12)]  # beyond the first epoch
+    resumed = [batch["image"] for batch in islice(digits.batches(200, seed=3, start=10), 2)]
+    np.testing.assert_array_equal(whole[10:], resumed)
+    assert len({image.tobytes() for image in whole}) == 12
+    assert not np.array_equal(whole[0], next(digits.batches(200, seed=4))["image"])
+
+
+def test_an_epoch_holds_every_training_image_once_and_none_that_is_held_out(photos: Path) -> None:
+    source = images.folder(photos, 4)
+    epoch = [image.tobytes() for batch in islice(source.batches(7, seed=0), 4) for image in batch["image"]]
+    assert len(set(epoch)) == len(source.train) == 28
+    assert sorted(epoch) == sorted(source.read(file).tobytes() for file, _ in source.train)
+    assert not {file for file, _ in source.train} & {file for file, _ in source.rest}
+
+
+def test_held_out_images_come_once_in_order_and_padded(photos: Path, digits: Images) -> None:
+    found = list(images.folder(photos, 4).held_out(2))
+    assert [batch["mask"].tolist() for batch in found] == [[1, 1], [1, 0]]
+    assert [batch["label"].tolist() for batch in found] == [[0, 1], [1, 0]]
+    assert found[0]["image"].shape == found[1]["image"].shape == (2, 4, 4, 3)
+    again = list(digits.held_out(100))
+    assert sum(batch["mask"].sum() for batch in again) == 176
+    np.testing.assert_array_equal(
+        np.concatenate([b["label"] for b in again])[:176], [label for _, label in digits.rest]
+    )
+
+
+def test_a_folder_is_its_classes_in_order(photos: Path) -> None:
+    source = images.folder(str(photos), size=4)
+    assert source.classes == ("blue", "red")
+    assert source.sizes == {"classes": 2, "channels": 3, "size": 4}
+    assert "31 images of 2 classes, 3 of them held out" in source.description
+    assert [file.name for file, label in source.rest] == ["09.JPG", "09.JPG", "19.JPG"]
+    for file, label in (source.train[0], source.train[-1]):
+        mean = source.read(file).mean(axis=(0, 1))
+        assert mean[0] == pytest.approx(1 if label else -1, abs=0.05)
+        assert mean[2] == pytest.approx(-1 if label else 1, abs=0.05)
+
+
+def test_images_are_cropped_at_the_centre_and_turned_as_the_camera_says(tmp_path: Path) -> None:
+    pixels = np.zeros((6, 10, 3), np.uint8)
+    pixels[:, 2:8] = 255
+    pixels[0] = 0
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    wide, turned = (images._decoded(tmp_path / f"{name}.png", 6) for name in ("wide", "turned"))
+    assert wide.dtype == np.float32
+    assert (wide[0] == -1).all()
+    assert (wide[1:] == 1).all()
+    np.testing.assert_array_equal(turned, wide[::-1])
+
+
+def test_what_is_no_folder_of_classes_says_what_would_be(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no folder .*nowhere; give one that has a subfolder of images for each class"
+    ):
+        images.folder(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no subfolders; put the images of each class into a subfolder"):
+        images.folder(tmp_path)
+    (tmp_path / "cats").mkdir()
+    with pytest.raises(ValueError, match=r"has one subfolder, cats; put .* two or more"):
+        images.folder(tmp_path)
+    (tmp_path / "dogs").mkdir()
+    (tmp_path / "cats" / "notes.txt").write_text("no image")
+    with pytest.raises(ValueError, match=r"cats holds no images; add some \(\..*\), or remove it"):
+        images.folder(tmp_path)
+    for name in ("cats", "dogs"):
+        Image.new("L", (2, 2)).save(tmp_path / name / "1.png")
+    with pytest.raises(ValueError, match=r"at most 1 images of a class, .* 10 of one class are needed"):
+        images.folder(tmp_path)
+    with pytest.raises(ValueError, match=r"size=0 leaves no pixels"):
+        images.folder(tmp_path, size=0)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            (tmp_path / name / f"{i}.jpg").write_bytes(b"not a jpeg")
+    with pytest.raises(ValueError, match=r"cannot read .*\d\.jpg: .*; mend the file or remove it"):
+        next(images.folder(tmp_path, 4).batches(2, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "load"),
+    [
+        ("scikit-learn", "sklearn.datasets", images.digits),
+        ("pillow", "PIL.Image", lambda: images.folder(".")),
+        ("grain", "grain", lambda: Images("", ("a",), 1, 1, [(0, 0)], [], np.asarray).batches(1, 0)),
+    ],
+)
+def test_missing_packages_say_how_to_install_them(
+    package: str, module: str, load: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf'need {package}, which is not installed: pip install "jaxpar\[images\]"'):
+        load()
+
+
+def test_a_model_learns_the_digits(digits: Images) -> None:
+    model = named("mlp-tiny", **digits.sizes)
+    step = jp.make_train_step(model.model, optax.adam(1e-2), "ddp")
+    state = step.init(jax.random.key(0))
+    for batch in islice(digits.batches(64, seed=0), 60):
+        state, metrics = step(state, batch)
+    found = [step.evaluate(state, batch) for batch in digits.held_out(64)]
+    assert metrics["loss"] < digits.baselines["prior"] / 2
+    assert np.mean([part["accuracy"] for part in found]) > 0.8

@@ -1,0 +1,412 @@
+"""check: strategies as they are keep what they promise; broken on purpose they are caught before anything runs."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jaxpar as jp
+from jaxpar.cli.commands import main
+from jaxpar.inspect.check.findings import check
+from jaxpar.inspect.check.proof import Finding, Proof
+from jaxpar.inspect.targets.devices import gpu_topology
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.layout.layout import place_optimizer
+from jaxpar.layout.storage import place
+from jaxpar.parallel import DDP, rule_of
+from jaxpar.parallel.tensor import RULES
+from jaxpar.slicing.slicer import slice_program
+from jaxpar.step.core import Step
+from jaxpar.step.fit import misfit
+from jaxpar.step.gradients import Local
+from jaxpar.step.update import Update
+
+# One layer is 1.18 MB in float32, so that a layer alone is more than what need not be promised.
+LAYERS, DIM, HIDDEN, VOCAB = 3, 384, 768, 40
+BATCH = {"tokens": np.random.default_rng(0).integers(0, VOCAB, (16, 6), dtype=np.int32)}
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+MATRIX = LAYERS * DIM * HIDDEN  # elements of "up"
+SPLIT = {"up": -1, "down": -2}
+
+
+def init(key: jax.Array) -> dict[str, jax.Array]:
+    shapes = {"embed": (VOCAB, DIM), "up": (LAYERS, DIM, HIDDEN), "down": (LAYERS, HIDDEN, DIM), "scale": (LAYERS, DIM)}
+    keys = jax.random.split(key, len(shapes))
+    return {name: 0.05 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+    def layer(h: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(h * (1 + w["scale"]) @ w["up"]) @ w["down"], None
+
+    stack = {name: params[name] for name in ("up", "down", "scale")}
+    h, _ = lax.scan(layer, params["embed"][batch["tokens"][:, :-1]], stack)
+    return optax.softmax_cross_entropy_with_integer_labels(h @ params["embed"].T, batch["tokens"][:, 1:]).mean()
+
+
+MODEL = jp.Model(init=init, loss=loss)
+
+
+def made(strategy: str, optimizer: Any = ADAMW, **options: Any) -> Step:
+    return jp.make_train_step(MODEL, optimizer, strategy, rules=SPLIT if "tensor" in strategy else None, **options)
+
+
+@functools.cache
+def proved(strategy: str) -> Proof:
+    """Of the strategy as it is; several tests ask for the same."""
+    return check(made(strategy, mesh=jax.devices()[:1] if strategy == "single" else None), BATCH)
+
+
+STRATEGIES = (
+    "single",
+    "dp",
+    "ddp",
+    "zero1",
+    "zero1,precision=bf16",
+    "zero2",
+    "zero3",
+    "hsdp",
+    "pipe=2,fsdp=4,microbatches=2",
+    "data=4,tensor=2",
+    "data=2,fsdp=2,tensor=2,zero=2",
+    *(
+        pytest.param(strategy, marks=pytest.mark.battery)
+        for strategy in (
+            "ddp,microbatches=2",
+            "ddp,precision=f16,reduce=compute",
+            "zero2,precision=bf16",
+            "zero3,precision=f16,remat=layer",
+            "tensor=8,precision=bf16",
+        )
+    ),
+)
+
+
+@pytest.mark.xdist_group("check")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_keep_their_promises(strategy: str) -> None:
+    proof = proved(strategy)
+    assert proof.ok, proof
+    proof.require()
+    text = str(proof)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "promises kept" in text
+    assert json.loads(json.dumps(proof.json()))["ok"]
+    parts = {found.part for found in proof.findings}
+    wanted = {
+        "single": {"state", "arguments"},
+        "dp": {"state", "exchanges"},
+    }.get(strategy, {"state", "arguments", "as written", "as compiled"})
+    assert wanted <= parts
+
+
+def test_the_program_that_is_checked_is_the_one_that_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """One compilation, whether the step is called or compiled first."""
+    step = made("zero1", check=True)
+    state = step.init(jax.random.key(0))
+    caplog.clear()
+    with jax.log_compiles(True):
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        step.compile(BATCH)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_train)" in r.getMessage()]
+    assert len(compiled) == 1
+
+
+# Breaks. Each takes the place of what its table names.
+
+
+def unsharded(strategy: Any) -> Any:
+    """A flag that does nothing."""
+    return DDP
+
+
+def unpublished(strategy: Any) -> Any:
+    return dataclasses.replace(rule_of(strategy), published=False)
+
+
+def not_reduced(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    return x
+
+
+def at_once(fun: Any, params: Any, rest: Any, axes: Any, sharded: Sequence[Any], *others: Any) -> Any:
+    return slice_program(fun, params, rest, axes, [0] * len(sharded), *others)
+
+
+def leaf_whole(path: str, *others: Any) -> Any:
+    leaf = place(path, *others)
+    return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf
+
+
+def optimizer_whole(state: Any, params: Any, leaves: Any, sharded: bool) -> Any:
+    return place_optimizer(state, params, leaves, False)
+
+
+_gradients = Local.gradients
+
+
+def gathered_rows(local: Local, stored: Any, variables: Any, batch: Any, *others: Any) -> Any:
+    """Activations that nobody promised: 2.1 MB from all replicas."""
+    rows = jnp.tile(batch["tokens"].astype(jnp.float32), (1, 5500))
+    everywhere = lax.all_gather(rows, "fsdp", tiled=True)
+    grads, variables, sums = _gradients(local, stored, variables, batch, *others)
+    return [g + 0 * everywhere.sum().astype(g.dtype) for g in grads], variables, sums
+
+
+def whole_update(update: Update, leaf: Any, x: jax.Array) -> jax.Array:
+    """The partitioner has to gather every leaf for the update."""
+    return lax.with_sharding_constraint(x, update.layout.sharding(PartitionSpec()))
+
+
+def gathered_operands(work: Any, eqn: Any, inputs: Any) -> Any:
+    return [(value, None) for value in jx.bind(eqn, [work.whole(x) for x in inputs])]
+
+
+def replicated_output(step: Step, name: str, batch: Any) -> Any:
+    state = step._shardings
+    whole = dataclasses.replace(
+        state, optimizer=jax.tree.map(lambda _: step.layout.sharding(PartitionSpec()), state.optimizer)
+    )
+    rows = step.layout.sharding(PartitionSpec(("data", "fsdp")))
+    return jax.jit(step._train, in_shardings=(state, {"tokens": rows}), out_shardings=(whole, None), donate_argnums=0)
+
+
+# Of strategies that `test_strategies_keep_their_promises` finds intact.
+BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
+    "a flag that does nothing": (
+        "zero1",
+        {"jaxpar.step.core.rule_of": unsharded, "jaxpar.step.gradients.rule_of": unsharded},
+        [
+            ("MISSING", "state", "optimizer state 1/0/mu/up"),
+            ("MISSING", "as written", "reduce-scatter fsdp float32"),
+            ("MISSING", "as compiled", "reduce-scatter fsdp"),
+            ("UNPROMISED", "as compiled", "all-reduce fsdp"),
+        ],
+    ),
+    "updated shards are not published": (
+        "zero1",
+        {"jaxpar.step.core.rule_of": unpublished},
+        [("MISSING", "as written", "all-gather fsdp float32")],
+    ),
+    "gradients are not reduced": (
+        "ddp",
+        {"jaxpar.parallel.ddp.all_reduce": not_reduced},
+        [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
+    ),
+    "nothing is reduced over data": (
+        "hsdp",
+        {"jaxpar.parallel.zero.all_reduce": not_reduced},
+        [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
+    ),
+    "all layers are gathered at once": (
+        "zero3",
+        {"jaxpar.step.gradients.slice_program": at_once},
+        [("MISSING", "layers", "up"), ("MISSING", "layers", "down")],
+    ),
+    "one leaf is not sharded": (
+        "zero3",
+        {"jaxpar.layout.storage.place": leaf_whole},
+        [("MISSING", "state", "parameters scale"), ("MISSING", "state", "optimizer state 1/0/nu/scale")],
+    ),
+    "the optimizer's state is not sharded": (
+        "zero2",
+        {"jaxpar.step.core.place_optimizer": optimizer_whole},
+        [("MISSING", "state", "optimizer state 1/0/mu/down")],
+    ),
+    "the optimizer's state leaves the step whole": (
+        "zero3",
+        {"jaxpar.step.core.Step._function": replicated_output},
+        [("MISSING", "state", "optimizer state 1/0/mu/down")],
+    ),
+    "activations are gathered": (
+        "zero3",
+        {"jaxpar.step.gradients.Local.gradients": gathered_rows},
+        [("UNPROMISED", "as written", "all-gather fsdp float32"), ("UNPROMISED", "as compiled", "all-gather fsdp")],
+    ),
+    "the update gathers": (
+        "zero3",
+        {"jaxpar.step.update.Update.constrain": whole_update},
+        [("UNPROMISED", "as compiled", "all-gather fsdp")],
+    ),
+    "tensor ranks gather weights": (
+        "data=4,tensor=2",
+        {"jaxpar.step.gradients.RULES": {**RULES, "dot_general": gathered_operands}},
+        [("UNPROMISED", "tensor", "weights, ")],
+    ),
+    "tensor has no rule": (
+        "data=4,tensor=2",
+        {"jaxpar.step.gradients.RULES": {**RULES, "dot_general": lambda *_: None}},
+        [("UNPROMISED", "tensor", "for want of a rule, dot_general")],
+    ),
+}
+
+
+# Others are caught by the same promise.
+ALIKE = (
+    "nothing is reduced over data",
+    "the optimizer's state is not sharded",
+    "the optimizer's state leaves the step whole",
+    "activations are gathered",
+)
+
+
+@pytest.mark.filterwarnings("ignore:tensor=2. dot_general .* has no rule:UserWarning")  # which is what is broken
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.battery] if name in ALIKE else []) for name in BREAKS]
+)
+def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, breaks, wanted = BREAKS[name]
+    for target, broken in breaks.items():
+        monkeypatch.setattr(target, broken)
+    proof = check(made(strategy), BATCH)
+    for verdict, part, what in wanted:
+        assert any(
+            (f.verdict, f.part) == (verdict, part) and f.what.startswith(what) and f.note for f in proof.broken
+        ), (verdict, part, what, proof)
+    assert "broken" in str(proof)
+    assert max(map(len, str(proof).splitlines())) <= 80
+
+
+def test_nothing_runs_where_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what was promised, what was found, and what to try; the state is as it was."""
+    monkeypatch.setattr("jaxpar.parallel.ddp.all_reduce", not_reduced)
+    step = made("ddp", check=True)
+    state = step.init(jax.random.key(0))
+    for _ in range(2):  # not only the first time
+        with pytest.raises(ValueError, match="strategy data=-1 on 8 x cpu did not take effect") as error:
+            step(state, BATCH)
+    assert not state.step.is_deleted()
+    sent = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+    said = f"MISSING as compiled: all-reduce data, promised {sent / 1e6:.2f} MB, found 8 B"
+    assert said in str(error.value)
+    with pytest.raises(ValueError, match="MISSING as written: all-reduce data float32"):
+        step.compile(BATCH)
+
+
+def pair(key: jax.Array) -> dict[str, jax.Array]:
+    a, b = jax.random.split(key)
+    return {"a": jax.random.normal(a, (DIM, HIDDEN)) / 50, "b": jax.random.normal(b, (HIDDEN, DIM)) / 50}
+
+
+def test_an_optimizer_that_gathers_is_named() -> None:
+    """Muon multiplies matrices that fsdp and tensor share out; the line of optax that does so is in the note."""
+
+    def value(params: dict[str, jax.Array], batch: jax.Array, key: jax.Array | None) -> jax.Array:
+        return jnp.square(jnp.tanh(batch @ params["a"]) @ params["b"]).mean()
+
+    model, batch = jp.Model(init=pair, loss=value), np.ones((8, DIM), np.float32)
+    make = lambda optimizer: jp.make_train_step(model, optimizer, "fsdp=4,tensor=2", rules={"a": -1, "b": -2})
+    found = {f.what: f for f in check(make(optax.contrib.muon(1e-2)), batch).broken}
+    assert found.keys() == {"all-gather fsdp", "all-reduce tensor"}
+    note = found["all-gather fsdp"].note
+    assert "suggested spec" in note
+    assert all(move.spec is not None and not {*move.axes} & {*move.spec} for move in found["all-gather fsdp"].moves)
+    assert "optax/contrib/_muon.py:" in note
+    assert " of a [" in note or " of b [" in note
+    assert check(make(optax.adafactor(1e-2, min_dim_size_to_factor=16)), batch).ok  # it sends vectors
+
+
+def test_a_state_that_does_not_fit_is_named_by_its_array() -> None:
+    """What jax says names no array. A state of another strategy whose leaves have the same shapes can be moved."""
+    step, other = made("zero3"), made("ddp")
+    state = other.init(jax.random.key(0))
+    wanted = r"the state has params/down \[3, 768, 384\] as P\(\) over data=8, the step keeps it as P\(.*fsdp.*\)"
+    with pytest.raises(ValueError, match=wanted):
+        step(state, BATCH)
+    step(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state())), BATCH)
+    wanted = step.abstract_state()
+    said = misfit(made("zero3", optax.sgd(0.1)).abstract_state(), wanted)
+    assert said.startswith("the state lacks optimizer/1/0/count")
+    said = misfit(made("pipe=2,fsdp=4,microbatches=2").abstract_state(), wanted)
+    assert "params/down of shape [4, 768, 384], the step keeps [3, 768, 384]" in said
+
+
+def test_a_proof_of_nothing_is_read_as_such() -> None:
+    """What is compared is what the finding says: a promise of nothing with something found is broken."""
+    found = Finding("as compiled", "all-gather fsdp", 0, 10, "UNPROMISED", "why")
+    assert not Proof("zero3", "8 x cpu", (found,)).ok
+    assert Proof("zero3", "8 x cpu", ()).ok
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(200)))
+    return [
+        "check",
+        "--model",
+        "llama-tiny,layers=2,dim=16,heads=2,kv_heads=1,ffn=16",
+        "--length",
+        "8",
+        "--data",
+        str(text),
+    ]
+
+
+def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    main([*words, "--strategy", "zero1"])
+    assert "promises kept" in capsys.readouterr().out
+    for name in ("step", "gradients"):
+        monkeypatch.setattr(f"jaxpar.{name}.rule_of", unsharded)
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--strategy", "zero1", "--json"])
+    assert exit_.value.code == 1
+    assert not json.loads(capsys.readouterr().out)["ok"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--target", "8xH1000"])
+    assert exit_.value.code == 2
+    assert "H1000" in capsys.readouterr().err
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zero3,precision=bf16",
+        pytest.param("pipe=2,data=2,tensor=2,microbatches=2", marks=pytest.mark.battery),
+    ],
+)
+def test_gpus_that_are_not_there(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their compiler is allowed less, and a break is seen in its program as well."""
+    devices = gpu_topology("8xH100")
+    proof = check(made(strategy, mesh=devices), BATCH)
+    assert proof.ok, proof
+    allowed = {f.note.partition(":")[0] for f in proof.findings if f.note}
+    assert allowed <= {"norms", "last message"}
+    monkeypatch.setattr("jaxpar.step.update.Update.constrain", whole_update)
+    assert check(made("zero3", mesh=devices), BATCH).broken
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_command_for_a_target(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    main([*words, "--strategy", "zero2,precision=bf16", "--target", "8xH100"])
+    assert "8 x NVIDIA H100" in capsys.readouterr().out
+
+
+@pytest.mark.xdist_group("check")
+@pytest.mark.parametrize(
+    ("strategy", "name", "promised"),
+    [
+        ("zero3", "parameters up", 4 * MATRIX // 8),
+        ("zero1,precision=bf16", "parameters up", 4 * MATRIX // 8),  # the master lives with the optimizer
+        ("zero1,precision=bf16", "copy of parameters up", 2 * MATRIX),
+        ("zero1,precision=bf16", "optimizer state 1/0/mu/up", 4 * MATRIX // 8),
+        ("data=2,fsdp=2,tensor=2,zero=2", "parameters up", 4 * MATRIX // 2),
+        ("data=2,fsdp=2,tensor=2,zero=2", "optimizer state 1/0/nu/up", 4 * MATRIX // 4),
+        ("pipe=2,fsdp=4,microbatches=2", "parameters up", 4 * MATRIX // 3 * 4 // 8),  # 3 layers become 4 on 2 ranks
+    ],
+)
+def test_bytes_are_the_papers(strategy: str, name: str, promised: int) -> None:
+    (found,) = (f for f in proved(strategy).findings if f.what == name)
+    assert found.promised == found.found == promised

@@ -1,0 +1,347 @@
+"""FLOPs and bytes of compiled programs equal closed forms, matmul by matmul, from the CPU's and the H100's compiler."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.inspect.compiled.cost import Costs
+from jaxpar.inspect.compiled.hlo import Module, nbytes
+from jaxpar.inspect.compiled.kernels import Kernel, Loop, Program, Start, traffic
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets.devices import target
+from jaxpar.models import named
+
+X = jnp.ones(8 * 24)
+
+
+def text_of(function: Any, *arguments: Any) -> str:
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def alike(costs: Costs) -> Counter:
+    """FLOPs of each product by its three sizes, in any order, as compilers transpose what they like."""
+    found: Counter = Counter()
+    for product, times in costs.products:
+        found[tuple(sorted((product.batch * product.m, product.n, product.k)))] += times * product.flops
+    return found
+
+
+# -- a step of Llama ---------------------------------------------------------------------------------------------------
+
+
+def weights(config: Any) -> Counter:
+    """(in, out) of every weight that multiplies, and how often; the embedding is looked up."""
+    heads, groups = (n * config.head_dim for n in (config.heads, config.kv_heads))
+    layer = [(config.dim, n) for n in (heads, groups, groups, config.ffn, config.ffn)]
+    layer += [(heads, config.dim), (config.ffn, config.dim)]
+    return Counter({pair: config.layers * n for pair, n in Counter(layer).items()}) + Counter(
+        [(config.dim, config.vocab)]
+    )
+
+
+def recomputed(config: Any) -> int:
+    """Elements of the weights of a layer that multiply again under remat="layer": what `down` gives, nobody reads."""
+    each = config.dim * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    return config.layers * (each + 2 * config.dim * config.ffn)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp=8", pytest.param("data=4,fsdp=2,microbatches=2", marks=pytest.mark.battery)]
+)
+def test_flops_of_llama_matmul_by_matmul(strategy: str) -> None:
+    model = named("llama-tiny", layers=2, vocab=300, ffn=352)
+    step = jp.make_train_step(model.model, optax.sgd(1e-3), strategy)
+    rows, length, c = 16, 23, model.config
+    costs = Costs.from_hlo(step.compile(model.example(rows, length)).as_text())
+    parts = step.strategy.microbatches
+    tokens = rows * length // 8 // parts  # in one matmul, of one device
+    expected: Counter = Counter()
+    for (a, b), times in weights(c).items():
+        expected[tuple(sorted((tokens, a, b)))] += 3 * times * parts * 2 * tokens * a * b
+    found = alike(costs)
+    for size, flops in expected.items():
+        assert found.pop(size) == flops, size
+    # What is left is attention as XLA computes it: scores twice, values once, and four products backward.
+    assert sum(found.values()) == 7 * (rows // 8) * scores(c, length)
+
+
+def test_flops_of_recomputed_layers() -> None:
+    model = named("llama-tiny", layers=2, vocab=300, ffn=352)
+    rows, length, c = 8, 23, model.config
+    step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=8,remat=layer")
+    found = Costs.from_hlo(step.compile(model.example(rows, length)).as_text()).flops
+    elements = sum(a * b * times for (a, b), times in weights(c).items())
+    attention = found["float32"] - 2 * length * (3 * elements + recomputed(c))
+    # Forward, again, backward: 2 + 2 + 4; and scores that attention itself computes again, unless XLA has them.
+    assert attention in (8 * scores(c, length), 9 * scores(c, length))
+
+
+def scores(config: Any, length: int) -> int:
+    """FLOPs of one of attention's products, of one row, in all layers."""
+    return 2 * config.layers * config.heads * length**2 * config.head_dim
+
+
+def every(prim: Any, *_: Any, **__: Any) -> bool:
+    """Products and attention are kept."""
+    return prim.name in ("dot_general", "custom_vmap_call")
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.battery  # test_predict.py counts the FLOPs of two GPU programs in each run
+@pytest.mark.xdist_group("gpu llama")
+@pytest.mark.parametrize("remat", ["layer", every], ids=["layer", "every"])
+def test_flops_of_llama_on_gpus(remat: Any) -> None:
+    model = named("llama3-8b", layers=2)
+    c, rows, length = model.config, 8, 4096
+    strategy = jp.Strategy(fsdp=8, precision="bf16", remat=remat)
+    step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=target("8xH100").devices)
+    costs = Costs.from_hlo(step.compile(model.example(rows, length)).as_text())
+    elements = sum(a * b * times for (a, b), times in weights(c).items())
+    forwards, again = (1, 0) if remat is every else (2, recomputed(c))
+    matmuls, attention = 2 * length * (3 * elements + again), (2 * forwards + 5) * scores(c, length)
+    assert costs.flops == {"bfloat16": matmuls + attention // 2}
+    assert costs.full_flops == {"bfloat16": matmuls + attention}
+    # Without recomputation, the model's own count, but for the mask and for flash attention's fifth product.
+    if remat is every:
+        assert 8 * (costs.full_flops["bfloat16"] - scores(c, length)) == model.flops(rows, length)
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "plain": {},
+    "valid": {"padding": "VALID"},
+    "strided": {"window_strides": (2, 3)},
+    "dilated": {"rhs_dilation": (2, 1)},
+    "holes": {"lhs_dilation": (2, 2), "padding": [(1, 2), (0, 1)]},
+    "grouped": {"feature_group_count": 3},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=list(CONVOLUTIONS))
+def test_flops_of_convolutions(options: dict[str, Any]) -> None:
+    """Forward and both gradients, each: as many multiply-adds as ones that a convolution of ones adds up."""
+    groups = options.get("feature_group_count", 1)
+    x, w = jnp.ones((5, 11, 9, 6)), jnp.ones((3, 5, 6 // groups, 12))
+
+    def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+        given = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | options
+        return lax.conv_general_dilated(x, w, **given)
+
+    text = text_of(lambda x, w: jax.value_and_grad(lambda *xw: (convolve(*xw) ** 2).sum(), (0, 1))(x, w), x, w)
+    adds = int(convolve(x, w).sum())
+    assert Costs.from_hlo(text).flops == {"float32": 3 * 2 * adds}
+
+
+# -- loops and branches ------------------------------------------------------------------------------------------------
+
+
+def test_loops_count_by_their_trips() -> None:
+    def outer(x: jax.Array, w: jax.Array) -> jax.Array:
+        inner = lambda x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return lax.fori_loop(0, 5, lambda _, x: inner(x), x)
+
+    costs = Costs.from_hlo(text_of(outer, jnp.ones((3, 7)), jnp.ones((11, 7, 7))))
+    assert costs.flops == {"float32": 5 * 11 * 2 * 3 * 7 * 7}
+    (cost,) = [cost for cost in costs if cost.kernel.products]
+    assert (cost.executions, cost.conditional, cost.kernel.kind) == (55, False, "matmul")
+
+
+def test_a_loop_of_unknown_length_has_no_sum() -> None:
+    text = text_of(lambda x: lax.while_loop(lambda x: x.sum() < 1000, lambda x: x @ x, x), 2.0 * jnp.eye(7))
+    costs = Costs.from_hlo(text)
+    assert [cost.executions for cost in costs if cost.kernel.products] == [None]
+    with pytest.raises(ValueError, match=r"unknown length and cannot be summed; use lax.scan"):
+        _ = costs.flops
+
+
+def test_of_branches_the_one_that_computes_most_counts() -> None:
+    def function(which: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.switch(which, [lambda x: x @ x, lambda x: x @ x @ x @ x, lambda x: x + 1], x)
+
+    costs = Costs.from_hlo(text_of(function, jnp.int32(0), jnp.ones((7, 7))))
+    assert costs.flops == {"float32": 3 * 2 * 7**3}
+    assert all(cost.conditional for cost in costs if cost.kernel.products)
+
+
+# -- libraries' kernels, as the GPU compiler writes them ---------------------------------------------------------------
+
+HEAD = "HloModule m, is_scheduled=true\n\n"
+GEMM = (
+    HEAD + """ENTRY %main (a: bf16[5,40,96], b: bf16[5,56,96]) -> bf16[5,40,56] {
+  %a = bf16[5,40,96]{2,1,0} parameter(0)
+  %b = bf16[5,56,96]{2,1,0} parameter(1)
+  %gemm = (bf16[5,40,56]{2,1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", """
+    """metadata={op_name="jit(f)/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":"""
+    """{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"],"""
+    """"rhs_batch_dimensions":["0"]},"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}}}
+  ROOT %out = bf16[5,40,56]{2,1,0} get-tuple-element(%gemm), index=0
+}
+"""
+)
+
+
+def attention_text(window: int = 0, mask: str = "CAUSAL", backward: bool = False) -> str:
+    """3 rows, 6 heads on 2 of keys and values, 128 queries and keys, head_dim 32."""
+    q, kv = "bf16[3,128,6,32]{3,2,1,0}", "bf16[3,128,2,32]{3,2,1,0}"
+    operands = {"q": q, "k": kv, "v": kv} | ({"s": "f32[3,6,128]{2,1,0}", "g": q, "o": q} if backward else {})
+    lines = [f"  %{name} = {shape} parameter({at})" for at, (name, shape) in enumerate(operands.items())]
+    target_ = "__cudnn$fmhaSoftmax" + "Backward" * backward
+    config = (
+        '{"cudnn_fmha_backend_config": {"fmha_scale": 0.1, "intermediate_tensor_shape": {"element_type": "BF16", '
+        f'"dimensions": ["3", "6", "128", "128"]}}, "mask_type": "{mask}", "sliding_window_length": {window}}}}}'
+    )
+    names = ", ".join(f"%{name}" for name in operands)
+    return (
+        f"{HEAD}ENTRY %main () -> {q} {{\n"
+        + "\n".join(lines)
+        + f'\n  %fmha = ({q}, f32[3,6,128]{{2,1,0}}, u8[0]{{0}}) custom-call({names}), custom_call_target="{target_}", '
+        f"backend_config={config}\n  ROOT %out = {q} get-tuple-element(%fmha), index=0\n}}\n"
+    )
+
+
+def test_calls_of_cublas() -> None:
+    (cost,) = Costs.from_hlo(GEMM)
+    (product,) = cost.kernel.products
+    assert (product.batch, product.m, product.n, product.k) == (5, 40, 56, 96)
+    assert product.flops == 2 * 5 * 40 * 56 * 96
+    assert not product.precise
+    assert (cost.kernel.label, cost.kernel.source) == ("__cublas$lt$matmul", "jit(f)/dot_general")
+    assert cost.kernel.read == 2 * 5 * 96 * (40 + 56)
+    exact = Costs.from_hlo(GEMM.replace('["DEFAULT","DEFAULT"]', '["HIGHEST","HIGHEST"]'))
+    assert exact[0].kernel.products[0].precise
+
+
+@pytest.mark.parametrize(("backward", "products"), [(False, 2), (True, 5)])
+def test_calls_of_cudnn_attention(backward: bool, products: int) -> None:
+    full = products * 2 * 3 * 6 * 128 * 128 * 32
+    for mask, window, seen in [("NO_MASK", 0, 1), ("CAUSAL", 0, 1 / 2), ("CAUSAL", 32, (32 * 224) / (2 * 128 * 128))]:
+        (cost,) = Costs.from_hlo(attention_text(window, mask, backward))
+        (product,) = cost.kernel.products
+        assert (product.batch, product.m, product.n, product.k) == (18, 128, 128, 32)
+        assert (product.flops, product.full_flops) == (full * seen, full)
+        assert product.causal == (mask == "CAUSAL")
+        assert cost.kernel.kind == "attention" + " backward" * backward
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+STACK = (
+    HEAD
+    + """%slice_of_layer (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> (bf16[1,8,16], bf16[40,8,16]) {
+  %p = f32[40,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %layer = f32[1,8,16]{2,1,0} dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  %cast = bf16[1,8,16]{2,1,0} convert(%layer)
+  %q = bf16[40,8,16]{2,1,0} parameter(2)
+  %into = bf16[40,8,16]{2,1,0} dynamic-update-slice(%q, %cast, %i, %zero, %zero)
+  ROOT %both = (bf16[1,8,16]{2,1,0}, bf16[40,8,16]{2,1,0}) tuple(%cast, %into)
+}
+
+%rows (table: bf16[900,64], ids: s32[7,1]) -> bf16[7,64] {
+  %table = bf16[900,64]{1,0} parameter(0)
+  %ids = s32[7,1]{1,0} parameter(1)
+  ROOT %found = bf16[7,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}
+}
+
+%added (grads: f32[900,64], ids: s32[7,1], new: f32[7,64]) -> f32[900,64] {
+  %grads = f32[900,64]{1,0} parameter(0)
+  %ids = s32[7,1]{1,0} parameter(1)
+  %new = f32[7,64]{1,0} parameter(2)
+  ROOT %sum = f32[900,64]{1,0} scatter(%grads, %ids, %new), update_window_dims={1}, to_apply=%add
+}
+
+ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
+  %p = f32[40,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %q = bf16[40,8,16]{2,1,0} parameter(2)
+  %table = bf16[900,64]{1,0} parameter(3)
+  %ids = s32[7,1]{1,0} parameter(4)
+  %grads = f32[900,64]{1,0} parameter(5)
+  %new = f32[7,64]{1,0} parameter(6)
+  %step = (bf16[1,8,16]{2,1,0}, bf16[40,8,16]{2,1,0}) fusion(%p, %i, %q), kind=kLoop, calls=%slice_of_layer
+  %looked = bf16[7,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
+  %summed = f32[900,64]{1,0} fusion(%grads, %ids, %new), kind=kInput, calls=%added
+  %apart = ((bf16[900,64], s32[7,1]), bf16[7,64]{1,0}, u32[]) fusion-start(%table, %ids), kind=kLoop, calls=%rows
+  %back = bf16[7,64]{1,0} fusion-done(%apart)
+  %copy = f32[40,8,16]{2,1,0} copy(%p)
+  ROOT %out = bf16[40,8,16]{2,1,0} get-tuple-element(%step), index=1
+}
+"""
+)
+
+
+def test_slices_count_and_not_what_they_are_cut_from() -> None:
+    layer, row = 8 * 16, 64
+    found = {cost.kernel.name: (cost.kernel.read, cost.kernel.written) for cost in Costs.from_hlo(STACK)}
+    assert found == {
+        "step": (4 * layer + 4, 2 * 2 * layer),
+        "looked": (2 * 7 * row + 4 * 7, 2 * 7 * row),
+        "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
+        "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
+        "copy": (4 * 40 * layer, 4 * 40 * layer),
+    }
+    assert Costs.from_hlo(STACK).bytes == sum(map(sum, found.values()))
+
+
+def test_a_loop_over_a_stack_reads_it_once() -> None:
+    """Not once in every iteration, as the sizes of the operands would say."""
+    layers, width = 50, 33
+    stack = jnp.ones((layers, width, width))
+    text = text_of(lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x + w), None), x, w)[0], stack[0], stack)
+    read = sum(cost.kernel.read * cost.executions for cost in Costs.from_hlo(text))
+    assert stack.nbytes < read < 5 * stack.nbytes
+
+
+def test_sizes_of_shapes() -> None:
+    assert nbytes("(f8e4m3fn[3,5]{1,0}, s4[7]{0}, pred[3], c64[2]{0}, token[])") == 15 + 4 + 3 + 16
+    module = Module(GEMM, ())
+    (gemm,) = [i for i in module.computations[module.entry] if i.opcode == "custom-call"]
+    shapes = {i.name: i.shape for i in module.computations[module.entry]}
+    assert traffic(module, gemm, shapes)[1] == 2 * 5 * 40 * 56 + 4096
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_has_the_collectives_of_its_ledger() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(x: jax.Array) -> jax.Array:
+        gathered = lambda x: lax.all_gather(x, "fsdp", tiled=True).reshape(4, -1).sum(0)
+        x = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(gathered(x)), x)
+        return lax.psum(x, ("data", "fsdp")) + lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+    text = text_of(jax.shard_map(local, mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=P(("data", "fsdp"))), X)
+    found: Counter = Counter()
+
+    def walk(operations: Any, times: int) -> None:
+        for one in operations:
+            if isinstance(one, Start):
+                found[one.kind, one.axes] += times * one.bytes
+                size = math.prod(mesh.shape[axis] for axis in one.axes)
+                assert {len(group) for group in one.groups} == {size}
+                assert one.waits  # the CPU's collectives are synchronous
+            elif isinstance(one, Loop):
+                walk(one.body, times * (one.trips or 1))
+
+    walk(Program(text, mesh).operations, 1)
+    assert found == Ledger.from_hlo(text, mesh).by("kind", "axes")
+    assert found["all-gather", ("fsdp",)] == 3 * X.nbytes // 2
+
+
+def test_kernels_say_where_they_come_from() -> None:
+    operations = Program(text_of(lambda x: jnp.tanh(x @ x), jnp.ones((9, 9)))).operations
+    kernels = [one for one in operations if isinstance(one, Kernel)]
+    assert [kernel.kind for kernel in kernels if kernel.products] == ["matmul"]
+    assert any("dot_general" in kernel.source for kernel in kernels)

@@ -1,0 +1,335 @@
+"""step.explain: memory, ledger, exchanges of a server and closed forms, as text and as JSON."""
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from test_known_cost import compiled, group
+
+import jaxpar as jp
+from jaxpar.inspect.compiled.hlo import arrays
+from jaxpar.inspect.explain.explanation import Explanation, explain, leaves_host
+from jaxpar.inspect.explain.picture import held
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.memory import saved
+from jaxpar.inspect.text import size
+from jaxpar.step.server import Live, ServerStep
+
+DEVICES, LAYERS, DIM = 8, 4, 32
+BATCH = {"x": np.ones((16, DIM), np.float32), "weight": jp.Replicated(np.ones(3, np.float32))}
+
+
+def init(key: jax.Array) -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(key, (LAYERS, DIM, DIM)) / DIM**0.5, "odd": jnp.ones(3)}
+
+
+def loss(params: dict[str, jax.Array], batch: Any, key: jax.Array | None) -> tuple[jax.Array, dict[str, Any]]:
+    h, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch["x"], params["w"])
+    value = (h**2).mean() * (batch["weight"] * params["odd"]).sum()
+    return value, {"size": jp.Mean(jnp.abs(h).sum(), h.size)}
+
+
+MODEL = jp.Model(init=init, loss=loss)
+P = 4 * (LAYERS * DIM * DIM + 3)  # bytes of the parameters, and of their momentum
+
+
+@functools.cache
+def explained(strategy: str) -> Explanation:
+    return jp.make_train_step(MODEL, optax.sgd(0.1, momentum=0.9), strategy).explain(BATCH)
+
+
+@pytest.mark.parametrize(("strategy", "shards"), [("single", 1), ("ddp", 1), ("zero3", 8), ("hsdp", 4)])
+def test_of_one_program(strategy: str, shards: int) -> None:
+    step = jp.make_train_step(MODEL, optax.sgd(0.1, momentum=0.9), strategy)
+    found = step.explain(BATCH)
+    stored = 4 * (LAYERS * DIM * DIM // shards + 3)
+    memory = found.memory["each device"]
+    assert (memory.params, memory.grads, memory.optimizer) == (stored, stored, stored)
+    compiled = step.compile(BATCH)
+    program = compiled.memory_analysis()
+    assert memory.temporaries == program.temp_size_in_bytes
+    assert memory.arguments == program.argument_size_in_bytes >= 2 * stored
+    assert memory.arguments <= memory.total <= memory.arguments + memory.outputs + memory.temporaries - 2 * stored + 64
+    assert found.ledger == Ledger.from_hlo(compiled.as_text(), step.mesh)
+    assert found.transfers == ()
+    assert (found.checks == ()) == (strategy == "single")
+    for check in found.checks:
+        assert check.written_count == check.expected_count
+        assert 0 <= check.found - check.expected <= 64, check
+    assert list(found.notes) == (["odd"] if shards > 1 else [])
+    # Forward, and two products of each layer backwards, of this device's rows.
+    assert found.flops == {"float32": 3 * LAYERS * 2 * (16 // found_devices(step)) * DIM * DIM}
+    assert found.exposed == sum(one.bytes for one in found.ledger)  # the CPU hides nothing
+    assert found.across == frozenset()
+    assert {check.strategy for check in found.checks} == SERVES[strategy]
+    shown(found)
+
+
+def test_a_note_is_written_once() -> None:
+    """The note of a leaf that no rule splits came from the layout, and once more from explain itself."""
+    shapes = {"position": (128, 128), "split": (128, 8)}
+    model = jp.Model(
+        lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()},
+        lambda params, batch, key: jnp.mean(batch @ params["position"] @ params["split"]),
+    )
+    step = jp.make_train_step(model, optax.sgd(0.1), "tensor=2", mesh=jax.devices()[:2], rules={"split": 1})
+    found = step.explain(np.ones((4, 128), np.float32))
+    note = "whole on every tensor rank: no rule splits it"
+    assert found.notes == step.layout.notes == {"position": note}
+    assert " ".join(str(found).split()).count(note) == 1
+
+
+SERVES = {
+    "single": set(),
+    "ddp": {"data parallel"},
+    "zero3": {"scalars", "ZeRO-3"},
+    "hsdp": {"scalars", "ZeRO-3", "data parallel"},
+}
+
+
+def found_devices(step: Any) -> int:
+    return step.local.replicas
+
+
+def shown(found: Explanation) -> None:
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("closed form") == bool(found.checks) + bool(found.transfers)
+    assert all(path in text for path in found.notes)
+    plain = json.loads(json.dumps(found.json(), allow_nan=False))
+    assert plain["flops"] == found.flops
+    assert {row["across_hosts"] for row in plain["ledger"]} <= {False}
+    assert plain["memory"].keys() == found.memory.keys()
+    assert [c["found"] for c in plain["checks"]] == [c.found for c in found.checks]
+
+
+def test_of_a_server() -> None:
+    """Five exchanges; the server holds the optimizer's state and the gradients of all replicas."""
+    found = explained("dp")
+    others = DEVICES - 1
+    keys = 4 + 8  # the step's number and the key go with the weights
+    assert [(t.kind, t.what, t.found) for t in found.transfers] == [
+        ("scatter", "rows of the batch", others * (2 * DIM * 4 + 3 * 4)),
+        ("broadcast", "weights", others * (P + keys)),
+        ("gather", "losses", others * 2 * 2 * 4),
+        ("scatter", "gradients of the losses", others * 4),
+        ("gather", "gradients", others * P),
+    ]
+    assert [t.expected for t in found.transfers] == [t.found for t in found.transfers]
+    server, rest = found.memory["server"], found.memory["others"]
+    assert (server.params, server.grads, server.optimizer) == (P, DEVICES * P, P)
+    assert (rest.params, rest.grads, rest.optimizer) == (P, P, 0)
+    assert server.program == "update"
+    assert server.total > rest.total
+    assert found.ledger == ()
+    shown(found)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_exchanges_are_those_that_run(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rehearsed is what a real step moves: same order, same sizes, and to where."""
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), f"dp,microbatches={microbatches}")
+    assert isinstance(step, ServerStep)
+    moves = []
+    move = Live.move
+
+    def watched(self: Live, kind: str, what: str, tree: Any, to: Any) -> Any:
+        moved = move(self, kind, what, tree, to)
+        places = {len(x.sharding.device_set) for x in jax.tree.leaves(moved)}
+        moves.append((kind, what, *places))
+        return moved
+
+    monkeypatch.setattr(Live, "move", watched)
+    step(step.init(jax.random.key(0)), BATCH)
+    assert [(kind, what) for kind, what, _ in moves] == [(t.kind, t.what) for t in step.explain(BATCH).transfers]
+    assert [devices for *_, devices in moves] == [DEVICES, DEVICES, 1, DEVICES, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "values"),
+    [
+        ("zero3,remat=layer", LAYERS),  # what goes into each layer
+        ("ddp,remat=layer,microbatches=2", LAYERS),
+        ("pipe=2,data=4,microbatches=2,remat=layer", 3 * LAYERS // 2),  # 3 slots, each of half the layers
+    ],
+)
+def test_saved_activations_by_hand(strategy: str, values: int) -> None:
+    """Of one microbatch; besides, those at the end: the last layer's output and its square's derivative."""
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy)
+    row = 16 // step.local.replicas // step.strategy.microbatches * DIM * 4
+    found = saved(step, BATCH) / row
+    assert values <= found <= values + (0 if step.local.schedule else 4)
+    whole = saved(jp.make_train_step(MODEL, optax.sgd(0.1), strategy.replace("remat=layer", "remat=none")), BATCH) / row
+    assert whole >= found + values  # the tanh of each layer too
+
+
+def test_parts_of_memory_add_up() -> None:
+    for strategy in ("zero3", "dp"):
+        for memory in explained(strategy).memory.values():
+            parts = held(memory)
+            assert all(part >= 0 for part in parts.values())
+            assert sum(parts.values()) == max(memory.total, memory.params + memory.grads + memory.optimizer)
+
+
+def test_collectives_that_leave_a_host() -> None:
+    """Two hosts of four devices: data is across, fsdp and tensor inside; devices in another order turn it around."""
+
+    def mesh(hosts: np.ndarray) -> Any:
+        devices = np.vectorize(lambda host: SimpleNamespace(process_index=host), otypes=[object])(hosts)
+        return SimpleNamespace(devices=devices, axis_names=("pipe", "data", "fsdp", "tensor"))
+
+    outer = mesh(np.arange(8).reshape(1, 2, 2, 2) // 4)
+    wanted = {("data",): True, ("fsdp",): False, ("fsdp", "tensor"): False, ("data", "fsdp"): True, ("pipe",): False}
+    assert {axes: leaves_host(outer, axes) for axes in wanted} == wanted
+    assert leaves_host(outer, ("2 of data+fsdp",))
+    inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
+    assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
+
+
+def gathered_behind_compute(text: str) -> int:
+    """Bytes of all-gathers of bfloat16 over 8 devices between whose start and done a kernel of the schedule computes,
+    by the names of kernels: those that only move or cast are named for it. Layers run in loops.
+    """
+    entry, total = text.index("\nENTRY"), 0
+    for start in re.finditer(r"\n +%(all-gather-start[\w.]*) = (.*) all-gather-start\(", text):
+        done = text.index(f"all-gather-done(%{start[1]})", start.end())
+        kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done])
+        if any(not re.match("loop_(convert|broadcast|pad|dynamic|select)|wrapped", kernel) for kernel in kernels):
+            parts_and_wholes = sum(math.prod(dims) for _, dims in arrays(start[2]))
+            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry else LAYERS)
+    return total
+
+
+@pytest.mark.cuda_compiler
+@group("hsdp")
+def test_of_two_hosts_of_gpus() -> None:
+    """What leaves a host, and what is sent while nothing is computed, of a program compiled for 2 x 8 H100s."""
+    it = compiled("hsdp")
+    found = explain(it.step, it.batch, it.program)
+    assert (found.hosts, found.axes) == (2, {"data": 2, "fsdp": 8})
+    assert found.across == {("data",), ("data", "fsdp")}
+    rows = found.json()["ledger"]
+    sent = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
+    gathered, reduced = (it.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
+    assert 0 <= sent[False] - gathered - reduced < 1000  # norms
+    # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count.
+    assert sent[True] == reduced // 8 + 4 * 9 * it.step.layout.leaves[-1].shape[-1] + 8
+    hidden = sum(row["bytes"] for row in rows if row["overlapped"])
+    assert found.exposed == sum(sent.values()) - hidden
+    assert 0 < gathered_behind_compute(it.text) == it.ledger.total(kind="all-gather", overlapped=True)
+    text = str(found)
+    assert "H100 80GB HBM3 on 2 hosts (data=2, fsdp=8), 3,303,100 parameters" in " ".join(text.split())
+    assert re.search(r"all-reduce +data +float32 .* across +\d+%", text)
+    assert re.search(r"all-gather +fsdp +bfloat16 .* inside +\d+%", text)
+    assert f"exposed: {size(found.exposed)} of {size(sum(sent.values()))}" in text
+
+
+def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:
+    h = batch["x"]
+    for number, layer in enumerate(params["layers"]):
+        h = h + (jnp.sin if odd and number == 1 else jnp.tanh)(h @ layer["w"])
+    return jnp.square(h).mean()
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_loops_that_are_rolled_and_why_one_is_not(odd: bool) -> None:
+    layers = lambda key: {"layers": [{"w": w} for w in jax.random.normal(key, (LAYERS, DIM, DIM)) / DIM**0.5]}
+    model = jp.Model(init=layers, loss=functools.partial(loop, odd=odd))
+    found = jp.make_train_step(model, optax.sgd(0.1), "zero3").explain(BATCH)
+    assert list(found.loops) == ["layers/*"]
+    (text,) = found.loops.values()
+    assert text.startswith(f"{LAYERS} layers of a Python loop")
+    assert (text.rpartition(", ")[2] == "one stack") == (not odd)
+    assert ("sin" in text) == odd
+    assert "layers/*  " in str(found)
+
+
+def test_an_update_that_has_to_move_leaves_is_explained() -> None:
+    """LAMB looks at norms of the model's own leaves; 3 layers on 2 ranks are kept as 4, a leaf that XLA then gathers:
+    "involuntary full rematerialization" in its log.
+    """
+    init = lambda key: {"w": jax.random.normal(key, (3, DIM, 40)), "v": jax.random.normal(key, (3, 40, DIM))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        layer = lambda h, p: (h + jnp.tanh(h @ p["w"]) @ p["v"], None)
+        return jnp.square(lax.scan(layer, batch["x"], params)[0]).mean()
+
+    make = lambda optimizer: jp.make_train_step(
+        jp.Model(init=init, loss=loss), optimizer, "pipe=2,fsdp=4,microbatches=2"
+    )
+    found = make(optax.lamb(1e-3)).explain(BATCH)
+    (remark,) = (r for r in found.remarks if r.startswith("The update sends"))
+    assert found.moves[0].leaf in ("w", "v")
+    assert f" of {found.moves[0].leaf} [" in remark
+    assert "a number of layers that 2 divides" in remark
+    assert any(check.strategy == "beside the closed form" for check in found.checks)
+    plain = make(optax.adamw(1e-3)).explain(BATCH)
+    assert plain.moves == ()
+    assert not any("The update sends" in remark for remark in plain.remarks)
+
+
+def test_a_batch_that_lies_elsewhere_is_remarked() -> None:
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), "zero3")
+    there = jax.device_put(BATCH["x"], jax.devices()[0])
+    (remark,) = (r for r in step.explain({**BATCH, "x": there}).remarks if "batch" in r)
+    assert remark.startswith("The batch's x [16, 32] lies as SingleDeviceSharding")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "dp"])
+def test_picture(strategy: str, tmp_path: Path) -> None:
+    found = explained(strategy)
+    found.picture(tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()  # text is drawn as outlines, and written beside them as comments
+    wanted = ["all-gather", "fsdp", "ZeRO-3"] if strategy == "zero3" else ["gather of gradients", "central server"]
+    for text in (
+        *wanted,
+        "parameters",
+        "saved activations",
+        "closed form",
+        *map(size, {m.total for m in found.memory.values()}),
+    ):
+        assert text in drawn, text
+    found.picture(tmp_path / "step.png")
+    image = plt.imread(tmp_path / "step.png")
+    assert image[0, 0, 3] == 0  # no ground of its own
+    with pytest.raises(ValueError, match=r"step\.txt has a suffix that is no kind of picture"):
+        found.picture(tmp_path / "step.txt")
+
+
+def test_a_missing_shard_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that the closed form does not know is a ratio above 1."""
+    from jaxpar.parallel import zero
+
+    monkeypatch.setattr(zero, "all_reduce", lambda x, axes: x)
+    found = jp.make_train_step(MODEL, optax.sgd(0.1), "hsdp").explain(BATCH)
+    check = next(c for c in found.checks if c.axes == ("data",))
+    assert check.found < check.expected
+    assert check.ratio is not None
+    assert check.ratio < 0.1
+
+
+def test_rows_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="batch has 12 rows; 8 replicas"):
+        jp.make_train_step(MODEL, optax.sgd(0.1), "ddp").explain({**BATCH, "x": np.ones((12, DIM), np.float32)})
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 999, 1000, 3_412_480, 2.5e9, 7e12)] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "3.41 MB",
+        "2.50 GB",
+        "7.00 TB",
+    ]

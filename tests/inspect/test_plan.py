@@ -1,0 +1,283 @@
+"""Plans: what is tried, what is refused, the order and its reasons, the command."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.cli.commands import main
+from jaxpar.inspect.plan.candidates import Estimator, candidates
+from jaxpar.inspect.plan.line import RESERVE, Line, Plan, ranked
+from jaxpar.inspect.targets.devices import Target, target
+from jaxpar.inspect.targets.hardware import KINDS, Hardware
+from jaxpar.inspect.text import WIDTH
+from jaxpar.models import named
+
+H100 = KINDS["H100"]
+L, D, F, ROWS = 4, 24, 56, 48
+BATCH = jax.ShapeDtypeStruct((ROWS, D), jnp.float32)
+WEIGHTS = 2 * L * D * F
+FLOPS = 6.0 * WEIGHTS * ROWS
+ADAM = optax.adamw(1e-3)
+
+
+def stack(gain: float = 1.0, rules: Any = None) -> jp.Model:
+    """A stack of small feed-forward layers: quick to compile, and its numbers are sums by hand."""
+
+    def init(key: jax.Array) -> Any:
+        return {"up": jax.random.normal(key, (L, D, F)), "down": jax.random.normal(key, (L, F, D))}
+
+    def loss(params: Any, batch: jax.Array, key: Any) -> jax.Array:
+        def layer(x: jax.Array, weights: Any) -> Any:
+            return x + gain * jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+        return jnp.square(jax.lax.scan(layer, batch.astype(params["up"].dtype), params)[0]).mean()
+
+    return jp.Model(init, loss, rules=rules)
+
+
+MODEL = stack()
+
+
+def here(hardware: Hardware = H100, devices: int = 8) -> Target:
+    """CPU devices, which are compiled for, with another's numbers."""
+    return dataclasses.replace(target(f"cpu:{devices}"), hardware=hardware)
+
+
+def a_plan(strategies: Any, cache: Any = False, **options: Any) -> Plan:
+    where = options.pop("target", here())
+    return jp.plan(MODEL, BATCH, where, ADAM, strategies=strategies, cache=cache, **options)
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_fill_the_devices_and_the_rows() -> None:
+    found = list(candidates(here(), ROWS, "bf16"))
+    assert len({str(s) for s in found}) == len(found)
+    for strategy in found:
+        shape = strategy.sizes(8)
+        replicas = shape["data"] * shape["fsdp"]
+        assert ROWS % (replicas * strategy.microbatches) == 0
+        assert strategy.precision == "bf16"
+        assert strategy.sequence == (strategy.tensor > 1)
+        assert strategy.pipe == 1 or strategy.microbatches % strategy.pipe == 0
+    axes = {(s.pipe, s.data, s.fsdp, s.tensor, s.zero) for s in found}
+    wanted = {(1, 8, 1, 1, 3), (1, 1, 8, 1, 1), (1, 1, 8, 1, 2), (1, 1, 8, 1, 3), (2, 1, 4, 1, 3), (1, 1, 1, 8, 3)}
+    assert wanted <= axes
+    assert {s.remat for s in found} == {"none", "dots", "layer"}
+
+
+def test_candidates_across_hosts_keep_tensor_inside_and_try_hsdp() -> None:
+    found = list(candidates(dataclasses.replace(here(), hosts=2, per_host=4), 8, "bf16"))
+    assert {s.tensor for s in found} == {1, 2, 4}
+    assert any((s.data, s.fsdp) == (2, 4) for s in found)
+
+
+def test_candidates_of_three_rows_on_eight_devices_split_no_row() -> None:
+    found = list(candidates(here(), 3, "bf16"))
+    assert found
+    assert all(s.sizes(8)["data"] * s.sizes(8)["fsdp"] == 1 for s in found)
+
+
+def test_closed_forms_by_hand() -> None:
+    """State as 4 + 8 bytes a parameter, sharded; activations and FLOPs per row, as rows and layers have them."""
+    estimator = Estimator(MODEL, ADAM, here(), BATCH)
+    replicated = estimator.estimate(jp.Strategy(data=8))
+    assert replicated.params == 4 * WEIGHTS
+    assert abs(replicated.optimizer - 8 * WEIGHTS) < 100  # counters
+    sharded = estimator.estimate(jp.Strategy(fsdp=8))
+    assert sharded.params == 4 * WEIGHTS // 8
+    assert sharded.activations == replicated.activations
+    kept = [estimator.estimate(jp.Strategy(data=8, remat=remat)).activations for remat in ("none", "dots", "layer")]
+    assert kept[0] > kept[1] > kept[2]
+    assert kept[2] >= L * (ROWS // 8) * D * 4  # each layer's input
+    assert kept[2] < kept[1] - L * (ROWS // 8) * F * 4 + 8 * ROWS * D * 4  # but not its matmul
+    piped = estimator.estimate(jp.Strategy(data=4, pipe=2, microbatches=2))
+    assert piped.bubble == pytest.approx(1 / 3)  # p - 1 of m + p - 1
+    peak = H100.peak("tf32")
+    assert peak is not None
+    assert replicated.compute == pytest.approx(FLOPS / 8 / peak)
+    assert piped.compute == pytest.approx(FLOPS / 8 / peak * 3 / 2)
+    again = estimator.estimate(jp.Strategy(data=8, remat="layer"))
+    assert again.compute == pytest.approx(FLOPS / 8 / peak * 4 / 3)
+
+
+def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
+    mlp = jp.Model(
+        init=lambda key: {"w": jax.random.normal(key, (5, 7))},
+        loss=lambda params, batch, key: jnp.square(batch @ params["w"]).mean(),
+    )
+    batch = jax.ShapeDtypeStruct((8, 5), jnp.float32)
+    for what, says in [((batch, 8), "target is a int; use a text such as '8xH100'"), ((3, here()), "a row dim")]:
+        with pytest.raises(ValueError, match=says):
+            jp.plan(mlp, *what, cache=False)
+    found = jp.plan(mlp, batch, here(), optax.sgd(0.1), top=2, cache=False)
+    assert any("remat='layer' applies to the layers of a layer stack" in why for why in found.refused.values())
+    assert all("tensor" in name or "remat" in name or "pipe" in name for name in found.refused)
+    assert len(found.lines) == 2
+    assert found.best.remat == "none"
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def test_order_is_by_predicted_time_and_the_numbers_are_the_programs(tmp_path: Path) -> None:
+    names = ["ddp,precision=bf16", "fsdp=8,precision=bf16,remat=layer", "tensor=3,precision=bf16,data=2"]
+    found = a_plan(names, flops=FLOPS)
+    assert [line.seconds for line in found.lines] == sorted(line.seconds for line in found.lines)
+    assert found.best == found.lines[0].strategy
+    assert found.lines[0].why == ""
+    assert found.lines[1].why
+    assert list(found.refused) == ["data=2,tensor=3,precision=bf16"]
+    assert "needs 6 devices and there are 8" in found.refused["data=2,tensor=3,precision=bf16"]
+    for line in found.lines:
+        step = jp.make_train_step(MODEL, ADAM, line.strategy, mesh=here().devices)
+        assert {k: line.memory[k] for k in ("params", "grads", "optimizer")} == step.layout.bytes
+        assert sum(line.costs().values()) == pytest.approx(line.seconds)
+        assert sum(line.links.values()) == pytest.approx(sum(got for *_, got in line.sent))
+        assert set(line.links) == {"link"}
+    remat = next(line for line in found.lines if line.strategy.remat == "layer")
+    assert remat.costs()["recomputation"] > 0
+    json.dumps(found.json())
+
+
+def test_text_is_80_wide_and_explain_names_every_number() -> None:
+    found = a_plan(["fsdp=8,precision=bf16"], flops=FLOPS)
+    assert all(len(row) <= WIDTH for row in str(found).splitlines()), str(found)
+    text = found.explain(1)
+    assert all(len(row) <= WIDTH for row in text.splitlines()), text
+    for number in re.findall(r"^ 1 +([\d.]+) +([\d.,]+) +([\d.,]+)", str(found), re.MULTILINE)[0][1:]:
+        assert number in text
+    assert "all-gather over fsdp" in text
+    assert "ratio" in text
+    assert "matmul" in text
+    with pytest.raises(ValueError, match="lines 1 to 1"):
+        found.explain(2)
+
+
+def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:
+    names = ["ddp", "fsdp=8,remat=layer"]
+    totals = {str(line.strategy): line.memory["total"] for line in a_plan(names).lines}
+    between = sum(totals.values()) // 2
+    small = dataclasses.replace(H100, memory_bytes=int(between / (1 - RESERVE)))
+    found = a_plan(names, target=here(small))
+    assert str(found.best) == "fsdp=8,remat=layer"
+    loser = found.lines[-1]
+    assert not loser.fits
+    assert loser.why.startswith("does not fit")
+    assert "too much" in loser.why
+    none = a_plan(["ddp"], target=here(small))
+    with pytest.raises(ValueError, match="no compiled strategy fits"):
+        _ = none.best
+
+
+def test_a_target_without_numbers_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="KINDS"):
+        jp.plan(MODEL, BATCH, "cpu:8", strategies=["ddp"], cache=False)
+
+
+def test_nothing_possible_says_why() -> None:
+    with pytest.raises(ValueError, match=r"no strategy can be.*needs 3 devices"):
+        a_plan(["data=3"])
+
+
+def line_of(name: str, **seconds: float) -> Line:
+    prediction = {
+        "seconds": sum(seconds.values()),
+        "compute": seconds["matmul"],
+        "flops": 100,
+        "model_flops": None,
+        "by_kind": {"matmul": seconds["matmul"]},
+    }
+    memory = {"total": 10, "arguments": 5}
+    exposed = {"fsdp": seconds["exposed"]}
+    return Line(jp.Strategy.parse(name), None, 20, memory, prediction, [], {}, exposed, [], 0.0, 0.0)
+
+
+SHOWN = Plan(
+    "8xH100", "8 x H100", 100, 8, None,
+    ranked([line_of("fsdp=8", matmul=1.0, exposed=0.5), line_of("data=8", matmul=1.0, exposed=0.1)]), {}, {}, False,
+)  # fmt: skip
+
+
+def test_the_reason_names_what_costs_more() -> None:
+    first, second = SHOWN.lines
+    assert first.strategy.data == 8
+    assert second.why == "36.4% slower: +400 ms exposed collectives over fsdp"
+
+
+def test_a_central_server_is_refused() -> None:
+    with pytest.raises(ValueError, match="several programs"):
+        a_plan(["dp"])
+
+
+def test_a_program_without_matmuls_has_no_mfu() -> None:
+    """One row a device is multiplied without a matrix product by some compilers; the peak is then none."""
+    model = jp.Model(lambda key: jnp.ones(5), lambda params, batch, key: jnp.square(batch * params).mean())
+    found = jp.plan(
+        model, jax.ShapeDtypeStruct((8, 5), jnp.float32), here(), flops=1.0, strategies=["ddp"], cache=False
+    )
+    assert found.lines[0].prediction["mfu"] is None
+    assert " - " in str(found)
+    found.explain(1)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch", "0"], "--batch 0: use a whole number from 1"),
+        (["--seq", "9000"], "length=9000 is beyond the context of llama3-8b, which is 8192"),
+        (["--target", "8xH1000"], "did you mean H100"),
+        (["--model", "lama3-8b"], "did you mean 'llama3-8b'?"),
+        (["--strategy", "fsdp", "--strategy", "fsd"], "did you mean 'fsdp'?"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *words])
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changes", "code"), [({}, None), ({"usable": 1}, 1), ({"interrupted": True}, 130)])
+def test_what_the_command_says_and_exits_with(
+    changes: dict[str, Any], code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def planned(*args: Any, strategies: Any, **options: Any) -> Plan:
+        assert strategies == ["fsdp", "ddp"]
+        lines = [dataclasses.replace(line, usable=changes.get("usable", line.usable)) for line in SHOWN.lines]
+        return dataclasses.replace(SHOWN, lines=ranked(lines), interrupted=changes.get("interrupted", False))
+
+    monkeypatch.setattr("jaxpar.inspect.plan.text.plan", planned)
+    words = ["plan", "--strategy", "fsdp", "--strategy", "ddp", "--json"]
+    if code is None:
+        main(words)
+    else:
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == code
+    assert [line["fits"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["usable" not in changes] * 2
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_405b_on_16384_gpus() -> None:
+    model, strategy = named("llama3-405b"), "tensor=8,pipe=16,data=128,microbatches=16,sequence=true,remat=layer"
+    found = jp.plan(
+        model.model, model.example(2048, 8192), "2048x8xH100", strategies=[f"{strategy},precision=bf16"], cache=False
+    )
+    (line,) = found.lines
+    assert line.fits
+    assert set(line.links) == {"link", "network"}
+    assert all(got == pytest.approx(want, rel=0.01) for *_, want, got in line.sent if want > 1e6)

@@ -1,0 +1,95 @@
+"""The search of a plan, its cache, Ctrl-C."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from test_plan import ADAM, BATCH, MODEL, ROWS, D, a_plan, here, stack
+
+import jaxpar as jp
+from jaxpar.inspect.plan import cache as plan_cache
+from jaxpar.inspect.plan import planner as planning
+from jaxpar.inspect.plan.candidates import Estimator, candidates
+from jaxpar.inspect.targets.hardware import KINDS
+
+
+def test_search_compiles_the_best_few_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = a_plan(None, cache=tmp_path, top=2)
+    assert len(found.lines) == 2
+    assert not any(line.cached for line in found.lines)
+    assert len(found.pruned) + len(found.refused) + 2 == len(list(candidates(here(), ROWS, "bf16")))
+    assert all(line.estimate and line.estimate.seconds <= line.seconds for line in found.lines)
+    monkeypatch.setattr(planning, "make_train_step", _never)
+    monkeypatch.setattr(Estimator, "estimate", _never)
+    again = a_plan(None, cache=tmp_path, top=2)
+    assert all(line.cached for line in again.lines)
+    assert [line.json() | {"cached": 0} for line in again.lines] == [
+        line.json() | {"cached": 0} for line in found.lines
+    ]
+    assert (again.pruned, again.refused) == (found.pruned, found.refused)
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("built again")
+
+
+def test_the_cache_knows_model_batch_target_and_optimizer() -> None:
+    base: tuple[Any, ...] = (MODEL, ADAM, BATCH, here(), None)
+    longer = jax.ShapeDtypeStruct((ROWS + 8, D), jnp.float32)
+    changes: tuple[tuple[int, Any], ...] = (
+        (0, stack(gain=0.5)), (0, stack(rules={"up": -1})), (1, optax.sgd(0.1)), (2, longer),
+        (3, here(KINDS["H200"])), (3, here(devices=4)), (4, {"up": -1}),
+    )  # fmt: skip
+    hashes = {plan_cache.about(*base)}
+    for at, value in changes:
+        hashes.add(plan_cache.about(*(value if i == at else x for i, x in enumerate(base))))
+    assert len(hashes) == 1 + len(changes)
+    assert plan_cache.about(stack(), *base[1:]) in hashes  # traced again: no address of an object is in it
+
+
+def test_a_broken_file_is_compiled_again(tmp_path: Path) -> None:
+    first = a_plan(["ddp"], cache=tmp_path)
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text()[:-5])
+    again = a_plan(["ddp"], cache=tmp_path)
+    assert not again.lines[0].cached
+    assert again.lines[0].memory == first.lines[0].memory
+
+
+def test_ctrl_c_keeps_what_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = jp.step.Step.compile
+    calls: list[Any] = []
+
+    def interrupted(self: Any, batch: Any) -> Any:
+        calls.append(self.strategy)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compile_(self, batch)
+
+    monkeypatch.setattr(jp.step.Step, "compile", interrupted)
+    found = a_plan(["ddp", "fsdp", "zero1"])
+    assert found.interrupted
+    assert [str(line.strategy) for line in found.lines] == ["data=-1"]
+    assert len(calls) == 2
+    assert "Interrupted" in str(found)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXPAR_CACHE", "/somewhere")
+    assert plan_cache.folder(None) == Path("/somewhere")
+    assert plan_cache.folder("x") == Path("x")
+    monkeypatch.delenv("JAXPAR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert plan_cache.folder(None) == Path("/cache/jaxpar/plan")
+
+
+def test_a_cache_that_cannot_be_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    """A read-only home ended a plan after its first compilation, with a traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file cannot be the folder .*: File exists; name another one by cache= or"):
+        plan_cache.Cache(tmp_path / "file", "")
+    with pytest.raises(ValueError, match="strategies='fsdp' is one strategy; give a list"):
+        a_plan("fsdp", cache=tmp_path)

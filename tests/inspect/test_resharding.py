@@ -1,0 +1,207 @@
+"""What XLA rematerialises against its will, and what does not divide: by parameter, axis, line, and a better spec."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar as jp
+from jaxpar.inspect.check.findings import check
+from jaxpar.inspect.check.resharding import cause
+from jaxpar.inspect.compiled.involuntary import heard, spec_of
+from jaxpar.inspect.compiled.involuntary import read as read_warnings
+from jaxpar.step.core import Step
+from jaxpar.step.fit import indivisible
+
+HERE = Path(__file__)
+MESHED = "data=2,fsdp=2,tensor=2"
+BATCH = {"x": np.ones((16, 64), np.float32)}
+BYTES = 4 * 64 * 256
+# As jax 0.10 and 0.12 have XLA print it.
+TILES = (
+    "W1121 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+    "{devices=[2,2,2]<=[2,4]T(1,0) last_tile_dim_replicate} to {devices=[8,1]<=[8]} efficiently for HLO operation "
+    "%copy = f32[32,128]{0,1} copy(%shard_map.60), sharding={devices=[8,1]<=[8]}, "
+    'metadata={op_name="jit(_train)/shard_map" stack_frame_id=10}. As the last resort, ...\n'
+)
+_MESH = "mesh['pipe'=1,'data'=2,'fsdp'=2,'tensor'=2]"
+AXES = TILES.replace(
+    "{devices=[2,2,2]<=[2,4]T(1,0) last_tile_dim_replicate}", f"{{{_MESH}, [{{'fsdp'}}, {{'tensor'}}]}}"
+).replace("{devices=[8,1]<=[8]} eff", f"{{{_MESH}, [{{'data', 'fsdp', 'tensor'}}, {{}}]}} eff")
+
+
+def init(key: jax.Array) -> dict[str, jax.Array]:
+    return {"head": {"e": jax.random.normal(key, (64, 256))}, "t": jnp.zeros((7, 5))}
+
+
+def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    return jnp.square(batch["x"] @ params["head"]["e"]).mean() + params["t"].sum()
+
+
+MODEL = jp.Model(init=init, loss=loss)
+
+
+def changed(fun: Any) -> Any:
+    """An optimizer that does something to gradients."""
+    return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), lambda g, s, p=None, **_: (fun(g), s))
+
+
+def made(fun: Any, strategy: str = "zero3", model: Any = MODEL) -> Step:
+    return jp.make_train_step(model, changed(fun), strategy, rules={"head/e": -1} if "tensor" in strategy else None)
+
+
+def asking(spec: PartitionSpec) -> Step:
+    """A step whose optimizer asks for a sharding of its own."""
+    mesh = made(lambda g: g, MESHED).mesh
+
+    def scaled(grads: Any) -> Any:
+        own = lax.with_sharding_constraint(0.1 * grads["head"]["e"], NamedSharding(mesh, spec))
+        return {"head": {"e": own}, "t": grads["t"]}
+
+    return made(scaled, MESHED)
+
+
+def test_an_involuntary_rematerialisation_is_named_and_its_spec_spares_it(capfd: pytest.CaptureFixture) -> None:
+    step = asking(PartitionSpec(("data", "fsdp", "tensor")))
+    capfd.readouterr()
+    found = step.explain(BATCH)
+    assert "Involuntary" not in capfd.readouterr().err  # it is in the explanation
+    moves = [move for move in found.moves if move.involuntary and move.bytes == BYTES]
+    assert moves
+    for move in moves:
+        assert (move.leaf, move.shape) == ("head/e", (64, 256))
+        assert (move.kept, move.wanted) == (PartitionSpec("fsdp", "tensor"), PartitionSpec(("data", "fsdp", "tensor")))
+        assert "fsdp" in move.axes
+        assert "65.54 kB" in move.message
+        assert "suggested spec P('fsdp', 'tensor')" in move.message
+        assert "ask for P('fsdp', 'tensor') there" in cause(step, move)
+        assert f"{HERE.name}:" in move.source  # not where the update meets what was asked for, nor jaxpar's own line
+    text = " ".join(str(found).split())
+    assert "involuntary full rematerialisation; kept as P('fsdp', 'tensor'), asked for as P(('data'," in text
+    assert max(map(len, str(found).splitlines())) <= 80
+    listed = json.loads(json.dumps(found.json()))["moves"]
+    assert listed[0]["spec"] == "P('fsdp', 'tensor')"
+    assert listed[0]["message"] == found.moves[0].message
+    # Compiled once, it warns once: here the program itself tells.
+    proof = json.loads(json.dumps(check(step, BATCH).json()))
+    again = [move for finding in proof["findings"] for move in finding["moves"]]
+    assert any(move["involuntary"] and move["spec"] == "P('fsdp', 'tensor')" for move in again)
+    assert moves[0].spec is not None
+    assert asking(moves[0].spec).explain(BATCH).moves == ()
+
+
+def test_what_an_operation_needs_whole() -> None:
+    """Rows are sorted, which are cut: with another dim on tensor, as is suggested, nothing is moved."""
+    rows = lambda grads: jax.tree.map(lambda g: jnp.sort(g, axis=-1), grads)
+    step = made(rows, "data=4,tensor=2")
+    moves = step.explain(BATCH).moves
+    assert {(move.leaf, move.axes, move.spec) for move in moves} == {("head/e", ("tensor",), PartitionSpec())}
+    assert "rules={'head/e': None} or another dim" in cause(step, moves[0])
+    spared = jp.make_train_step(MODEL, changed(rows), "data=4,tensor=2", rules={"head/e": -2})
+    assert spared.explain(BATCH).moves == ()
+
+
+@pytest.mark.parametrize("line", [TILES, AXES])
+def test_warnings_are_read(line: str) -> None:
+    sizes = {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2}
+    (found,) = read_warnings([line], sizes)
+    assert (found.given, found.wanted) == (
+        PartitionSpec("fsdp", "tensor"),
+        PartitionSpec(("data", "fsdp", "tensor")),
+    )
+    assert (found.whole(sizes), found.operation) == ((64, 256), "shard_map")
+    assert spec_of("{maximal device=0}", sizes) is None
+    assert spec_of("{devices=[4,2]<=[8]}", {"data": 2, "fsdp": 4}) is None  # cuts within an axis
+
+
+def test_stderr_is_given_back(capfd: pytest.CaptureFixture) -> None:
+    """What is no warning goes on as it comes, from any thread; warnings do if the block raises."""
+    write = lambda text: os.write(2, text.encode())
+    with heard() as said:
+        write("50%")
+        other = threading.Thread(target=write, args=("\rdone\n" + TILES + "W1121 another warning\n",))
+        other.start()
+        other.join()
+    write("after\n")
+    assert said == [TILES]
+    assert capfd.readouterr().err == "50%\rdone\nW1121 another warning\nafter\n"
+
+    def fails() -> None:
+        with heard():
+            write(TILES)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert capfd.readouterr().err == TILES
+
+
+def on(mesh: Any, *spec: Any) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def put(mesh: Any) -> Step:
+    return made(lambda g: {**g, "t": jax.device_put(g["t"], on(mesh, "fsdp"))})
+
+
+def jitted(mesh: Any) -> Step:
+    inner = jax.jit(lambda x: 2 * x, out_shardings=on(mesh, None, "fsdp"))
+    return made(lambda g: {**g, "t": inner(g["t"])})
+
+
+def mapped(mesh: Any) -> Step:
+    spec = PartitionSpec("fsdp")
+    inner = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    return made(lambda g: {**g, "t": inner(g["t"])})
+
+
+def first_state(mesh: Any) -> Step:
+    own = lambda params: jax.tree.map(lambda p: jax.device_put(jnp.zeros_like(p), on(mesh, "fsdp")), params)
+    optimizer = optax.GradientTransformation(own, lambda g, s, p=None: (g, s))
+    return jp.make_train_step(MODEL, optimizer, "zero3")
+
+
+def in_the_loss(mesh: Any) -> Step:
+    rows = jax.jit(lambda x: x, in_shardings=on(mesh, None, "fsdp"))
+    own = lambda params, batch, key: loss(params, {"x": rows(batch["y"])[:, :1] + batch["x"]}, key)
+    return made(lambda g: g, model=jp.Model(init=init, loss=own))
+
+
+def created(mesh: Any) -> Step:
+    return made(lambda g: g, model=jp.Model(init=lambda key: jax.device_put(init(key), on(mesh, "fsdp")), loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (put, r"t \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide, .*; shard it as P\(\), or pad dim 0 to 8"),
+        (jitted, r"t \[7, 5\] has 5 on dim 1, which fsdp=8 does not divide"),
+        (mapped, r"t \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide"),
+        (first_state, r"t \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide"),
+        (in_the_loss, r"batch y \[2, 30\] has 30 on dim 1, which fsdp=8 does not divide, .* or pad dim 1 to 32"),
+        (created, r"an array \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide"),
+    ],
+)
+def test_what_does_not_divide_is_named(kind: Any, said: str) -> None:
+    """jax names no parameter, and by default no line."""
+    with pytest.raises(ValueError, match=said) as error:
+        kind(made(lambda g: g).mesh).compile({**BATCH, "y": np.ones((16, 30), np.float32)})
+    assert f", as {'/'.join(HERE.parts[-3:])}:" in str(error.value)
+
+
+def test_a_dim_that_divides_is_suggested() -> None:
+    step = made(lambda g: g)
+    e = jnp.zeros((60, 256))
+    with pytest.raises(ValueError, match="divide") as error:
+        jax.device_put(e, on(step.mesh, "fsdp"))
+    assert "shard it as P(None, 'fsdp'), or pad dim 0 to 64" in indivisible(error.value, [("e", (60, 256))])
+    assert indivisible(ValueError("batch has 12 rows"), []) == ""

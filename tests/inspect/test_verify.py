@@ -1,0 +1,81 @@
+"""What `verify` judges a leaf by, whose optimizer it takes, and what it shows while it runs."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.step.core import Step
+
+
+class Attending(nnx.Module):
+    """Attention whose key has a bias: it shifts all scores of a query alike, so that its gradient is zero."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.6)
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 16, decode=False, kernel_init=init, bias_init=init, rngs=rngs, keep_rngs=False
+        )
+        self.out = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = 2 * self.embed(tokens)
+        return self.out(x + self.attention(x))
+
+
+def loss(module: Attending, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(module(batch), batch).mean()
+
+
+MODEL = jp.from_nnx(Attending, loss)
+BATCH = np.random.default_rng(0).integers(0, 16, (4, 24))
+
+
+def check(**options: Any) -> Any:
+    return jp.verify(MODEL, "ddp", BATCH, steps=1, mesh=jax.devices()[:2], **options)
+
+
+def test_a_leaf_whose_terms_cancel_is_judged_by_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The key's bias is rounding alone, and was called different. Other leaves are judged as strictly as before."""
+    report = check()
+    assert report.ok
+    scales = {d.path: d.scale for d in report.differences if d.kind == "gradient"}
+    assert scales.pop("attention/key/bias") == "terms"
+    assert set(scales.values()) == {"leaf"}
+    assert "verify" not in capsys.readouterr().err  # it is no terminal
+    assert "judged by the terms that cancel in it: gradient attention/key/bias" in str(report)
+
+
+def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Step.value_and_grad
+
+    def wrong(step: Step, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        value, grads = right(step, state, batch)
+        leaf = grads["attention"]["query"]["bias"]
+        leaf.set_value(leaf.get_value() * 1.0001)
+        return value, grads
+
+    monkeypatch.setattr(Step, "value_and_grad", wrong)
+    report = check()
+    assert not report.ok
+    assert report.worst.path == "attention/query/bias"
+    assert "DIFFERS" in str(report)
+    # Nor would it be hidden in another leaf: what each may be off by is less than that.
+    allowed = {d.path: d.error for d in report.differences if d.kind == "gradient"}
+    assert all(error <= report.tolerance for path, error in allowed.items() if path != report.worst.path)
+
+
+def test_the_users_optimizer_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGD alone was compared, and a pipeline was compiled in silence for minutes."""
+    seen = []
+    tuned = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+    counted = optax.GradientTransformation(lambda params: seen.append(1) or tuned.init(params), tuned.update)
+    assert check(optimizer=counted, progress=True).ok
+    assert seen
+    lines = capsys.readouterr().err.splitlines()
+    assert {"verify: ddp: gradients", "verify: ddp: step 1 of 1", "verify: one device: gradients"} <= set(lines)

@@ -1,0 +1,75 @@
+"""Which optimizers may be shown layers as a step keeps them, read from their programs."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxpar.layout.elementwise import sees_kept
+from jaxpar.layout.leaves import Pipe
+from jaxpar.layout.storage import Kept, make_leaves
+
+WARM = optax.warmup_cosine_decay_schedule(0, 0.05, 100, 1000)  # its first update is nothing, whatever the optimizer
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def loop() -> Kept:
+    """Four layers of a Python loop, kept as one stack."""
+    layers = [{"w": array(8, 8), "b": array(8)} for _ in range(4)]
+    return make_leaves({"layers": layers, "head": array(8, 5)}, 2, None, Pipe())
+
+
+def stages() -> Kept:
+    """Five stacked layers in two chunks of two ranks, with zeros after the last."""
+    return make_leaves({"layers": {"w": array(5, 8, 16)}, "head": array(8, 5)}, 2, None, Pipe(2, 2))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1, momentum=0.9, nesterov=True),
+        optax.adamw(WARM, weight_decay=0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(WARM)),
+        optax.lion(1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 4),
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    ],
+)
+def test_element_by_element(optimizer: optax.GradientTransformation) -> None:
+    for kept in loop(), stages():
+        assert not kept.same
+        assert sees_kept(optax.with_extra_args_support(optimizer), kept)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lamb(WARM),
+        optax.contrib.muon(WARM),
+        optax.adafactor(1e-3),
+        optax.MultiSteps(optax.lamb(0.01), 4),  # nothing is to be seen before its fourth step
+        optax.chain(optax.clip_by_block_rms(3.0), optax.sgd(0.1)),  # nor here before a gradient is large
+        optax.chain(optax.adaptive_grad_clip(3.0), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lars(0.1)),
+        optax.chain(optax.centralize(), optax.sgd(0.1)),
+    ],
+)
+def test_by_leaf(optimizer: optax.GradientTransformation) -> None:
+    for kept in loop(), stages():
+        assert not sees_kept(optax.with_extra_args_support(optimizer), kept)
+
+
+def test_by_rank_and_path() -> None:
+    """A stack has a dim more than its layers, and another path."""
+    matrices = optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+    assert not sees_kept(optax.with_extra_args_support(matrices), loop())
+
+    def labels(params: optax.Params) -> optax.Params:
+        name = lambda path, _: "frozen" if "[0]" in jax.tree_util.keystr(path) else "tuned"
+        return jax.tree_util.tree_map_with_path(name, params)
+
+    first = optax.multi_transform({"frozen": optax.set_to_zero(), "tuned": optax.sgd(WARM)}, labels)
+    assert not sees_kept(optax.with_extra_args_support(first), loop())

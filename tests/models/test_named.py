@@ -1,0 +1,235 @@
+"""Models go by names: counts and operations as published, trained as on one device, and each as its paper says."""
+
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.models import NAMES, Named, gpt, named, resnet
+
+GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
+
+
+# As published: Meta's and OpenAI's checkpoints, the configurations of GaLore, torchvision's documentation.
+PUBLISHED = {
+    "llama-60m": 58_073_600,
+    "llama-130m": 134_105_856,
+    "llama-350m": 367_969_280,
+    "llama-1b": 1_339_082_752,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "resnet18": 11_689_512,
+    "resnet18-small": 11_173_962,
+    "resnet50": 25_557_032,
+}
+
+
+def count(model: Named) -> int:
+    params, _ = jax.eval_shape(model.model.create, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_counted_and_as_published(name: str) -> None:
+    model = named(name)
+    assert model.parameters == count(model)
+    assert model.parameters == PUBLISHED.get(name, model.parameters)
+    assert name in PUBLISHED or model.parameters < 2e8  # our own
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        named("llama-tiny", tied=True, kv_heads=1, layers=3),
+        named("resnet-tiny", bottleneck=True, blocks=(1, 2), stem=7, channels=2),
+        named("mlp-tiny", layers=3, classes=7, size=5),
+    ],
+    ids=lambda model: model.name,
+)
+def test_changed_sizes_are_counted(model: Named) -> None:
+    assert model.parameters == count(model)
+
+
+def test_the_largest_model_costs_nothing_to_name() -> None:
+    begin, before = time.perf_counter(), len(jax.live_arrays())
+    model = named("llama3-405b")
+    assert model.example(2, 8192) == {"tokens": jax.ShapeDtypeStruct((2, 8193), jnp.int32)}
+    assert time.perf_counter() - begin < 5
+    assert len(jax.live_arrays()) == before
+
+
+def test_names_and_sizes_that_are_not_there_suggest_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no model 'lama-tiny'; did you mean 'llama-tiny'\?"):
+        named("lama-tiny")
+    with pytest.raises(ValueError, match=r"no model 'xyz'; use one of llama-tiny, .*mlp-large"):
+        named("xyz")
+    with pytest.raises(ValueError, match=r"resnet18 has no size 'class'; did you mean 'classes'\?"):
+        named("resnet18", **{"class": 10})
+
+
+def macs(model: Named, rows: int, length: int, *, backward: bool) -> int:
+    """Multiply-adds of matmuls and convolutions in the program that jax traces."""
+
+    def loss(params: Any, variables: Any) -> jax.Array:
+        return model.model.call(params, variables, model.example(rows, length) | made, None)[0]["loss"].total
+
+    made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.example(rows, length))
+    traced = jax.make_jaxpr(jax.grad(loss) if backward else loss)(
+        *jax.eval_shape(model.model.create, jax.random.key(0))
+    )
+    return sum(flops for flops, _ in jx.matmuls(traced.jaxpr.eqns).values())
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "llama3.2-1b"])
+def test_flops_of_text_are_those_of_the_program(name: str) -> None:
+    model = named(name, layers=2)
+    scores = 3 * 64 * 64 * model.config.dim * 2  # computed again in the backward: no part of the model's own
+    assert model.flops(3, 64) == pytest.approx(2 * (macs(model, 3, 64, backward=True) - scores), rel=1e-9)
+
+
+def test_flops_of_images_are_those_of_the_program() -> None:
+    # The backward pass holds twice the products, but the program multiplies with the zeros of strided convolutions.
+    for model in (named("resnet18", size=75), named("resnet50", size=9, blocks=(1, 2)), named("mlp-tiny")):
+        assert model.flops(3) == 6 * macs(model, 3, 0, backward=False)
+
+
+def test_multiply_adds_of_an_image_are_as_published() -> None:
+    # As torchvision states them, in 10^9. Striding in the first 1x1 convolution of a bottleneck would give 3.8.
+    assert named("resnet18").flops(1) / 6e9 == pytest.approx(1.81, abs=0.005)
+    assert named("resnet50").flops(1) / 6e9 == pytest.approx(4.09, abs=0.005)
+
+
+def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
+    """Rows of different brightness: statistics over one replica's rows are far from those over all of them."""
+    random, example = np.random.default_rng(0), model.example(rows)
+    brightness = np.linspace(-1, 1, rows)[:, None, None, None]
+    pixels = random.normal(size=example["image"].shape) + brightness
+    return {"image": pixels.astype(np.float32), "label": np.arange(rows, dtype=np.int32) * 3 % model.config.classes}
+
+
+def text_batch(model: Named, length: int = 11, rows: int = 16) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {"tokens": random.integers(model.config.vocab, size=(rows, length + 1)).astype(np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ("zero3", named("gpt-tiny", **GPT, dropout=0.3)),
+        ("zero3", named("resnet-tiny", width=13, size=9, classes=7, blocks=(1,), bottleneck=True, stem=7)),
+        ("ddp", named("mlp-tiny", hidden=67, layers=3, classes=7, size=7)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Named) else value,
+)
+def test_models_by_name_train_as_on_one_device(strategy: str, model: Named) -> None:
+    batch = text_batch(model) if model.kind == "text" else image_batch(model)
+    report = jp.verify(model.model, strategy, batch)
+    assert report.ok, report
+
+
+def test_gpt_is_the_textbook_formula() -> None:
+    """Layer by layer, head by head, one row: no scan, no batching, no library attention."""
+
+    def norm(x: jax.Array, at: Any) -> jax.Array:
+        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * at["scale"] + at["bias"]
+
+    def linear(x: jax.Array, at: Any) -> jax.Array:
+        return x @ at["kernel"] + at["bias"]
+
+    config = gpt.Config(**GPT)
+    model = nnx.jit(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))()
+    tokens_T = np.random.default_rng(0).integers(config.vocab, size=7)
+    # Scales and biases away from one and zero, so that each of them counts.
+    state = jax.tree.map(
+        lambda x: x + 0.3 * np.cos(np.arange(x.size)).reshape(x.shape), nnx.to_pure_dict(nnx.state(model))
+    )
+    nnx.update(model, state)
+
+    @jax.jit  # one program instead of a thousand small ones
+    def formula(state: Any) -> jax.Array:
+        x = state["embedding"][tokens_T] + state["position"][:7]
+        for i in range(config.layers):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], state["layers"])
+            y = norm(x, layer["attention_norm"])
+            q, k, v = (linear(y, layer["attention"][name]).reshape(7, 3, 10) for name in ("query", "key", "value"))
+            heads = []
+            for head in range(config.heads):
+                scores = q[:, head] @ k[:, head].T / math.sqrt(10)
+                heads.append(jax.nn.softmax(jnp.where(np.tri(7, dtype=bool), scores, -jnp.inf)) @ v[:, head])
+            x = x + linear(jnp.concatenate(heads, axis=-1), layer["attention"]["out"])
+            y = linear(norm(x, layer["ffn_norm"]), layer["up"])
+            y = 0.5 * y * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            x = x + linear(y, layer["down"])
+        return norm(x, state["norm"]) @ state["embedding"].T
+
+    expected = formula(state)
+    found = nnx.jit(lambda model, tokens: model(tokens))(model, tokens_T[None])[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
+
+
+def test_gpt_knows_no_position_beyond_its_context() -> None:
+    model = named("gpt-tiny", **GPT)
+    with pytest.raises(ValueError, match=r"length=13 is more than the 12 positions .* named\(\.\.\., context=13\)"):
+        jax.eval_shape(
+            model.model.loss, *jax.eval_shape(model.model.create, jax.random.key(0)), model.example(1, 13), None
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "resnet-tiny", "mlp-tiny"])
+def test_models_compute_in_the_dtype_of_their_parameters(name: str) -> None:
+    model = named(name)
+    params, variables = jax.eval_shape(model.model.create, jax.random.key(0))
+    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    example = model.example(2, 8)
+    traced = jax.make_jaxpr(lambda *args: model.model.call(*args, None)[0]["loss"].total)(low, variables, example)
+    assert set(jx.matmuls(traced.jaxpr.eqns)) == {"bfloat16"}
+    assert traced.out_avals[0].dtype == jnp.float32
+
+
+def test_image_loss_counts_only_the_mask() -> None:
+    model = named("mlp-tiny")
+    params, variables = jax.jit(model.model.create)(jax.random.key(0))
+    batch = image_batch(model, rows=6)
+    whole, half = (
+        jax.jit(model.model.call)(params, variables, case, None)[0]
+        for case in (jax.tree.map(lambda x: x[:3], batch), batch | {"mask": np.float32([1, 1, 1, 0, 0, 0])})
+    )
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(half[name].total / half[name].count, whole[name].total, rtol=1e-5)
+    assert half["loss"].count == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt.Config(dim=30, heads=4), r"dim=30 does not split into heads=4; try dim=32"),
+        (lambda: gpt.Config(dropout=1), r"dropout=1 must lie in \[0, 1\)"),
+        (lambda: resnet.Config(stem=5), r"stem=5: use 7, or 3"),
+        (lambda: resnet.Config(blocks=(2, 0)), r"blocks=\(2, 0\): use whole numbers from 1, such as \(2, 2, 2, 2\)"),
+        (lambda: named("mlp-tiny", classes=0), r"classes=0: use a whole number from 1, such as 10"),
+        (lambda: named("llama-tiny", layers="two"), r"layers='two': use a whole number from 1, such as 4"),
+        (lambda: named("llama-tiny", dropout="half"), r"dropout='half': use a number, such as 0.0"),
+        (lambda: named("llama3-8b", tied=1), r"tied=1: use True or False, such as False"),
+    ],
+)
+def test_sizes_of_other_models_that_do_not_fit_say_what_would(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

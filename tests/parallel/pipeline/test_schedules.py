@@ -1,0 +1,206 @@
+"""Schedules keep every dependency and equal their closed forms. What runs when is read from `table()` alone."""
+
+import re
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jaxpar.parallel.pipeline.schedules import Schedule
+
+PIPES = range(2, 9)
+# p ranks, v chunks, m microbatches from p to 4 p; in groups of p where there are chunks
+GRID = [
+    Schedule(kind, p, m, v)
+    for kind in ("1f1b", "gpipe")
+    for p in PIPES
+    for v in range(1, 5)
+    for m in range(p, 4 * p + 1, p if v > 1 else 1)
+]
+
+
+def of_pipe(p: int) -> list[Schedule]:
+    return [schedule for schedule in GRID if schedule.ranks == p]
+
+
+def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Runs the table: the tick of each forward and backward by (stage, microbatch). Fails where an input is missing.
+
+    A rank holds one message of each kind: what its neighbour sent in the tick before.
+    """
+    p, stages = schedule.ranks, schedule.ranks * schedule.chunks
+    forwards: dict[tuple[int, int], int] = {}
+    backwards: dict[tuple[int, int], int] = {}
+    for tick, column in enumerate(schedule.table()):
+        assert len(column) == p
+        for rank, ops in enumerate(column):
+            assert "".join(op.kind for op in ops) in ("", "F", "B", "FB")
+            for op in ops:
+                stage, at = op.chunk * p + rank, op.microbatch
+                if op.kind == "F":
+                    assert (stage, at) not in forwards
+                    assert stage == 0 or forwards[stage - 1, at] == tick - 1
+                    forwards[stage, at] = tick
+                else:
+                    assert (stage, at) not in backwards
+                    assert (stage, at) in forwards
+                    assert stage == stages - 1 or backwards[stage + 1, at] == tick - 1
+                    backwards[stage, at] = tick
+    everything = {(stage, at) for stage in range(stages) for at in range(schedule.microbatches)}
+    assert set(forwards) == set(backwards) == everything
+    return forwards, backwards
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_dependencies(p: int) -> None:
+    for schedule in of_pipe(p):
+        forwards, backwards = simulate(schedule)
+        last = p * schedule.chunks - 1
+        ends = {at: forwards[last, at] for at in range(schedule.microbatches)}
+        assert {schedule.epilogue(t): t for t in range(schedule.ticks) if schedule.epilogue(t) is not None} == ends
+        if schedule.kind == "1f1b":  # the loss's cotangent is used in the tick that makes it
+            assert {at: backwards[last, at] for at in ends} == ends
+        else:
+            assert min(backwards.values()) > max(forwards.values())
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_time_is_the_closed_form(p: int) -> None:
+    """A forward through one chunk takes 1 / v, a backward 2 / v, and a tick as long as its busiest rank."""
+    for schedule in of_pipe(p):
+        m, v = schedule.microbatches, schedule.chunks
+        time, busy = Fraction(), [Fraction()] * p
+        for column in schedule.table():
+            kinds = [{op.kind for op in ops} for ops in column]
+            cost = {"F": Fraction(1, v), "B": Fraction(2, v)}
+            time += sum(cost[kind] for kind in set().union(*kinds))
+            busy = [b + sum(cost[kind] for kind in ran) for b, ran in zip(busy, kinds, strict=True)]
+        assert schedule.time == time == 3 * m + Fraction(3 * (p - 1), v)
+        assert schedule.bubble == 1 - busy[0] / time == Fraction(p - 1) / (m * v + p - 1)
+        assert set(busy) == {Fraction(3 * m)}
+        warm_up = v * p - 1 if schedule.kind == "1f1b" else m * v + p - 1
+        assert schedule.ticks == len(schedule.table()) == warm_up + m * v + p - 1
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_activations_in_flight_are_the_closed_form(p: int) -> None:
+    for schedule in of_pipe(p):
+        m, v, table = schedule.microbatches, schedule.chunks, schedule.table()
+        for rank in range(p):
+            held = most = 0
+            for column in table:
+                ran = Counter(op.kind for op in column[rank])
+                held += ran["F"]
+                most = max(most, held)
+                held -= ran["B"]
+            assert held == 0
+            expected = m * v if schedule.kind == "gpipe" else min(m * v, (v + 1) * p - 1 - 2 * rank)
+            assert schedule.in_flight(rank) == most == expected
+        assert schedule.slots == (m * v + 1 if schedule.kind == "gpipe" else min(m * v + 1, (v + 1) * p - 1))
+
+
+def test_1f1b_is_flat_in_the_number_of_microbatches() -> None:
+    assert {Schedule("1f1b", 4, m).slots for m in range(7, 200)} == {7}  # 2 p - 1
+    assert {Schedule("1f1b", 4, m, 2).slots for m in range(8, 200, 4)} == {11}  # 3 p - 1
+    assert Schedule("gpipe", 4, 199).slots == 200
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_phases_say_what_ticks_run(p: int) -> None:
+    for schedule in of_pipe(p):
+        ran = []
+        for repeats, phases in schedule.phases():
+            assert phases[0].start == len(ran)
+            ran += [phase[2:] for phase in phases for _ in range(phase.length)] * repeats
+        kinds = [{op.kind for ops in column for op in ops} for column in schedule.table()]
+        assert ran == [("F" in k, "B" in k, schedule.epilogue(t) is not None) for t, k in enumerate(kinds)]
+        assert [(t, kind) for t, k in enumerate(kinds) for kind in "FB" if kind in k] == schedule.columns()
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_slots_never_clash(p: int) -> None:
+    """Every rank writes in every tick in which one of them runs a forward, and what an idle one writes is garbage."""
+    for schedule in of_pipe(p):
+        arrays, table = schedule.arrays(), schedule.table()
+        assert all(a.shape == (schedule.ticks, p) and a.dtype == np.int32 for a in arrays.values())
+        assert arrays["write"].max() < schedule.slots
+        rows = {name: array.tolist() for name, array in arrays.items()}
+        for rank in range(p):
+            memory: list[tuple[int, int] | None] = [None] * schedule.slots
+            for tick, column in enumerate(table):
+                now = {op.kind: (op.chunk, op.microbatch) for op in column[rank]}
+                if any(op.kind == "F" for ops in column for op in ops):
+                    memory[rows["write"][tick][rank]] = now.get("F")
+                if "B" in now:
+                    assert memory[rows["read"][tick][rank]] == now["B"]
+                for kind in "FB":
+                    assert rows[f"{kind}_valid"][tick][rank] == (kind in now)
+                    names = "chunk", "microbatch"
+                    assert tuple(rows[f"{kind}_{name}"][tick][rank] for name in names) == now.get(kind, (0, 0))
+
+
+# -- what torch reads --------------------------------------------------------------------------------------------------
+
+# As in torch.distributed.pipelining.schedules, `_action_regex`; an empty cell is no action, the row's number the rank.
+ACTION = re.compile(
+    r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)",
+)
+
+
+@pytest.mark.parametrize("schedule", [Schedule("1f1b", 4, 6), Schedule("1f1b", 2, 4, 3), Schedule("gpipe", 3, 5, 1)])
+def test_torch_can_read_the_csv(schedule: Schedule) -> None:
+    """What `_load_csv(format="compute_only")` asks of a file: `_validate_schedule`, and then `_add_send_recv`."""
+    p, stages = schedule.ranks, schedule.ranks * schedule.chunks
+    rows = [[cell.strip() for cell in line.split(",")] for line in schedule.csv()]
+    assert len(rows) == p
+    assert len({len(row) for row in rows}) == 1
+    actions = []
+    for rank, row in enumerate(rows):
+        ran: dict[str, set[tuple[int, int]]] = {"F": set(), "B": set()}
+        actions.append([])
+        for match in (ACTION.fullmatch(cell) for cell in row if cell):
+            assert match is not None
+            stage, kind, at = int(match[1]), match[2], int(match[3])
+            assert stage % p == rank
+            assert kind == "F" or (stage, at) in ran["F"]
+            ran[kind].add((stage, at))
+            actions[-1].append((stage, kind, at))
+        mine = {(stage, at) for stage in range(rank, stages, p) for at in range(schedule.microbatches)}
+        assert ran["F"] == ran["B"] == mine
+    # Ranks wait for messages, and no longer for ticks.
+    done = {(-1, "F", at) for at in range(schedule.microbatches)}
+    done |= {(stages, "B", at) for at in range(schedule.microbatches)}
+    while any(actions):
+        first = [todo for todo in actions if todo]
+        ready = [
+            todo for todo in first for s, kind, at in todo[:1] if (s + (-1 if kind == "F" else 1), kind, at) in done
+        ]
+        assert ready, "no rank can go on"
+        done |= {todo.pop(0) for todo in ready}
+
+
+def test_csv_of_a_small_schedule() -> None:
+    assert list(Schedule("1f1b", 2, 2).csv()) == ["0F0,0F1,,,0B0,0B1", ",1F0,1B0,1F1,1B1,"]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 4, 8), r"schedule='1f2b' is unknown; use one of gpipe, 1f1b;.*; did you mean '1f1b'\?"),
+        (("interleaved", 4, 8), "interleaved is 1f1b with chunks=2 or more"),
+        (("1f1b", 4, 0), "microbatches=0 is not a count; use a whole number from 1"),
+        (("1f1b", 0, 8), "pipe=0 is not a count"),
+        (("1f1b", 4, 8, 0), "chunks=0 is not a count"),
+        (
+            ("1f1b", 4, 6, 2),
+            "groups of pipe=4, and microbatches=6 is no multiple of it; use 8 microbatches, or chunks=1",
+        ),
+    ],
+)
+def test_errors(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(*arguments)

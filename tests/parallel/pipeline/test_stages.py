@@ -1,0 +1,351 @@
+"""What a pipeline costs, and what it says where it cannot run: memory flat in microbatches, the schedule's messages and
+no others, program size flat in depth; optimizers on leaves that stages keep in another shape.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from test_pipeline import LENGTH, VOCAB, Loop, batch_of, experts, loop, scanned
+from test_transparency import OPTIMIZERS
+
+import jaxpar as jp
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.verify.parity import Reference
+from jaxpar.models import llama
+
+SGD = optax.sgd(0.02, momentum=0.9)
+TUNERS = {**OPTIMIZERS, "adaptive-clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1))}
+
+
+def made(model: jp.Model, text: str, optimizer: Any = SGD, devices: int = 4) -> Any:
+    return jp.make_train_step(model, optimizer, text, mesh=jax.devices()[:devices])
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def of_kind(kind: str) -> jp.Model:
+    return {
+        "scanned": experts,
+        "rolled": lambda: jp.from_nnx(lambda rngs: Loop(llama.Config(VOCAB, 12, 4, 3, 1, 20), rngs), llama.loss),
+    }[kind]()
+
+
+@functools.cache
+def tuned(kind: str, optimizer: str) -> tuple[Any, Any]:
+    """Parameters of one device before and after."""
+    one, key = Reference(of_kind(kind), jp.Strategy(single=True), 1), jax.random.key(0)
+    return jax.jit(of_kind(kind).create)(key)[0], one.train(TUNERS[optimizer](), key, batch_of(8), 3)
+
+
+KEPT = [
+    ("scanned", "pipe=2,chunks=2,microbatches=2,fsdp=2,zero=1"),  # 9 layers in 4 stages: two dims, and padding
+    ("rolled", "zero3"),
+    ("rolled", "pipe=2,microbatches=2,fsdp=2,zero=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "optimizer"),
+    [(*KEPT[i % 3], name) for i, name in enumerate(TUNERS)] + [(*KEPT[0], "muon"), (*KEPT[2], "lamb")],
+)
+def test_optimizer(kind: str, strategy: str, optimizer: str) -> None:
+    """Optimizers that look at shapes and norms do to leaves kept as stacks or in stages what they do on one device."""
+    step = made(of_kind(kind), strategy, TUNERS[optimizer](), 4)
+    state = step.init(jax.random.key(0))
+    batch = batch_of(8)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    before, after = tuned(kind, optimizer)
+    moved = lambda tree: [
+        np.asarray(b) - np.asarray(a) for a, b in zip(*map(jax.tree.leaves, (before, tree)), strict=True)
+    ]
+    for ours, theirs in zip(moved(of_kind(kind).unwrap(step.params(state))), moved(after), strict=True):
+        # In the norm: where a gradient is nearly zero, Adam divides rounding by rounding, and single elements differ.
+        assert np.linalg.norm(ours - theirs) <= 2e-3 * np.linalg.norm(theirs) + 1e-7
+
+
+def test_masks_by_path_see_the_models_own_tree() -> None:
+    """A mask that asks for the model's tree gets it, although the layers of its loop are kept as one stack."""
+    decayed: list[int] = []
+
+    def kernels(params: Any) -> Any:
+        flat, tree = jax.tree_util.tree_flatten_with_path(params)
+        mask = [jax.tree_util.keystr(path).endswith("['kernel']") and x.ndim == 2 for path, x in flat]
+        decayed.append(sum(mask))
+        return jax.tree.unflatten(tree, mask)
+
+    step = made(of_kind("rolled"), "zero3", optax.adamw(1e-2, mask=kernels))
+    state, _ = step(step.init(jax.random.key(0)), batch_of(8))
+    one = Reference(of_kind("rolled"), jp.Strategy(single=True), 1)
+    wanted = one.train(optax.adamw(1e-2, mask=kernels), jax.random.key(0), batch_of(8), 1)
+    for ours, theirs in zip(
+        jax.tree.leaves(of_kind("rolled").unwrap(step.params(state))), jax.tree.leaves(wanted), strict=True
+    ):
+        assert np.allclose(ours, theirs, atol=1e-4)
+    assert decayed[-1] == 4 * 7
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def temporaries(schedule: str, chunks: int, microbatches: int) -> int:
+    """Bytes of the compiled step's temporaries; one row of 64 positions a microbatch."""
+    config = llama.Config(vocab=VOCAB, dim=48, layers=8, heads=4, kv_heads=4, ffn=96)
+    model = jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+    step = made(model, f"pipe=4,schedule={schedule},chunks={chunks},microbatches={microbatches}")
+    batch = {"tokens": jax.ShapeDtypeStruct((microbatches, 65), jnp.int32)}
+    return step.compile(batch).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.xdist_group("stages memory")  # they share GPipe's
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_memory_is_flat_in_microbatches(chunks: int) -> None:
+    assert temporaries("1f1b", chunks, 32) <= 1.05 * temporaries("1f1b", chunks, 8)
+    assert temporaries("1f1b", chunks, 32) < 0.5 * temporaries("gpipe", 1, 32)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1)])
+def test_messages_are_those_of_the_schedule(schedule: str, chunks: int) -> None:
+    """In every tick with forwards one message of the activations goes on, in every one with backwards one back."""
+    m, p, rows = 8, 4, 2
+    step = made(scanned(), f"pipe={p},schedule={schedule},chunks={chunks},microbatches={m}")
+    batch = batch_of(m * rows)
+    ticks = m * chunks + p - 1
+    message = rows * (LENGTH - 1) * 12 * 4
+    for ledger in (
+        Ledger.from_jaxpr(step.trace(batch), step.mesh),
+        Ledger.from_hlo(step.compile(batch).as_text(), step.mesh),
+    ):
+        assert ledger.total(kind="collective-permute") == 2 * ticks * message
+        assert ledger.total("count", kind="collective-permute") == 2 * ticks
+
+
+def size(layers: int, strategy: str) -> int:
+    """Operations of the compiled step."""
+    model = jp.from_nnx(lambda rngs: Loop(llama.Config(VOCAB, 12, layers, 3, 1, 20), rngs), llama.loss)
+    step = made(model, strategy, devices=2)
+    return step.compile({"tokens": jax.ShapeDtypeStruct((4, 7), jnp.int32)}).as_text().count(" = ")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pipe=2,microbatches=2"])
+def test_program_of_a_loop_is_flat_in_depth(strategy: str) -> None:
+    assert size(32, strategy) <= 1.1 * size(8, strategy)
+
+
+def test_ranks_share_the_rows_of_the_epilogue() -> None:
+    """Where rows divide among the ranks, no rank computes logits of a whole microbatch."""
+    m = 2
+    plain = llama.Config(vocab=VOCAB, dim=12, layers=4, heads=3, kv_heads=1, ffn=20)
+    model = jp.from_nnx(lambda rngs: llama.Llama(plain, rngs=rngs), llama.loss)
+    step = made(model, f"pipe=4,microbatches={m}")
+    text = {rows: str(step.trace(batch_of(m * rows))) for rows in (4, 5)}
+    logits = lambda rows: f"f32[{rows},{LENGTH - 1},{VOCAB}]"
+    assert logits(1) in text[4]
+    assert logits(4) not in text[4]
+    assert logits(5) in text[5]  # 5 rows do not divide among 4 ranks
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Uneven(nnx.Module):
+    """Blocks of the same shapes that are not the same program."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, 12, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(12, 12, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = x + (jnp.tanh if number == 2 else jnp.sin)(block(x))
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "parts"),
+    [
+        (
+            lambda: jp.from_nnx(Uneven, llama.loss),
+            "pipe=4,microbatches=4",
+            ("blocks/*", "sin", "tanh", "test_stages.py"),
+        ),
+        (scanned, "pipe=4,chunks=3,microbatches=4", ("12 stages", "9 layers", "at most 9")),
+        (scanned, "pipe=4,chunks=2,microbatches=6", ("chunks=2", "pipe=4", "microbatches=6", "8 microbatches")),
+        (scanned, "pipe=4,microbatches=3", ("batch has 16 rows", "3 microbatches", "multiple of 3")),
+        (
+            lambda: jp.Model(init=lambda key: jnp.ones(3), loss=lambda p, batch, key: (p.sum() * batch["mask"]).mean()),
+            "pipe=4,microbatches=4",
+            ("pipe=4", "layer stack", "scan the layers"),
+        ),
+    ],
+)
+def test_errors(model: Any, strategy: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        made(model(), strategy).trace(batch_of(16))
+    assert not [part for part in parts if not re.search(re.escape(part), str(error.value))], error.value
+
+
+def test_unrolled_layers_train_all_the_same() -> None:
+    """Layers that are not alike are kept as a stack and read one by one."""
+    report = jp.verify(jp.from_nnx(Uneven, llama.loss), "fsdp=4", batch_of(8), mesh=jax.devices()[:4])
+    assert report.ok, report
+
+
+def test_a_loop_is_the_users_own_tree() -> None:
+    step = made(loop(), "pipe=2,fsdp=2,microbatches=2", devices=4)
+    state = step.init(jax.random.key(0))
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.params(state))}
+    assert any("'layers'" in path and "4" in path for path in paths), paths
+    again = step.init(jax.random.key(1), params=step.params(state))
+    for a, b in zip(*(jax.tree.leaves(step.params(s)) for s in (state, again)), strict=True):
+        assert np.array_equal(a, b)
+
+
+def blocks(body: Any) -> jp.Model:
+    """Four blocks in a Python loop: `body(number, parameters of the block, x) -> x`."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(9, VOCAB, 8), "layers": [{"w": draw(i, 8, 8)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, extra = params["embed"][batch["tokens"]], 0.0
+        for number, layer in enumerate(params["layers"]):
+            x = body(number, layer, x)
+            extra = extra + (x**2).mean()  # summed over layers, from zero
+        return (x**3).mean() + 0.1 * extra + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+
+    return jp.Model(init=init, loss=loss)
+
+
+def scaled(number: int) -> Any:
+    """The identity, with a gradient that is scaled by the number of the block."""
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * (number + 1.0)))
+    return same
+
+
+def test_blocks_of_a_loop_with_a_sum_over_layers_and_over_all_weights() -> None:
+    model = blocks(lambda number, layer, x: x + jax.checkpoint(lambda x, w: jax.nn.relu(x @ w))(x, layer["w"]))
+    report = jp.verify(model, "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
+    """A table of relative positions, looked up once for all blocks, was once computed twice: KeyError."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(9, VOCAB, 8), "table": draw(8, 5, 8), "layers": [{"w": draw(i, 8, 8)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        bias = jnp.tanh(params["table"][jnp.arange(x.shape[1]) % 5])
+        for layer in params["layers"]:
+            x = x + jax.nn.relu((x + bias) @ layer["w"])
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+def test_blocks_whose_weights_are_scaled_by_a_value_that_all_share() -> None:
+    """The block's own product stood before the `tanh` of the shared leaf that it needs: KeyError."""
+
+    def init(key: jax.Array) -> Any:
+        return {**blocks(None).init(key), "gain": jnp.linspace(0.5, 1.0, 8)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        for layer in params["layers"]:
+            x = x + jnp.sin(x) @ (layer["w"] * jnp.tanh(params["gain"]))
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "pipe=2,microbatches=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+def test_blocks_that_read_one_leaf_or_another() -> None:
+    """Odd blocks read both leaves, even ones `w` twice: `w` was read from its stack and layer by layer, and the stack's
+    gradient was lost.
+    """
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i: 0.3 * jax.random.normal(jax.random.fold_in(key, i), (8, 8))
+        return {**blocks(None).init(key), "layers": [{"w": draw(i), "v": draw(i + 4)} for i in range(4)]}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["embed"][batch["tokens"]]
+        for number, layer in enumerate(params["layers"]):
+            x = x + jnp.tanh(x @ layer["w"]) @ layer["v" if number % 2 else "w"]
+        return (x**3).mean()
+
+    report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    step = made(jp.Model(init, loss), "pipe=2,microbatches=2", devices=2)
+    step.trace(batch_of(8))
+    assert step.layout.loops["layers/*"].endswith("one stack: layers 0 to 3 scanned in 2 rounds of 2")
+
+
+def test_blocks_that_read_the_block_before_the_last() -> None:
+    """Two streams that take turns: two blocks are one round. It was an AttributeError."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, y = params["embed"][batch["tokens"]], params["embed"][batch["tokens"] // 2]
+        for layer in params["layers"]:
+            x, y = y, x + jnp.tanh(y @ layer["w"])
+        return (x * y).mean()
+
+    model = jp.Model(blocks(None).init, loss)
+    report = jp.verify(model, "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    step = made(model, "pipe=2,microbatches=2", devices=2)
+    step.trace(batch_of(8))
+    assert step.layout.loops["layers/*"].endswith("one stack: layers 0 to 3 scanned in 2 rounds of 2")
+
+
+def test_a_stack_scanned_twice_with_a_leaf_that_is_whole() -> None:
+    """The bias [4, 41] is sharded by its layers, and both scans read it whole. The second's gradient counted twice."""
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.1 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"embed": draw(0, VOCAB, 8), "up": draw(1, 4, 8, 41), "bias": draw(2, 4, 41), "down": draw(3, 4, 41, 8)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, stack = params["embed"][batch["tokens"]], {name: params[name] for name in ("up", "bias", "down")}
+        layer = lambda x, w: (x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"], None)
+        for _ in range(2):
+            x, _ = jax.lax.scan(layer, x, stack)
+        return (x**2).mean()
+
+    report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
+    """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
+
+    def body(number: int, layer: Any, x: jax.Array) -> jax.Array:
+        block = lambda x, w: scaled(number)(x + jnp.tanh(x @ w))
+        return (jax.checkpoint(block) if remat else block)(x, layer["w"])
+
+    report = jp.verify(blocks(body), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
+    assert report.ok, report
+    with pytest.raises(ValueError, match="that are the same program"):
+        made(blocks(body), "pipe=2,microbatches=2", devices=2).trace(batch_of(8))

@@ -1,0 +1,126 @@
+"""Slicing: where a loss is cut, what each piece saves, and that no weight is among it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpar.slicing.pieces import Segment, Stack
+from jaxpar.slicing.program import Program
+from jaxpar.slicing.slicer import slice_program
+
+LAYERS, DIM, ROWS = 4, 6, 5
+
+
+class Whole:
+    """Access to parameters that are whole already."""
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        return value
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
+        return cotangent
+
+
+def params() -> list[jax.Array]:
+    key = iter(jax.random.split(jax.random.key(0), 5))
+    shapes = [(11, DIM), (LAYERS, DIM, DIM), (LAYERS, DIM), (LAYERS, DIM, DIM), (DIM, DIM)]
+    return [*(jax.random.normal(next(key), s) for s in shapes), jnp.ones(LAYERS)]
+
+
+def rest() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.arange(ROWS), jnp.ones(ROWS).at[2].set(0), jax.random.key(1)
+
+
+def loss(leaves: list[jax.Array], rest: Any) -> list[jax.Array]:
+    """Two stacks, tied and shared weights, weight norm, a cast before the scan, remat, used and unused outputs."""
+    embed, w, scale, w2, shared, gain = leaves
+    tokens, mask, key = rest
+    shared = shared / jnp.linalg.norm(shared)
+
+    def layer(carry: Any, x: Any) -> tuple[Any, Any]:
+        h, count = carry
+        w, scale, key, gain = x
+        inner = jax.checkpoint(lambda h, w: jnp.tanh(h * (1 + scale) @ w.T) * gain)
+        y = (inner(h, w) + (h @ shared) * mask[:, None]) * jax.random.bernoulli(key, 0.9, h.shape)
+        return (y, count + 1), (w, jnp.sum(y**2))
+
+    xs = (w.astype(jnp.float32) * 0.5, scale, jax.random.split(key, LAYERS), gain)
+    (h, count), (_, balance) = lax.scan(layer, (embed[tokens], 0), xs)
+    g, _ = jax.jit(lambda h, w: lax.scan(lambda c, w: (jnp.sin(c @ w) + h, None), h, w, reverse=True))(h, w2)
+    return [jnp.mean((g @ embed.T) ** 2) + 1e-2 * balance.sum() + 1e-3 * jnp.sum(w2**2), count]
+
+
+def sliced(remat: str = "none", whole: tuple[int, ...] = ()) -> Program:
+    program, _ = slice_program(loss, params(), rest(), {}, [0 if i in whole else None for i in range(6)], remat)
+    return program
+
+
+def run(program: Program) -> tuple[list[jax.Array], list[Any], list[Any]]:
+    shapes: list[Any] = []
+
+    def both(leaves: list[jax.Array]) -> Any:
+        outs, tape = program.forward(Whole(), leaves, jax.tree.leaves(rest()), grad=True)
+        for piece, (_, saved) in zip(program.pieces, tape, strict=True):
+            kept = saved[0] if isinstance(piece, Segment) else saved
+            shapes.append([x.shape for x in kept.values])
+        return outs, program.backward(Whole(), leaves, tape, {0: jnp.ones(())}, [None] * len(leaves))
+
+    outs, grads = jax.jit(both)(params())
+    return outs, grads, shapes
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "dots"])
+@pytest.mark.parametrize("whole", [(), (1,), (1, 2, 3, 5)])
+def test_gradients_are_those_of_the_whole_loss(remat: str, whole: tuple[int, ...]) -> None:
+    outs, grads, _ = run(sliced(remat, whole))
+    value, expected = jax.value_and_grad(lambda leaves: loss(leaves, rest())[0])(params())
+    np.testing.assert_allclose(outs[0], value, rtol=1e-6)
+    assert outs[1] == LAYERS
+    for ours, theirs in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_cut() -> None:
+    program = sliced()
+    kinds = [type(piece) for piece in program.pieces]
+    assert kinds == [Segment, Stack, Stack, Segment]
+    first, second = program.stacks
+    assert sorted(first.unit.leaves) == [1, 2, 5]  # through the cast and the product before the scan
+    assert second.unit.leaves == (3,)
+    assert second.reverse
+    assert program.uses[0] == (False, False)  # tied: in the prologue and in the epilogue
+    assert program.uses[3] == (True, False)  # sliced by its stack, whole in the penalty
+    assert program.uses[4] == (False,)  # shared by all layers: handed over by the prologue
+
+
+@pytest.mark.parametrize(("remat", "activations"), [("none", 4), ("layer", 1)])
+def test_stash_holds_activations_and_no_weights(remat: str, activations: int) -> None:
+    _, _, shapes = run(sliced(remat))
+    weights = {(LAYERS, DIM, DIM), (LAYERS, DIM), (DIM, DIM)}
+    for stash in shapes:
+        assert not weights & set(stash), shapes
+    assert shapes[1] == [(LAYERS, ROWS, DIM)] if remat == "layer" else len(shapes[1]) <= activations
+
+
+def test_evaluation_saves_nothing() -> None:
+    outs, tape = sliced().forward(Whole(), params(), jax.tree.leaves(rest()))
+    np.testing.assert_allclose(outs[0], loss(params(), rest())[0], rtol=1e-6)
+    assert all(saved is None for _, saved in tape)
+
+
+def test_a_leaf_scanned_twice_by_one_scan() -> None:
+    def twice(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+        (w,) = leaves
+        y, _ = lax.scan(lambda c, ws: (jnp.tanh(c @ ws[0]) @ ws[1], None), x, (w, w * 2))
+        return y.sum()
+
+    w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
+    program, _ = slice_program(twice, [w], x, {}, [None])
+    assert program.stacks[0].unit.leaves == (0,)
+    _, tape = program.forward(Whole(), [w], [x], grad=True)
+    (ours,) = program.backward(Whole(), [w], tape, {0: jnp.ones(())}, [None])
+    np.testing.assert_allclose(ours, jax.grad(lambda w: twice([w], x))(w), rtol=1e-5)

@@ -1,0 +1,269 @@
+"""Python loops over layers that real models have: each runs layer by layer, with the gradients of one device."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.verify.parity import TOLERANCE, differences
+from jaxpar.layout.storage import own_leaves
+from jaxpar.slicing.pieces import Stack
+from jaxpar.step import refusals
+
+D, T, L = 6, 4, 6
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, T, D)).astype("float32")}
+MASK = np.linspace(0.5, 1.5, L * T).reshape(L, T, 1).astype("float32")
+
+
+def draw(key: jax.Array, *lists: str, n: int = L) -> Any:
+    """Lists of `n` blocks, each a weight and a bias."""
+
+    def block(at: int) -> Any:
+        up, down = jax.random.split(jax.random.fold_in(key, at))
+        return {"w": 0.4 * jax.random.normal(up, (D, D)), "b": 0.1 * jax.random.normal(down, (D,))}
+
+    return {name: [block(100 * j + i) for i in range(n)] for j, name in enumerate(lists)}
+
+
+def layer(x: jax.Array, block: Any) -> jax.Array:
+    return x + jnp.tanh(x @ block["w"] + block["b"])
+
+
+def skips(p: Any, x: jax.Array) -> jax.Array:
+    """The second half of a list adds what the first half gave, in reverse: a U-Net in one list."""
+    outs = []
+    for number, block in enumerate(p["skips"]):
+        x = layer(x if number < L // 2 else x + 0.5 * outs[L - 1 - number], block)
+        outs.append(x)
+    return x
+
+
+def mixed(p: Any, x: jax.Array) -> jax.Array:
+    """All hidden states, mixed: ELMo. The block's input skips the list as well."""
+    outs, first = [], x
+    for block in p["mixed"]:
+        x = layer(x, block)
+        outs.append(x)
+    return first + jnp.einsum("l,lbtd->btd", jax.nn.softmax(p["mix"]), jnp.stack(outs))
+
+
+def alternating(p: Any, x: jax.Array) -> jax.Array:
+    """Rounds of four with masks that alternate, and two blocks that fill no round (Gemma 3)."""
+    masks = [jnp.tril(jnp.ones((T, T))), jnp.eye(T)]
+    for number, block in enumerate(p["alternating"]):
+        x = jnp.einsum("st,btd->bsd", masks[number % 2], x)
+        x = layer(jnp.cumsum(x, 1) if number % 4 == 3 else x, block)
+    return x
+
+
+def zipped(p: Any, x: jax.Array) -> jax.Array:
+    """Two lists, rows of a constant and of a parameter, and the number of the layer."""
+    for number, (a, b) in enumerate(zip(p["zipped"], p["beside"], strict=True)):
+        x = layer(layer(x, a) * MASK[number] * p["gates"][number], b) / (number + 1) ** 0.5
+    return x
+
+
+def rows(p: Any, x: jax.Array) -> jax.Array:
+    """No list: rows of one stacked parameter."""
+    for number in range(L):
+        x = layer(x, {"w": p["rows"]["w"][number], "b": p["rows"]["b"][:, number]})
+    return x
+
+
+def twice(p: Any, x: jax.Array) -> jax.Array:
+    """One list on two batches (DPO, SimCLR, siamese nets), the second of which is not run to the end."""
+    y = x[:, ::-1]
+    for block in p["twice"]:
+        x = layer(x, block)
+    for block in p["twice"][:-2]:
+        y = layer(y, block)
+    return x - y
+
+
+LOOPS = (skips, mixed, alternating, zipped, rows, twice)
+
+
+def init(key: jax.Array) -> Any:
+    lists = draw(key, "skips", "mixed", "zipped", "beside", "twice")
+    stacked = {"w": 0.4 * jax.random.normal(key, (L, D, D)), "b": jnp.ones((D, L)) * jnp.arange(L) / L}
+    return {
+        **lists,
+        **draw(key, "alternating", n=10),
+        "rows": stacked,
+        "mix": jnp.linspace(0.0, 1.0, L),
+        "gates": jnp.linspace(0.9, 1.1, L),
+    }
+
+
+def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    weight = jnp.cos(jnp.arange(T * D)).reshape(T, D)
+    return sum(((run(params, batch["x"]) * weight) ** 2).mean() for run in LOOPS)  # type: ignore[return-value]
+
+
+def parity(model: jp.Model, strategy: str, devices: int = 2) -> Any:
+    """A step whose gradients are those of one device."""
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:devices])
+    state = step.init(jax.random.key(0))
+    params = jax.tree.map(np.asarray, step.params(state))
+    _, grads = step.value_and_grad(state, BATCH)
+    wanted = jax.grad(lambda p: model.loss(p, BATCH, None))(params)
+    worst = max(differences("gradient", grads, wanted), key=lambda d: d.error)
+    assert worst.error <= TOLERANCE["f32"], worst
+    counted(step)
+    return step
+
+
+def counted(step: Any) -> None:
+    """The collectives of a step's jaxpr are those of the closed form."""
+    closed, written = expected(step, BATCH), Ledger.from_jaxpr(step.trace(BATCH), step.mesh)
+    for value in ("count", "bytes"):
+        assert written.by("kind", "axes", "dtype", value=value) == closed.by("kind", "axes", "dtype", value=value)
+
+
+def lengths(step: Any) -> list[int]:
+    """Rounds of the stacks of a step's program."""
+    (program, _) = next(iter(step.local._programs.values()))
+    return [piece.length for piece in program.pieces if isinstance(piece, Stack)]
+
+
+def test_loops_that_run_layer_by_layer() -> None:
+    """All were one flat segment: the whole model was gathered at once, and `pipe` refused it."""
+    step = parity(jp.Model(init, loss), "fsdp=2")
+    assert sorted(lengths(step)) == sorted([3, 3, L, 2, 2, L, L, L, L - 2])
+    loops = step.layout.loops
+    assert loops["mixed/*"] == f"{L} layers of a Python loop, one stack"
+    assert "layers 0 to 7 scanned in 2 rounds of 4; layers 8 to 9 scanned" in loops["alternating/*"]
+    assert "test_loops.py" in loops["skips/*"]
+    assert "layers 0 to 2 scanned; layers 3 to 5 scanned" in loops["skips/*"]
+    assert loops["skips/*"] in str(step.layout)
+
+
+def chained(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    """One list in rounds of two, with rows of a mask and of a parameter, and all hidden states mixed."""
+    x, outs = batch["x"], []
+    for number, block in enumerate(params["layers"]):
+        x = layer((jnp.cumsum(x, 1) if number % 2 else x) * MASK[number % 4] * params["gates"][number], block)
+        outs.append(x)
+    return (jnp.einsum("l,lbtd->btd", jax.nn.softmax(params["mix"]), jnp.stack(outs)) ** 2).mean()
+
+
+def list_of(n: int) -> Any:
+    return lambda key: {
+        **draw(key, "layers", n=n),
+        "gates": jnp.linspace(0.9, 1.1, n),
+        "mix": jnp.linspace(0.0, 1.0, n),
+    }
+
+
+def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
+    """A pipeline refused blocks that alternate."""
+    step = parity(jp.Model(list_of(4), chained), "pipe=2,microbatches=2")
+    assert lengths(step)[0] == 2
+    assert step.layout.loops["layers/*"].endswith("one stack: layers 0 to 3 scanned in 2 rounds of 2")
+    with pytest.raises(ValueError, match=r"3 rounds of 2 blocks.*divides 3"):
+        jp.make_train_step(
+            jp.Model(list_of(6), chained), optax.sgd(0.1), "pipe=2,microbatches=2", mesh=jax.devices()[:2]
+        ).trace(BATCH)
+
+
+def test_a_pipeline_names_blocks_of_unequal_width() -> None:
+    """It spoke of a stack of 2 layers where 4 were written."""
+
+    def uneven(key: jax.Array) -> Any:
+        shapes = [(D, 8), (D, 8), (D, 16), (D, 12)]
+        return {"layers": [{"up": jnp.ones(s), "down": jnp.ones(s[::-1])} for s in shapes]}
+
+    def run(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = batch["x"]
+        for block in params["layers"]:
+            x = x + jnp.tanh(x @ block["up"]) @ block["down"]
+        return (x**2).mean()
+
+    step = jp.make_train_step(jp.Model(uneven, run), optax.sgd(0.1), "pipe=4,microbatches=2", mesh=jax.devices()[:4])
+    differs = r"layers/2/down is \[16, 6\] and layers/0/down is \[8, 6\]"
+    assert "layers/2/down is [16, 6]" in str(step.layout)
+    with pytest.raises(ValueError, match=f"2 layers; use at most 2 stages, or make its blocks alike: {differs}"):
+        step.trace(BATCH)
+
+
+class Block(nn.Module):
+    """One layer of a scan, in bfloat16 if asked to."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        y = nn.Dense(4 * D, use_bias=False, dtype=jnp.bfloat16, name="up")(nn.LayerNorm(use_bias=False)(x))
+        return x + nn.Dense(D, use_bias=False, name="down")(nn.gelu(y)), None
+
+
+class Axis1(nn.Module):
+    """Layers whose parameters are stacked on dim 1, as T5X does."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        blocks = nn.scan(Block, variable_axes={"params": 1}, split_rngs={"params": True}, length=4)
+        return blocks(name="blocks")(x, None)[0]
+
+
+def test_layers_on_another_dim_than_the_first() -> None:
+    """They were no stack, and gathered at once; where they divided, they were sharded along their layers."""
+    model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
+    counted(step)
+    assert lengths(step) == [4]
+    assert {leaf.path: leaf.dim for leaf in step.layout.leaves} == {
+        "blocks/LayerNorm_0/scale": 0,
+        "blocks/down/kernel": 0,
+        "blocks/up/kernel": 0,
+    }
+
+
+def test_layers_on_another_dim_are_stages() -> None:
+    """`pipe` refused them. The step keeps them in front, and hands them out as the model has them."""
+    model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
+    strategy = "pipe=2,fsdp=2,data=2,microbatches=2"
+    assert jp.verify(model, strategy, BATCH).ok
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy)
+    counted(step)
+    assert lengths(step) == [4]
+    own = jax.eval_shape(model.create, jax.random.key(0))[0]
+    params = model.unwrap(step.params(step.init(jax.random.key(0))))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, own)
+
+
+def test_leaves_with_as_many_heads_as_there_are_layers() -> None:
+    """[heads, head_dim] of a pooling head was taken for layers of its tower, and refused under `tensor`."""
+    block = {"norm/scale": (4, 64), "query/kernel": (4, 64, 4, 16), "query/bias": (4, 4, 16)}
+    pool = {"query/kernel": (64, 4, 16), "query/bias": (4, 16), "out/kernel": (4, 16, 64), "out/bias": (64,)}
+    blocks = [(f"img/blocks/{path}", shape, False) for path, shape in block.items()]
+    pooling = [(f"img/pool/{path}", shape, False) for path, shape in pool.items()]
+    assert own_leaves([*blocks, *pooling]) == {path for path, _, _ in blocks}
+
+
+def test_more_than_half_of_the_parameters_at_once_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that differ are read as they are written; who asked for FSDP has the memory of DDP, and was not told."""
+
+    def run(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = batch["x"]
+        for block, fun in zip(params["layers"], (jnp.tanh, jnp.sin, jnp.cos, jax.nn.relu), strict=True):
+            x = x + fun(x @ block["w"] + block["b"])
+        return (x**2).mean()
+
+    monkeypatch.setattr(refusals, "GATHERED_FROM", 0)
+    model = jp.Model(list_of(4), run)
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
+    with pytest.warns(UserWarning, match=r"zero=3 gathers 9\d% .*layers/\*: 4 layers.*tanh.*test_loops.py.*sin"):
+        step.trace(BATCH)
+
+
+def test_blocks_of_a_loop_come_before_a_dim_shared_by_chance() -> None:
+    """VGG's classifier is a convolution [7, 7, in, out]; it was taken for 7 layers, and `pipe` refused its blocks."""
+    blocks = [("conv2/*/kernel", (3, 3, 3, 16, 16), True), ("conv2/*/bias", (3, 16), True)]
+    classifier = [("fc/kernel", (7, 7, 24, 480), False), ("fc/bias", (480,), False)]
+    assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
