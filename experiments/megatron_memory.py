@@ -38,7 +38,7 @@ from rich.table import Table
 import jaxpar as jp
 from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.models import gpt
-from jaxpar.models.stack import stack
+from jaxpar.models.parts.stack import stack
 from jaxpar.step.core import Step
 
 VOCAB = 512  # small: the head is no part of a layer

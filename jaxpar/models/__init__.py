@@ -15,10 +15,10 @@ from . import gpt as gpt
 from . import llama as llama
 from . import mlp as mlp
 from . import resnet as resnet
-from . import text as text
 from .gpt import GPT as GPT
 from .llama import Llama as Llama
 from .mlp import MLP as MLP
+from .parts import text as text
 from .resnet import ResNet as ResNet
 
 Kind = Literal["text", "images"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from . import image
-from .config import check
-from .image import loss as loss
-from .stack import run, stack
+from .parts import image
+from .parts.config import check
+from .parts.image import loss as loss
+from .parts.stack import run, stack
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from . import image
-from .config import check
-from .image import loss as loss
+from .parts import image
+from .parts.config import check
+from .parts.image import loss as loss
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def _spec_in(text: str) -> tuple[Any, ...]:
 
 def _asked(error: BaseException) -> str:
     """The line that asks for a sharding: the innermost that is neither jax's nor ours."""
-    ours = (Path(jax.__file__).parent, Path(__file__).parent)
+    ours = (Path(jax.__file__).parent, Path(__file__).parents[1])
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if not any(file.is_relative_to(folder) for folder in ours)]
     return f", as {Path(*own[-1][0].parts[-3:])}:{own[-1][1]} asks for" if own else ""

@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STRATEGIES = ("dp", "zero3")
 STEPS = 3
 pytestmark = pytest.mark.xdist_group("compare")  # the tests share one run

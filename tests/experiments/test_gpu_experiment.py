@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture

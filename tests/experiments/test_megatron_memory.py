@@ -1,15 +1,13 @@
 """`experiments/megatron_memory.py`: the paper's sums, ours, and what steps keep, traced and compiled."""
 
 import json
-import sys
 from pathlib import Path
 
 import jax
 import matplotlib.image
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+ROOT = Path(__file__).parents[2]
 import megatron_memory as experiment  # noqa: E402
 from kept import kept  # noqa: E402
 from megatron_sums import Setting, terms, total  # noqa: E402

@@ -1,14 +1,12 @@
 """`experiments/zero_table.py`: the paper's table is its closed forms, and compiled steps hold what ours say."""
 
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+ROOT = Path(__file__).parents[2]
 import zero_table  # noqa: E402
 
 from jaxpar.inspect.targets.devices import gpu_topology  # noqa: E402

@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import optax
+import published_throughput
 import pytest
 
 import jaxpar as jp
@@ -19,9 +18,6 @@ from jaxpar.inspect.predict.links import Way, collective_seconds
 from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-import published_throughput
 
 H100 = KINDS["H100"]
 

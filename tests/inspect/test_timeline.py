@@ -17,7 +17,7 @@ from jaxpar.inspect.timeline.drawing import Options, draw, main, slot_bytes, sum
 from jaxpar.inspect.timeline.svg import svg
 from jaxpar.parallel.pipeline.schedules import Schedule
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [Schedule("1f1b", 4, 8), Schedule("1f1b", 4, 8, 2), Schedule("gpipe", 3, 5), Schedule("1f1b", 2, 6, 3)]
 

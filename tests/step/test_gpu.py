@@ -3,11 +3,10 @@
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import handwritten
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,9 +18,6 @@ from jaxpar.inspect.compiled.entry import Collective, Place
 from jaxpar.inspect.compiled.hlo import Module
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.targets.devices import gpu_topology
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import handwritten
 
 pytestmark = pytest.mark.cuda_compiler
 WIDTHS = handwritten.Config()  # Llama-3-8B, 8 layers

@@ -93,7 +93,7 @@ def _plain(text: str) -> str:
 
 @functools.cache
 def _source() -> str:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     return _hash(*(file.read_text() for file in sorted(root.rglob("*.py"))))
 
 

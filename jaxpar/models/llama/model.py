@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...ops.attention import attention
-from .. import text
-from ..config import check
-from ..stack import run, stack
-from ..text import loss as loss
+from ..parts import text
+from ..parts.config import check
+from ..parts.stack import run, stack
+from ..parts.text import loss as loss
 
 
 @dataclass(frozen=True)

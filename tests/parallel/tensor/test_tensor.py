@@ -59,6 +59,6 @@ def test_collectives_beside_a_loop_keep_their_order() -> None:
 def test_four_axes_on_sixteen_devices(model: str) -> None:
     program = "import sys, tensor_cells as t; [t.check_cell(c) for c in t.FOUR if c.model == sys.argv[1]]"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
-    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program, model], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..model.model import Mean
+from ...model.model import Mean
 
 
 def example(rows: int, size: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:

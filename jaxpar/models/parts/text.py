@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..model.model import Mean
+from ...model.model import Mean
 
 
 def example(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,0 +1,1 @@
+"""What models share: sizes, losses on text and images, stacked layers."""

@@ -1,0 +1,92 @@
+"""The house: rooms of a few files, imports that run one way, files that a reader can hold."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxpar"
+# From the ground up: a file may import from its own room and from rooms of lower floors, types included. A room is a
+# folder's own files; `strategy` and `make` are files of the root.
+FLOORS = (
+    "strategy jaxprs inspect/compiled inspect/targets",
+    "collectives slicing/rolling ops",
+    "model",
+    "layout data models/parts",
+    "slicing parallel/tensor models/llama inspect/bench",
+    "parallel parallel/pipeline rows models",
+    "step",
+    "inspect/timeline inspect/predict",
+    "inspect",
+    "inspect/check",
+    "inspect/explain",
+    "make",
+    "inspect/plan inspect/verify train",
+    "__init__",
+    "cli",
+    "__main__",
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES, MOST_FILES = 350, 10
+
+
+def room(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.stem if len(inside.parts) == 1 else inside.parent.as_posix()
+
+
+def module(name: str) -> Path | None:
+    """The file of a dotted name, if it is one of ours."""
+    path = ROOT.joinpath(*name.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
+
+
+def imported(path: Path) -> set[Path]:
+    """Our files that a file imports, anywhere in it."""
+    found = set()
+    package = list(path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {module(name.name) for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {module(f"{base}.{name.name}") or module(base) for name in node.names}
+    return {p for p in found if p is not None and PACKAGE in (p, *p.parents)}
+
+
+IMPORTS = {path: imported(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_import_runs_up(path: Path) -> None:
+    up = [
+        f"{other.relative_to(ROOT)} (floor {FLOOR[room(other)]})"
+        for other in IMPORTS[path]
+        if room(other) != room(path) and FLOOR[room(other)] >= FLOOR[room(path)]
+    ]
+    assert not up, f"{path.relative_to(ROOT)} is on floor {FLOOR[room(path)]} and imports {', '.join(up)}"
+
+
+def test_there_is_no_circle() -> None:
+    done: set[Path] = set()
+
+    def visit(path: Path, above: tuple[Path, ...]) -> None:
+        assert path not in above, "a circle: " + " -> ".join(p.relative_to(ROOT).as_posix() for p in (*above, path))
+        if path not in done:
+            for other in IMPORTS[path] - {path}:
+                visit(other, (*above, path))
+            done.add(path)
+
+    for path in FILES:
+        visit(path, ())
+
+
+def test_files_and_rooms_stay_small() -> None:
+    long = {p.relative_to(ROOT).as_posix(): n for p in FILES if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+    rooms = [room(path) for path in FILES]
+    full = {r: n for r in set(rooms) if (n := rooms.count(r)) > MOST_FILES}
+    assert not full, f"more than {MOST_FILES} files in a room: {full}"
