@@ -1,4 +1,4 @@
-"""Data parallel 1.0, a central server: Li et al. 2014, Parameter Server, OSDI, section 2; PyTorch's nn.DataParallel.
+"""Data parallel 1.0, a central server: Li et al. 2014, Parameter Server, OSDI, algorithm 1; nn.DataParallel.
 
 Device 0 has the weights and the momentum. It sends everyone the weights and their rows, gets their gradients, adds
 these up and updates alone, while the others wait. No program has a collective: all that moves is `device_put`.

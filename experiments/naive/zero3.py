@@ -6,9 +6,9 @@ backwards; its gradient is reduce-scattered at once. So nobody holds more than o
     memory per device    parameters P/N, gradients P/N, momentum P/N; one layer; what is outside the layers
     sent per step        all-gather P forwards, P (layers) backwards, reduce-scatter P
 
-Dims are those of model.py. What is outside the layers stays gathered until the backward, as in FSDP's root module.
-jaxpar (jaxpar/parallel/fsdp.py) gathers it again, but not the embedding, which no gradient needs, and it keeps the
-activations, while `checkpoint` here computes each layer again.
+Dims are those of model.py. What is outside the layers is gathered once, and stays until its backward, as in FSDP's
+root module. jaxpar (jaxpar/parallel/fsdp.py) gathers leaf by leaf, drops the embedding after its use, and keeps the
+activations of a layer, which `checkpoint` here computes again (unless remat="layer").
 """
 
 import jax
