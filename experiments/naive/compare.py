@@ -17,7 +17,7 @@ TOLERANCE = 1e-5  # of a leaf's largest value: rounding of float32
 def data(step: int) -> np.ndarray:
     """Tokens [B, T + 1]: each is 5 times the one before, plus 1, but one in ten is random."""
     rng = np.random.default_rng(step)
-    tokens = rng.integers(V, size=(B, T + 1))
+    tokens = rng.integers(V, size=(B, T + 1), dtype=np.int32)
     for t in range(T):
         tokens[:, t + 1] = np.where(rng.random(B) < 0.1, tokens[:, t + 1], (5 * tokens[:, t] + 1) % V)
     return tokens
