@@ -30,7 +30,7 @@ def step(params: Tree, momentum: Tree, tokens: jax.Array) -> tuple[jax.Array, Tr
     """What one rank does."""
     rank, tokens_M = lax.axis_index("pipe"), tokens.reshape(M, B // M, T + 1)
 
-    @jax.checkpoint
+    @jax.checkpoint  # only its inputs are kept for the backward (section 2.3)
     def stage(params: Tree, x_BTD: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The stage on a microbatch, and the loss, which the last rank has. Other numbers give what nobody uses."""
         tokens = tokens_M[number.clip(0, M - 1)]

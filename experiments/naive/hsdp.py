@@ -22,7 +22,6 @@ ROWS = P(("data", "fsdp"))
 SHARDS = {"outer": P("fsdp"), "layers": P(None, "fsdp")}
 start = lambda params: place(flatten(params), mesh, SHARDS)
 
-
 gather = jax.custom_vjp(lambda shard: lax.all_gather(shard, "fsdp", tiled=True))
 reduce_scatter = lambda _, grad: (lax.psum_scatter(grad, "fsdp", tiled=True),)
 gather.defvjp(lambda shard: (gather(shard), None), reduce_scatter)

@@ -1,7 +1,8 @@
 """The tiny decoder-only transformer that every strategy here trains, its optimizer, and its parameters as flat vectors.
 
-B rows, T positions, D residual stream, H heads, K of one head, F feed-forward, V vocabulary, L layers, P parameters,
-N devices. An array named x_BTD has shape [B, T, D]. Layers are stacked: each of their leaves is [L, ...], for `scan`.
+B rows, T positions, D residual stream, H heads, K of one head, F feed-forward, V vocabulary, L layers, N devices,
+P parameters (in code, `P` is JAX's PartitionSpec). An array named x_BTD has shape [B, T, D]. Layers are stacked, for
+`scan`: each of their leaves is [L, ...].
 """
 
 import os

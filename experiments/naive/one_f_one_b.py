@@ -34,11 +34,11 @@ def step(params: Tree, momentum: Tree, tokens: jax.Array) -> tuple[jax.Array, Tr
 
     def tick(carry: Tree, t: jax.Array, kinds: str) -> tuple[Tree, None]:
         y_BTD, dx_BTD, stash, sums = carry
-        if "F" in kinds:
+        if "F" in kinds:  # take what the rank before made, keep it, run forwards
             number, x_BTD = t - rank, lax.ppermute(y_BTD, "pipe", RIGHT)
             stash = stash.at[number % SLOTS].set(x_BTD)
             y_BTD, _ = stage(params, x_BTD, number)
-        if "B" in kinds:
+        if "B" in kinds:  # from what was kept run forwards again, then backwards
             number = t - 2 * (N - 1) + rank
             (_, value), pull = jax.vjp(lambda *args: stage(*args, number), params, stash[number % SLOTS])
             grads, dx_BTD = pull((jnp.where(rank == N - 1, 0, dx_BTD), 1.0))
