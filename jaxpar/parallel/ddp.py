@@ -5,7 +5,7 @@
 
 A leaf that a layer stack uses once is reduced inside the backward loop, so that the reduction of one layer overlaps
 with the backward of the next (section 3.2.3). With several microbatches gradients accumulate locally and are reduced
-once (3.2.4).
+once (3.2.4). In plain JAX: `experiments/naive/ddp.py`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ et al. 2023, PyTorch FSDP).
 
 A layer's parameters are whole while the layer runs, forwards and again backwards. They are cast before they are
 gathered, so that low precision halves the traffic; the transpose of the gather, written out, reduces in float32.
+
+In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@
 Between 3 and 4 the replicas wait for the loss, after 5 for the update. So a forward's activations are kept until the
 loss is back, those of all microbatches, which therefore save no memory here. It is here to be measured against.
 The replicas' programs hold no collective (but for models whose rows are coupled, by BatchNorm or `jp.all_rows`).
+
+In plain JAX: `experiments/naive/server.py`.
 """
 
 from __future__ import annotations

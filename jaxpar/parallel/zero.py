@@ -9,6 +9,8 @@ ZeRO-1 accumulates whole gradients locally and scatters their sum once; ZeRO-2 n
 for it with a reduce-scatter in every microbatch. Each device updates its shard of the parameters, which is then
 all-gathered. In low precision the float32 master lives with the optimizer, sharded, and the all-gathered copy is in
 the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
+
+In plain JAX: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ hand, so that only the residual stream is sent. What stands after it (epilogue: 
 microbatch leaves the last layer, and its backward with it; where the rows of a microbatch divide among the ranks, each
 takes its part of them, since the head of a large vocabulary on the last rank alone would hold up all. Parameters of
 both belong to no stage: the sum of their gradients over `pipe` is right whatever ranks used them, tied ones included.
+
+In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """
 
 from __future__ import annotations

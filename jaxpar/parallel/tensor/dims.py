@@ -13,6 +13,8 @@ that follow one another: convolutions, dense layers by any name.
 A rule is `{path: dim}`: the path a regular expression for whole components at the end of a leaf's path, and the dim
 perhaps counted from the end, so that it holds for a layer and for a stack of layers [L, ...]; None: whole. Or it is
 `{name: "tensor"}`, or None, for all dims to which the annotations give that name.
+
+In plain JAX: `experiments/naive/tensor.py`.
 """
 
 from __future__ import annotations
