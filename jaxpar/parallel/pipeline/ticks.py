@@ -52,7 +52,7 @@ class Carry:
       message: the stack's carry, and its outputs by layer so far, from the rank before.
       cotangents: those of the message, from the rank behind.
       stash: what backwards need of forwards, [slots, ...]; no weights.
-      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...] (GPipe), or None.
+      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...], or None (`Schedule.late`).
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
     """
@@ -78,7 +78,7 @@ class Pipeline(Cut):
       leaves: what this rank stores; of stages' own leaves its layers, chunk by chunk, on dim 0.
       values: `values(microbatch)`, those of the program's inputs.
       summed: positions of the outputs to add up.
-      seeds: cotangents of outputs, by position; None for a forward pass alone (of GPipe's schedule).
+      seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
       shared: the loss on the rows of one rank's part of a microbatch, if the ranks share the epilogue, and `part`, its
         values as `values`.
     """
@@ -102,8 +102,6 @@ class Pipeline(Cut):
         carry, saved = self._start_of(row)
         carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
         for repeats, phases in schedule.phases():
-            if self.seeds is None and phases[0].backward:
-                break
             first, length = phases[0].start, sum(phase.length for phase in phases)
 
             def lap(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
@@ -155,7 +153,7 @@ class Pipeline(Cut):
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
         made = [*(v for v, on in zip(self.variables, self.linear, strict=True) if on), *self.side()]
         late = None
-        if self.schedule.kind == "gpipe":
+        if self.schedule.late:
             late = [jnp.zeros((self.schedule.microbatches, *v.aval.shape), v.aval.dtype) for v in made]
         return Carry(padded, linear, stash, late, [None] * len(self.leaves), sums), saved
 
