@@ -36,13 +36,18 @@ Table = tuple[tuple[tuple[Op, ...], ...], ...]  # [tick][rank]: none, one, or a 
 
 
 class Recipe(NamedTuple):
-    """A schedule before its numbers: what it is in a few words, and `table(ranks, microbatches, chunks)`.
+    """A schedule before its numbers.
 
-    `table` raises ValueError, with numbers that fit, where it has no table for these.
+    Attributes:
+      words: what it is, for the command line.
+      table: `table(ranks, microbatches, chunks)` writes its table; it raises ValueError, with numbers that fit, where
+        there is none for these.
+      planned: whether `jp.plan` tries it; no need where another has the same bubble and keeps less.
     """
 
     words: str
     table: Callable[[int, int, int], Table]
+    planned: bool = True
 
 
 def lockstep(p: int, m: int, v: int, lag: int) -> Table:
@@ -80,6 +85,6 @@ def one_f_one_b(p: int, m: int, v: int) -> Table:
 
 
 SCHEDULES = {
-    "gpipe": Recipe("all forwards before all backwards", gpipe),
+    "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
     "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),
 }

@@ -95,12 +95,8 @@ class Schedule:
 
     def columns(self) -> list[tuple[int, Kind]]:
         """What ticks are made of, in order: a forward, a backward, or a forward and then a backward."""
-        return [
-            (tick, kind)
-            for tick, column in enumerate(self.table())
-            for kind in BOTH
-            if any(op.kind == kind for ops in column for op in ops)
-        ]
+        ran = [{op.kind for ops in column for op in ops} for column in self.table()]
+        return [(tick, kind) for tick, kinds in enumerate(ran) for kind in BOTH if kind in kinds]
 
     def stage(self, rank: int, chunk: int) -> int:
         """The number of a rank's chunk among all, in the order of the layers."""
@@ -193,19 +189,19 @@ class Schedule:
         """
         ran, most = set(self.columns()), [0] * self.ranks
         writes, reads = (np.zeros((self.ticks, self.ranks), np.int32) for _ in BOTH)
-        for rank in range(self.ranks):
-            free = list(range(self.microbatches * self.chunks + 1))  # a heap: the lowest first
-            held: dict[tuple[int, int], int] = {}
-            for tick in range(self.ticks):
-                forward, backward = self.op("F", rank, tick), self.op("B", rank, tick)
+        frees = [list(range(self.microbatches * self.chunks + 1)) for _ in most]  # heaps: the lowest first
+        helds: list[dict[tuple[int, int], int]] = [{} for _ in most]
+        for tick, column in enumerate(self.table()):
+            for rank, (ops, free, held) in enumerate(zip(column, frees, helds, strict=True)):
                 if (tick, "F") in ran:
                     writes[tick, rank] = free[0]
-                if forward:
-                    held[forward[1:]] = heapq.heappop(free)
-                most[rank] = max(most[rank], len(held))
-                if backward:
-                    reads[tick, rank] = held.pop(backward[1:])
-                    heapq.heappush(free, int(reads[tick, rank]))
+                for kind, chunk, microbatch in ops:
+                    if kind == "F":
+                        held[chunk, microbatch] = heapq.heappop(free)
+                        most[rank] = max(most[rank], len(held))
+                    else:
+                        reads[tick, rank] = slot = held.pop((chunk, microbatch))
+                        heapq.heappush(free, slot)
         return writes, reads, most
 
     @property
