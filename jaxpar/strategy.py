@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .tables import SCHEDULES
+
 AXES = ("pipe", "data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the axes that share the rows of a batch
 
@@ -25,7 +27,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "tp": {"tensor": -1},
 }
 _CHOICES = {
-    "schedule": ("1f1b", "gpipe"),
+    "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots"),
@@ -42,8 +44,8 @@ class Strategy:
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
-      schedule: the order of forwards and backwards in the pipeline, "1f1b" or "gpipe"
-        (`parallel/pipeline/schedules.py`).
+      schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b" or
+        "gpipe".
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages.
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words

@@ -6,10 +6,11 @@ import contextlib
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import optax
+import tyro
 from rich.console import Console
 
 from ..inspect.timeline.drawing import draw, held, slot_bytes, summary
@@ -19,6 +20,9 @@ from ..make import make_train_step
 from ..models import named
 from ..parallel.pipeline.schedules import Schedule
 from ..strategy import Strategy
+from ..tables import SCHEDULES
+
+_WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,7 @@ class Options:
     """ranks"""
     microbatches: int = 8
     """parts of a replica's rows that pass through the ranks one after the other"""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """gpipe: all forwards before all backwards; 1f1b: a backward as soon as it can be"""
+    schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
     chunks: int = 1
     """stages of a rank; more than one is interleaved 1f1b"""
     model: str | None = None

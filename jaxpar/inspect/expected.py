@@ -257,7 +257,7 @@ def _piped(step: Step, batch: Any) -> _Run:
     """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
     schedule = step.local.schedule
     assert schedule is not None
-    m, ticks = schedule.microbatches, schedule.microbatches * schedule.chunks + schedule.ranks - 1
+    m = schedule.microbatches
     variables, rows, key = _abstract(step, batch)
     program, out = step.local.program(variables, rows, key)
     loss = positions(out)[0]["loss"]
@@ -272,7 +272,10 @@ def _piped(step: Step, batch: Any) -> _Run:
 
         return _traced(run, _leaves(step), variables, rows, key, axes=axes)
 
-    alone = [(ticks, tick(True, False, False)), (ticks, tick(False, True, False))]
+    alone = [
+        (schedule.messages("F"), tick(True, False, False)),
+        (schedule.messages("B"), tick(False, True, False)),
+    ]
     uses, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
     return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), False)
 

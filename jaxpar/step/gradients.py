@@ -184,9 +184,8 @@ class Local:
         access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
         stored = self.layered(stored)
         if self.schedule is not None:
-            forwards = replace(self.schedule, kind="gpipe")
             pipeline = self.pipeline(program, out, access, stored, variables, batches, None, None)
-            return self._piped(replace(pipeline, schedule=forwards), out)[1]
+            return self._piped(replace(pipeline, schedule=self.schedule.forwards), out)[1]
 
         def micro(batch: Any) -> Sums:
             outs, _ = program.forward(access, stored, jax.tree.leaves((variables, batch)))

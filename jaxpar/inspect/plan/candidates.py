@@ -15,6 +15,7 @@ The forms only choose what is compiled. Every number that is shown of a line com
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ...model.model import Model, Replicated
 from ...parallel.pipeline.schedules import Schedule
 from ...step.core import Step
 from ...strategy import Strategy
+from ...tables import SCHEDULES
 from ..expected import expected
 from ..memory import forward
 from ..predict.links import Way, collective_seconds
@@ -86,14 +88,17 @@ def candidates(target: Target, rows: int, precision: str) -> Iterator[Strategy]:
                     continue
                 mine = rows // replicas
                 cuts = _powers(mine) if pipe == 1 else [k * pipe for k in _MICROBATCHES if mine % (k * pipe) == 0]
+                planned = [name for name, recipe in SCHEDULES.items() if recipe.planned]
+                schedules = [(Strategy.schedule, 1)] if pipe == 1 else list(itertools.product(planned, (1, 2)))
                 for m in cuts:
-                    for chunks in (1,) if pipe == 1 else (1, 2):
+                    for schedule, chunks in schedules:
                         for remat in _REMATS:
                             yield Strategy(
                                 pipe=pipe,
                                 tensor=tensor,
                                 sequence=tensor > 1,
                                 microbatches=m,
+                                schedule=schedule,
                                 chunks=chunks,
                                 remat=remat,
                                 precision=precision,
@@ -144,6 +149,7 @@ class Estimator:
     rules: Any = None
     _facts: dict[Any, _Facts | ValueError] = field(default_factory=dict)
     _layouts: dict[Any, dict[str, int] | ValueError] = field(default_factory=dict)
+    _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """The closed forms of a strategy whose sizes are numbers."""
@@ -154,7 +160,8 @@ class Estimator:
         s, shape = strategy, strategy.sizes(len(self.target.devices), self.target.hosts)
         pipe, replicas = shape["pipe"], shape["data"] * shape["fsdp"]
         rows = rows_of(self.batch) / replicas
-        schedule = Schedule(s.schedule, pipe, s.microbatches, s.chunks) if pipe > 1 else None
+        numbers = (s.schedule, pipe, s.microbatches, s.chunks)
+        schedule = _once(self._schedules, numbers, lambda: Schedule(*numbers)) if pipe > 1 else None
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / s.microbatches
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one

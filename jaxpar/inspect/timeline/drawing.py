@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich.text import Text
 
 from ...parallel.access import Access
-from ...parallel.pipeline.schedules import Phase, Schedule
+from ...parallel.pipeline.schedules import Kind, Phase, Schedule
 from ...step.core import Step
-from .svg import INK, TIME, tint
+from ...tables import TIME
+from .svg import INK, tint
 
 _BANDS = 6  # a schedule of more is drawn without its middle
 _LABEL = 8  # characters left of a lane
-Columns = list[tuple[int, Literal["F", "B"]]]
+Columns = list[tuple[int, Kind]]
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
@@ -122,10 +124,11 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
     v, each = schedule.chunks, held(schedule, size)
     ranks = f"{each[0]} on every rank" if len(set(each)) == 1 else f"{', '.join(each)} on ranks 0 to {len(each) - 1}"
     room = f" = {_bytes(schedule.slots * size)}" if size else ""
+    least = 3 * (schedule.microbatches + Fraction(schedule.ranks - 1, v))
+    form = f" = 3m + 3(p-1){'/v' if v > 1 else ''}" if schedule.time == least else ""
     return {
         "schedule": f"{schedule.title}: {schedule.ticks} ticks",
-        "time": f"{float(schedule.time):g} = 3m + 3(p-1){'/v' if v > 1 else ''}: a rank's layers take 1 forwards and 2 "
-        "backwards",
+        "time": f"{float(schedule.time):g}{form}: a rank's layers take 1 forwards and 2 backwards",
         "bubble": f"{float(schedule.bubble):.1%} of the time",
         "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room}, as all run one program",

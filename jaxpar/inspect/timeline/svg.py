@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule
+from ...tables import TIME
 
-TIME = {"F": 1, "B": 2}  # of one chunk and microbatch
 INK = "#10151c"  # of numbers on all tints
 _TINTS = {"F": (0x4C8DD6, 0xC2DAF6), "B": (0xD9822B, 0xF8DBB8)}  # of the first chunk, and of the last
 _LEFT, _TOP, _LANE, _GAP, _RIGHT = 64, 84, 26, 6, 96
@@ -62,7 +62,7 @@ def _lane(schedule: Schedule, rank: int, unit: float, y: int) -> Iterator[str]:
     for tick, kind in schedule.columns():
         width = TIME[kind] * unit
         if op := schedule.op(kind, rank, tick):
-            stage, fill = op.chunk * schedule.ranks + rank, tint(kind, op.chunk, schedule.chunks)
+            stage, fill = schedule.stage(rank, op.chunk), tint(kind, op.chunk, schedule.chunks)
             yield (
                 f"<g><title>{kind}{op.microbatch}, stage {stage}, tick {tick}</title>"
                 f'<rect class="op" x="{x:g}" y="{y}" width="{width:g}" height="{_LANE}" rx="3" fill="{fill}"/>'

@@ -5,9 +5,10 @@ layers are a chunk, and what the message between two chunks holds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,32 @@ def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) 
     )
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["carry", "by_layer"], meta_fields=[])
+@dataclass(frozen=True)
+class Message:
+    """What goes from one chunk of layers to the next; or for each part of it its variable, a flag, its cotangent.
+
+    Attributes:
+      carry: the stack's carry between two layers, for most models the residual stream.
+      by_layer: those of the stack's outputs by layer that are read after it, [layers, ...], as far as there are any.
+    """
+
+    carry: list[Any]
+    by_layer: list[Any]
+
+    def where(self, flags: Message) -> Message:
+        """The parts whose flag is true."""
+        pick = lambda parts, flags: [x for x, on in zip(parts, flags, strict=True) if on]
+        return Message(pick(self.carry, flags.carry), pick(self.by_layer, flags.by_layer))
+
+
+class Cotangents(NamedTuple):
+    """What an epilogue's backward makes: of the message's parts that have cotangents, and of `side` variables."""
+
+    message: Message
+    side: list[Any]
+
+
 @dataclass(frozen=True)
 class Cut:
     """The stack of one loss cut into chunks of layers, and the message that goes from one to the next.
@@ -101,21 +128,21 @@ class Cut:
         return [j for j, v in enumerate(ys) if v in read_later]
 
     @property
-    def linear(self) -> list[bool]:
-        """Which parts of the message have cotangents."""
-        active = self.stack.unit.active
-        return [*active[: self.stack.carry], *(active[self.stack.carry + j] for j in self.collected)]
-
-    def _message(self, program: Program) -> list[Any]:
-        """The variables that the message holds after the last stage."""
-        assert program.main is not None
-        outputs, k = program.main.outputs, program.main.carry
-        return [*outputs[:k], *(outputs[k + j] for j in self.collected)]
+    def padding(self) -> int:
+        """Layers by which the chunks have more room than the stack has layers."""
+        return self.each * self.schedule.ranks * self.schedule.chunks - self.stack.length
 
     @property
-    def variables(self) -> list[Any]:
-        """The same, of the loss on whole microbatches."""
-        return self._message(self.program)
+    def linear(self) -> Message:
+        """Which parts of the message have cotangents."""
+        k, active = self.stack.carry, self.stack.unit.active
+        return Message(list(active[:k]), [active[k + j] for j in self.collected])
+
+    def message(self, program: Program) -> Message:
+        """The variables of a program, of the loss on a microbatch or on a part of it, that leave the last stage."""
+        assert program.main is not None
+        k, outputs = program.main.carry, program.main.outputs
+        return Message(list(outputs[:k]), [outputs[k + j] for j in self.collected])
 
     def side(self) -> list[Any]:
         """Variables of the prologue that the epilogue differentiates."""
@@ -125,11 +152,10 @@ class Cut:
         """The stack's constants, first carry, and this chunk's part of what it scans besides parameters."""
         stack = self.stack
         consts, init, xs = stack.parts([read(env, v) for v in stack.inputs])
-        missing = self.each * self.schedule.ranks * self.schedule.chunks - stack.length
 
         def part(x: jax.Array) -> jax.Array:
-            if missing:  # the last layer's again: a layer that hands on must not meet what makes NaN
-                x = jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)])
+            if self.padding:  # with copies of the last layer's: padded layers compute too, and must not make NaN
+                x = jnp.concatenate([x, jnp.repeat(x[-1:], self.padding, axis=0)])
             return lax.dynamic_slice_in_dim(x, self._start(op), self.each, axis=0)
 
         return consts, init, [part(x) for x in xs]
@@ -140,18 +166,13 @@ class Cut:
 
     def _real(self, op: Any) -> jax.Array | None:
         """Which layers of this rank's chunk are the model's; None if all are."""
-        whole = self.each * self.schedule.ranks * self.schedule.chunks == self.stack.length
-        return None if whole else self._start(op) + jnp.arange(self.each) < self.stack.length
+        return self._start(op) + jnp.arange(self.each) < self.stack.length if self.padding else None
 
-    def _stacked(self, values: Sequence[jax.Array], every: bool = False) -> list[jax.Array]:
-        """Parts of a message (all, or those with cotangents) with outputs by layer padded to whole stages."""
-        by_layer = [False] * self.stack.carry + [True] * len(self.collected)
-        flags = [b for b, on in zip(by_layer, self.linear, strict=True) if on or every]
-        missing = self.each * self.schedule.ranks * self.schedule.chunks - self.stack.length
-        widths = lambda x: [(0, missing)] + [(0, 0)] * (x.ndim - 1)
-        return [jnp.pad(x, widths(x)) if pad and missing else x for x, pad in zip(values, flags, strict=True)]
+    def padded(self, message: Message) -> Message:
+        """A message whose outputs by layer have room for all chunks' layers."""
+        widths = lambda x: [(0, self.padding)] + [(0, 0)] * (x.ndim - 1)
+        return Message(message.carry, [jnp.pad(x, widths(x)) if self.padding else x for x in message.by_layer])
 
-    def _whole(self, message: Sequence[jax.Array]) -> list[jax.Array]:
-        """A message as the stack's outputs."""
-        k = self.stack.carry
-        return [*message[:k], *(x[: self.stack.length] for x in message[k:])]
+    def whole(self, message: Message) -> Message:
+        """A message as the stack's outputs: those by layer without padding."""
+        return Message(message.carry, [x[: self.stack.length] for x in message.by_layer])

@@ -1,28 +1,12 @@
-"""Pipeline schedules as data: which microbatch each rank runs forwards (F) and backwards (B) at each tick.
+"""What follows from a schedule's table (`jaxpar/tables.py`): ticks and their phases, slots, time, bubble, messages.
 
-    1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2.1), p = 4 ranks, m = 6 microbatches
-
-    tick      0    1    2    3    4    5    6    7    8    9   10   11
-    rank 0   F0   F1   F2   F3   F4   F5   B0   B1   B2   B3   B4   B5
-    rank 1        F0   F1   F2   F3  F4B0 F5B1  B2   B3   B4   B5
-    rank 2             F0   F1  F2B0 F3B1 F4B2 F5B3  B4   B5
-    rank 3                 F0B0 F1B1 F2B2 F3B3 F4B4 F5B5
-             warm-up, F    | steady, F and B       | cool-down, B
-
-One rule makes every schedule. At tick t, rank s runs its forward number u = t - s and its backward number
-w = t - lag - (p - 1 - s); with v chunks a rank (Narayanan et al. 2021, section 2.2.2) both count groups of p
-microbatches that pass through one chunk after the other, backwards from the last chunk:
-
-    lag = v p - 1           1F1B, and interleaved 1F1B for v > 1
-    lag = m v + p - 1       GPipe (Huang et al. 2019, section 2.3): every forward, then every backward
-
-With a forward through all of a rank's layers as 1 and a backward as 2, a step takes 3 m + 3 (p - 1) / v: the bubble is
-(p - 1) / v of m microbatches' work. Every rank does its forward and its backward in one tick, so that 1F1B holds up to
-2 p - 1 microbatches on the first rank where the paper's holds p.
+All of it is read from the table, by walking through it; nothing here knows one schedule from another. A table of p
+ranks, m microbatches and v chunks a rank cuts the layers into p v stages, and stage c p + s is chunk c of rank s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import heapq
@@ -34,15 +18,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-SCHEDULES = ("gpipe", "1f1b")
+from ...tables import SCHEDULES, TIME, Op, Table
 
-
-class Op(NamedTuple):
-    """One rank's forward or backward of one microbatch through one of its chunks."""
-
-    kind: Literal["F", "B"]
-    chunk: int
-    microbatch: int
+Kind = Literal["F", "B"]
+BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
 
 class Phase(NamedTuple):
@@ -60,9 +39,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule for p ranks, m microbatches and v chunks a rank.
+    """A schedule for p ranks, m microbatches and v chunks a rank; with `forwards_only`, its forwards alone.
 
-    Raises ValueError for an unknown kind, for a count below 1, and where m is no multiple of p and v > 1.
+    Raises ValueError for an unknown kind, for a count below 1, and for numbers of which the kind has no table: with
+    v > 1 those have m a multiple of p.
 
     >>> schedule = Schedule("1f1b", ranks=4, microbatches=8)
     >>> schedule.ticks, schedule.slots, f"{float(schedule.bubble):.1%}"
@@ -76,82 +56,101 @@ class Schedule:
     ranks: int
     microbatches: int
     chunks: int = 1
+    forwards_only: bool = False
 
     def __post_init__(self) -> None:
-        p, m, v = self.ranks, self.microbatches, self.chunks
         if self.kind not in SCHEDULES:
             near = difflib.get_close_matches(str(self.kind), SCHEDULES, n=1)
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
                 f"chunks=2 or more" + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        for name, count in (("pipe", p), ("microbatches", m), ("chunks", v)):
+        for name, count in (("pipe", self.ranks), ("microbatches", self.microbatches), ("chunks", self.chunks)):
             if count < 1:
                 raise ValueError(f"{name}={count} is not a count; use a whole number from 1")
-        if v > 1 and m % p:
-            raise ValueError(
-                f"chunks={v} sends microbatches in groups of pipe={p}, and microbatches={m} is no multiple of it; use "
-                f"{-(-m // p) * p} microbatches, or chunks=1"
-            )
+        self.table()
+
+    # -- the table -----------------------------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """Operations by tick and rank: none, one, or a forward and then a backward."""
+        return self._table
+
+    @functools.cached_property
+    def _table(self) -> Table:
+        table = SCHEDULES[self.kind].table(self.ranks, self.microbatches, self.chunks)
+        if not self.forwards_only:
+            return table
+        forwards = (tuple(tuple(op for op in ops if op.kind == "F") for ops in column) for column in table)
+        return tuple(column for column in forwards if any(column))
+
+    @property
+    def forwards(self) -> Schedule:
+        """The schedule of an evaluation: the same forwards, without the ticks that have backwards alone."""
+        return dataclasses.replace(self, forwards_only=True)
+
+    def op(self, kind: Kind, rank: int, tick: int) -> Op | None:
+        """What a rank runs at a tick, if anything."""
+        return next((op for op in self.table()[tick][rank] if op.kind == kind), None)
+
+    def columns(self) -> list[tuple[int, Kind]]:
+        """What ticks are made of, in order: a forward, a backward, or a forward and then a backward."""
+        ran = [{op.kind for ops in column for op in ops} for column in self.table()]
+        return [(tick, kind) for tick, kinds in enumerate(ran) for kind in BOTH if kind in kinds]
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The number of a rank's chunk among all, in the order of the layers."""
+        return chunk * self.ranks + rank
+
+    @functools.cached_property
+    def _last(self) -> dict[Kind, dict[int, int]]:
+        """By kind and tick, the microbatch that passes through the last stage."""
+        out: dict[Kind, dict[int, int]] = {kind: {} for kind in BOTH}
+        for tick, column in enumerate(self.table()):
+            for rank, op in ((rank, op) for rank, ops in enumerate(column) for op in ops):
+                if self.stage(rank, op.chunk) == self.ranks * self.chunks - 1:
+                    out[op.kind][tick] = op.microbatch
+        return out
+
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
         """The schedule in words."""
         chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
-        return f"{self.kind}, {self.ranks} ranks, {self.microbatches} microbatches{chunks}"
-
-    @property
-    def lag(self) -> int:
-        """Ticks from the last rank's first forward of a group to its first backward, as the rule counts them."""
-        p, m, v = self.ranks, self.microbatches, self.chunks
-        return v * p - 1 if self.kind == "1f1b" else m * v + p - 1
+        alone = ", forwards alone" if self.forwards_only else ""
+        return f"{self.kind}, {self.ranks} ranks, {self.microbatches} microbatches{chunks}{alone}"
 
     @property
     def ticks(self) -> int:
-        """The number of ticks: m v + lag + p - 1."""
-        return self.microbatches * self.chunks + self.lag + self.ranks - 1
+        """The number of ticks."""
+        return len(self.table())
 
     @property
     def time(self) -> Fraction:
-        """The time of a step, 3 m + 3 (p - 1) / v, where a forward through all of a rank's layers takes 1, and a
-        backward 2.
+        """The time of a step, where a forward through all of a rank's layers takes 1, and a backward 2.
+
+        All ranks run one program: in a tick in which one of them has a forward, all take the time of a forward. For
+        GPipe and 1F1B that is 3 m + 3 (p - 1) / v, no more than their ranks need that only wait for their messages.
         """
-        return 3 * (self.microbatches + Fraction(self.ranks - 1, self.chunks))
+        return Fraction(sum(TIME[kind] for _, kind in self.columns()), self.chunks)
 
     @property
     def bubble(self) -> Fraction:
-        """The part of a step's time that each rank is idle."""
-        return 1 - 3 * self.microbatches / self.time
+        """The part of a step's time that ranks are idle, on average."""
+        busy = sum(TIME[op.kind] for column in self.table() for ops in column for op in ops)
+        return 1 - Fraction(busy, self.ranks * self.chunks) / self.time
 
-    def op(self, kind: Literal["F", "B"], rank: int, tick: int) -> Op | None:
-        """What a rank runs at a tick, if anything."""
-        p, v = self.ranks, self.chunks
-        number = tick - rank if kind == "F" else tick - self.lag - (p - 1 - rank)
-        if not 0 <= number < self.microbatches * v:
-            return None
-        group, rest = divmod(number, p * v)
-        chunk = rest // p if kind == "F" else v - 1 - rest // p
-        return Op(kind, chunk, group * p + rest % p)
-
-    def table(self) -> list[list[tuple[Op, ...]]]:
-        """Operations by tick and rank: none, one, or a forward and then a backward."""
-        both = ("F", "B")
-        return [
-            [tuple(op for kind in both if (op := self.op(kind, rank, tick))) for rank in range(self.ranks)]
-            for tick in range(self.ticks)
-        ]
-
-    def epilogue(self, tick: int) -> int | None:
-        """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
-        op = self.op("F", self.ranks - 1, tick)
-        return op.microbatch if op and op.chunk == self.chunks - 1 else None
+    def messages(self, kind: Kind) -> int:
+        """How many messages each rank sends in a step: one in each tick with forwards, or with backwards."""
+        return sum(ran == kind for _, ran in self.columns())
 
     def phases(self) -> list[tuple[int, list[Phase]]]:
         """The ticks in order, as (repeats, phases): two phases that alternate stand there once."""
-        p, m, v = self.ranks, self.microbatches, self.chunks
+        ran = set(self.columns())
 
         def flags(tick: int) -> tuple[bool, bool, bool]:
-            return tick < m * v + p - 1, tick >= self.lag, self.epilogue(tick) is not None
+            return (tick, "F") in ran, (tick, "B") in ran, self.epilogue(tick) is not None
 
         runs = []
         for (f, b, e), ticks in itertools.groupby(range(self.ticks), key=flags):
@@ -168,28 +167,42 @@ class Schedule:
             runs = runs[size * repeats :]
         return out
 
+    # -- the last stage ------------------------------------------------------------------------------------------------
+
+    def epilogue(self, tick: int) -> int | None:
+        """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
+        return self._last["F"].get(tick)
+
+    @property
+    def late(self) -> bool:
+        """Whether a microbatch's backward begins in a later tick than its epilogue, whose cotangents wait for it."""
+        return not self._last["B"].items() <= self._last["F"].items()
+
+    # -- what ranks hold -----------------------------------------------------------------------------------------------
+
     @functools.cached_property
-    def _slots(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """The number of slots, and the slot [tick, rank] that a forward writes and a backward reads.
+    def _slots(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The slot [tick, rank] that a forward writes and a backward reads, and the most that each rank holds at once.
 
         A forward's slot is free again after the tick of its backward. Where a rank has no forward in a tick that
         others use, it writes all the same, where nothing is held.
         """
-        p, forwards = self.ranks, self.microbatches * self.chunks
-        writes, reads = np.zeros((self.ticks, p), np.int32), np.zeros((self.ticks, p), np.int32)
-        for rank in range(p):
-            free = list(range(forwards + 1))  # a heap: the lowest first
-            held: dict[tuple[int, int], int] = {}
-            for tick in range(self.ticks):
-                forward, backward = self.op("F", rank, tick), self.op("B", rank, tick)
-                if tick < forwards + p - 1:
+        ran, most = set(self.columns()), [0] * self.ranks
+        writes, reads = (np.zeros((self.ticks, self.ranks), np.int32) for _ in BOTH)
+        frees = [list(range(self.microbatches * self.chunks + 1)) for _ in most]  # heaps: the lowest first
+        helds: list[dict[tuple[int, int], int]] = [{} for _ in most]
+        for tick, column in enumerate(self.table()):
+            for rank, (ops, free, held) in enumerate(zip(column, frees, helds, strict=True)):
+                if (tick, "F") in ran:
                     writes[tick, rank] = free[0]
-                if forward:
-                    held[forward[1:]] = heapq.heappop(free)
-                if backward:
-                    reads[tick, rank] = held.pop(backward[1:])
-                    heapq.heappush(free, int(reads[tick, rank]))
-        return 1 + int(writes.max()), writes, reads
+                for kind, chunk, microbatch in ops:
+                    if kind == "F":
+                        held[chunk, microbatch] = heapq.heappop(free)
+                        most[rank] = max(most[rank], len(held))
+                    else:
+                        reads[tick, rank] = slot = held.pop((chunk, microbatch))
+                        heapq.heappush(free, slot)
+        return writes, reads, most
 
     @property
     def slots(self) -> int:
@@ -198,22 +211,23 @@ class Schedule:
         1F1B: min(m v + 1, (v + 1) p - 1). GPipe: m v + 1 (one rank: m v). That is `in_flight(0)`, and one to spare
         where the first rank holds all m v while others still run forwards.
         """
-        return self._slots[0]
+        return 1 + int(self._slots[0].max())
 
     def in_flight(self, rank: int) -> int:
         """The most activations, of one chunk and microbatch each, that a rank holds at once.
 
         1F1B: min(m v, (v + 1) p - 1 - 2 rank). GPipe: m v.
         """
-        every = self.microbatches * self.chunks
-        return every if self.kind == "gpipe" else min(every, (self.chunks + 1) * self.ranks - 1 - 2 * rank)
+        return self._slots[2][rank]
+
+    # -- other forms of the table --------------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The table as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""
         shape = (self.ticks, self.ranks)
-        out = {"write": self._slots[1], "read": self._slots[2]}
-        for kind in ("F", "B"):
-            ops = [self.op(kind, rank, tick) for tick, rank in np.ndindex(shape)]  # type: ignore[arg-type]
+        out = {"write": self._slots[0], "read": self._slots[1]}
+        for kind in BOTH:
+            ops = [self.op(kind, rank, tick) for tick, rank in np.ndindex(shape)]
             for name, values in (
                 ("valid", [op is not None for op in ops]),
                 ("chunk", [op.chunk if op else 0 for op in ops]),
@@ -222,21 +236,15 @@ class Schedule:
                 out[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
         return out
 
-    def columns(self) -> list[tuple[int, Literal["F", "B"]]]:
-        """What ticks are made of, in order: a forward, a backward, or a forward and then a backward."""
-        end = self.microbatches * self.chunks + self.ranks - 1
-        both: tuple[Literal["F", "B"], ...] = ("F", "B")
-        return [(t, kind) for t in range(self.ticks) for kind in both if (t < end if kind == "F" else t >= self.lag)]
-
     def csv(self) -> Iterator[str]:
         """Lines, one a rank, of cells such as `0F0`: stage, kind, microbatch; empty where the rank is idle.
 
-        Stage c p + s is chunk c of rank s. `torch.distributed.pipelining.schedules._PipelineScheduleRuntime` reads a
-        file of these lines: `_load_csv(path, format="compute_only")`.
+        `torch.distributed.pipelining.schedules._PipelineScheduleRuntime` reads a file of these lines:
+        `_load_csv(path, format="compute_only")`.
         """
         for rank in range(self.ranks):
             ops = [self.op(kind, rank, tick) for tick, kind in self.columns()]
-            yield ",".join(f"{op.chunk * self.ranks + rank}{op.kind}{op.microbatch}" if op else "" for op in ops)
+            yield ",".join(f"{self.stage(rank, op.chunk)}{op.kind}{op.microbatch}" if op else "" for op in ops)
 
     def __str__(self) -> str:
         """One line a rank, one column a tick: `F3` or `B3`, with chunks `F3.1`, a dot where the rank is idle."""

@@ -32,8 +32,8 @@ from ... import collectives
 from ...jaxprs import jaxpr as jx
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
-from .cut import AXIS, Cut, after, before
-from .schedules import Phase
+from .cut import AXIS, Cotangents, Cut, Message, after, before
+from .schedules import Kind, Phase
 
 
 class _Masked:
@@ -46,23 +46,28 @@ class _Masked:
         return self._give(index, jnp.where(self.condition, cotangent, jnp.zeros_like(cotangent)), sliced)
 
 
+def _op(kind: Kind, row: Any) -> dict[str, jax.Array]:
+    """What this rank runs at a tick: whether anything, and of which chunk and microbatch."""
+    return {name: row[f"{kind}_{name}"] for name in ("valid", "chunk", "microbatch")}
+
+
 @dataclass(frozen=True)
 class Carry:
     """What one tick hands to the next.
 
     Attributes:
-      message: the stack's carry, and its outputs by layer so far, from the rank before.
-      cotangents: those of the message, from the rank behind.
+      message: from the rank before.
+      cotangents: those of a message, from the rank behind.
       stash: what backwards need of forwards, [slots, ...]; no weights.
-      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...] (GPipe), or None.
+      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...], or None (`Schedule.late`).
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
     """
 
-    message: list[jax.Array]
-    cotangents: list[jax.Array]
+    message: Message
+    cotangents: Message
     stash: list[jax.Array]
-    late: list[jax.Array] | None
+    late: Cotangents | None
     grads: list[jax.Array | None]
     sums: list[jax.Array]
 
@@ -80,7 +85,7 @@ class Pipeline(Cut):
       leaves: what this rank stores; of stages' own leaves its layers, chunk by chunk, on dim 0.
       values: `values(microbatch)`, those of the program's inputs.
       summed: positions of the outputs to add up.
-      seeds: cotangents of outputs, by position; None for a forward pass alone (of GPipe's schedule).
+      seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
       shared: the loss on the rows of one rank's part of a microbatch, if the ranks share the epilogue, and `part`, its
         values as `values`.
     """
@@ -104,8 +109,6 @@ class Pipeline(Cut):
         carry, saved = self._start_of(row)
         carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
         for repeats, phases in schedule.phases():
-            if self.seeds is None and phases[0].backward:
-                break
             first, length = phases[0].start, sum(phase.length for phase in phases)
 
             def lap(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
@@ -141,25 +144,25 @@ class Pipeline(Cut):
 
     def _start_of(self, row: Any) -> tuple[Carry, Any]:
         """The first carry, all zeros and without gradients, and the structure of what is stashed."""
-        padded = self._stacked([jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.variables], every=True)
-        linear = [x for x, on in zip(padded, self.linear, strict=True) if on]
+        variables = self.message(self.program)
+        padded = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         if self.seeds is None:
-            return Carry(padded, [], [], None, [], sums), None
+            return Carry(padded, Message([], []), [], None, [], sums), None
 
         def stashed(row: Any) -> Any:
-            op = {name: row[f"F_{name}"] for name in ("valid", "chunk", "microbatch")}
+            op = _op("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
             return self.forward(env, op, padded, True)[1]
 
         saved = jax.eval_shape(stashed, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
-        made = [*(v for v, on in zip(self.variables, self.linear, strict=True) if on), *self.side()]
         late = None
-        if self.schedule.kind == "gpipe":
-            late = [jnp.zeros((self.schedule.microbatches, *v.aval.shape), v.aval.dtype) for v in made]
-        return Carry(padded, linear, stash, late, [None] * len(self.leaves), sums), saved
+        if self.schedule.late:
+            made = Cotangents(variables.where(self.linear), self.side())
+            late = jax.tree.map(lambda v: jnp.zeros((self.schedule.microbatches, *v.aval.shape), v.aval.dtype), made)
+        return Carry(padded, padded.where(self.linear), stash, late, [None] * len(self.leaves), sums), saved
 
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
         """The first carry with zeros for the gradients that there will be."""
@@ -169,62 +172,61 @@ class Pipeline(Cut):
 
     # -- one tick ------------------------------------------------------------------------------------------------------
 
-    def forward(self, env: dict[Any, Any], op: Any, message: list[jax.Array], grad: bool) -> tuple[list[Any], Any]:
+    def forward(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
         """One chunk of layers on a message: the next message, and what the backward needs."""
         k = self.stack.carry
         consts, init, xs = self._inputs(env, op)
         first = (op["chunk"] == 0) & (lax.axis_index(AXIS) == 0)
-        carry = [jnp.where(first, a, b) for a, b in zip(init, message[:k], strict=True)]
+        carry = [jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)]
         outs, saved = self.stage.forward(
             self.access, self.leaves, [*consts, *carry, *xs], grad, op["chunk"] * self.each, self._real(op)
         )
-        collected = []
-        for j, buffer in zip(self.collected, message[k:], strict=True):
+        by_layer = []
+        for j, buffer in zip(self.collected, message.by_layer, strict=True):
             buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
-            collected.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
-        return [*outs[:k], *collected], saved
+            by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
+        return Message(outs[:k], by_layer), saved
 
     def epilogue(
-        self, env: dict[Any, Any], outs: list[jax.Array], microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
-    ) -> tuple[list[Any], list[jax.Array], list[jax.Array]]:
-        """The loss of the microbatch that has left the last layer, and its gradients: grads, sums, and the cotangents
-        of the message and of what the prologue made for it.
+        self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array], Cotangents | None]:
+        """The loss of the microbatch that has left the last layer, and its gradients: grads, sums, and cotangents, if
+        there are any.
         """
         last = lax.axis_index(AXIS) == self.schedule.ranks - 1
         program, access = self.program, _Masked(self.access, last)
-        message = self._whole(outs)
+        message = self.whole(message)
         if self.shared is not None and self.part is not None:
             program, access = self.shared, self.access
             env = program.environment(self.part(microbatch))
             forward(before(program), access, self.leaves, env, False)
-            mine = [jnp.where(last, x, jnp.zeros_like(x)) for x in message]
-            message = [collectives.reduce_scatter(x, [AXIS], 0) for x in mine]
-        variables = self._message(program)
-        env.update(zip(variables, message, strict=True))
+            mine = jax.tree.map(lambda x: jnp.where(last, x, jnp.zeros_like(x)), message)
+            message = jax.tree.map(lambda x: collectives.reduce_scatter(x, [AXIS], 0), mine)
+        variables = self.message(program)
+        env.update(zip(jax.tree.leaves(variables), jax.tree.leaves(message), strict=True))
         tape = forward(after(program), access, self.leaves, env, bool(self.seeds))
         found = [read(env, program.outputs[i]) for i in self.summed]
         if self.shared is None:
             found = [jnp.where(last, x, 0) for x in found]
         sums = [s + x for s, x in zip(sums, found, strict=True)]
         if not self.seeds:
-            return grads, sums, []
+            return grads, sums, None
         cts = program.seeded(self.seeds)
         grads = backward(after(program), access, self.leaves, tape, cts, grads)
-        wanted = [*(v for v, on in zip(variables, self.linear, strict=True) if on), *self.side()]
-        made = [cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in wanted]
+        wanted = Cotangents(variables.where(self.linear), self.side())
+        made = jax.tree.map(lambda v: cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)), wanted)
         if self.shared is not None:
-            made = [collectives.all_gather(x, [AXIS], 0) for x in made]
+            made = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), made)
         return grads, sums, made
 
     def backward(
-        self, env: dict[Any, Any], op: Any, saved: Any, cts: list[jax.Array], grads: list[Any]
-    ) -> tuple[list[Any], list[jax.Array], dict[Any, Any]]:
+        self, env: dict[Any, Any], op: Any, saved: Any, cts: Message, grads: list[Any]
+    ) -> tuple[list[Any], Message, dict[Any, Any]]:
         """Gradients, cotangents for the rank before, and those of what the prologue made."""
         stack, k = self.stack, self.stack.carry
         consts, _, xs = self._inputs(env, op)
-        active_carry = sum(stack.unit.active[:k])
-        by_layer = dict(zip([j for j in self.collected if stack.unit.active[k + j]], cts[active_carry:], strict=True))
-        given = list(cts[:active_carry])
+        by_layer = dict(zip([j for j in self.collected if stack.unit.active[k + j]], cts.by_layer, strict=True))
+        given = list(cts.carry)
         for j, v in enumerate(stack.outputs[k:]):
             if stack.unit.active[k + j]:
                 shape = (self.each, *v.aval.shape[1:])
@@ -267,20 +269,19 @@ class Pipeline(Cut):
             elif i < n + k:
                 add(atom, ct, op["valid"] & first)
             else:
-                whole = jnp.zeros((self.each * self.schedule.ranks * self.schedule.chunks, *ct.shape[1:]), ct.dtype)
+                whole = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
                 whole = lax.dynamic_update_slice_in_dim(whole, ct, self._start(op), axis=0)
                 add(atom, whole[: stack.length], op["valid"])
-        return grads, [*ct_carry, *cts[active_carry:]], made
+        return grads, Message(ct_carry, cts.by_layer), made
 
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
         program, last = self.program, lax.axis_index(AXIS) == self.schedule.ranks - 1
-        side = self.side() if self.seeds else []
-        made: list[jax.Array] = []
+        made: Cotangents | None = None
         if phase.forward:
-            op = {name: row[f"F_{name}"] for name in ("valid", "chunk", "microbatch")}
+            op = _op("F", row)
             env = program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
             outs, new = self.forward(env, op, message, bool(self.seeds))
@@ -292,27 +293,25 @@ class Pipeline(Cut):
             if phase.epilogue:
                 grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
                 if late is not None:
-                    at = row["epilogue"]
-                    late = [lax.dynamic_update_index_in_dim(a, x, at, axis=0) for a, x in zip(late, made, strict=True)]
-            message = [collectives.shift(x, AXIS, 1) for x in outs]
+                    put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, row["epilogue"], axis=0)
+                    late = jax.tree.map(put, late, made)
+            message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outs)
         if phase.backward:
-            op = {name: row[f"B_{name}"] for name in ("valid", "chunk", "microbatch")}
+            op = _op("B", row)
             env = program.environment(self.values(op["microbatch"]))
             tape = forward(before(self.program), self.access, self.leaves, env, True)
             if late is not None:
-                made = [lax.dynamic_index_in_dim(a, op["microbatch"], keepdims=False) for a in late]
+                made = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, op["microbatch"], keepdims=False), late)
             ends = last & (op["chunk"] == self.schedule.chunks - 1)
-            cts = list(cotangents)
-            if made:
-                padded = self._stacked(made[: len(cts)])
-                cts = [jnp.where(ends, a, b) for a, b in zip(padded, cts, strict=True)]
+            if made is not None:
+                cotangents = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cotangents)
             here = dataclasses.replace(
                 saved, values=[lax.dynamic_index_in_dim(a, row["read"], keepdims=False) for a in stash]
             )
-            grads, sent, of_prologue = self.backward(env, op, here, cts, grads)
-            for v, ct in zip(side, made[len(cts) :], strict=bool(made)):
+            grads, sent, of_prologue = self.backward(env, op, here, cotangents, grads)
+            for v, ct in zip(self.side(), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
             grads = backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads)
-            cotangents = [collectives.shift(x, AXIS, -1) for x in sent]
+            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
         return Carry(message, cotangents, stash, late, grads, sums)

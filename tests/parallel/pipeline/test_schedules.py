@@ -3,17 +3,19 @@
 import re
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.tables import SCHEDULES, TIME, Recipe, lockstep
 
 PIPES = range(2, 9)
 # p ranks, v chunks, m microbatches from p to 4 p; in groups of p where there are chunks
 GRID = [
     Schedule(kind, p, m, v)
-    for kind in ("1f1b", "gpipe")
+    for kind in SCHEDULES
     for p in PIPES
     for v in range(1, 5)
     for m in range(p, 4 * p + 1, p if v > 1 else 1)
@@ -100,6 +102,25 @@ def test_activations_in_flight_are_the_closed_form(p: int) -> None:
         assert schedule.slots == (m * v + 1 if schedule.kind == "gpipe" else min(m * v + 1, (v + 1) * p - 1))
 
 
+@pytest.mark.parametrize("p", PIPES)
+def test_ranks_that_wait_for_nothing_but_messages_take_as_long(p: int) -> None:
+    """Nothing is lost to ticks: each rank in its own order, every operation as soon as its input is there."""
+    for schedule in of_pipe(p):
+        m, v = schedule.microbatches, schedule.chunks
+        done = {("F", -1, at): 0 for at in range(m)}
+        clock = [0] * p
+        for column in schedule.table():
+            for kind in "FB":
+                for rank, op in ((rank, op) for rank, ops in enumerate(column) for op in ops if op.kind == kind):
+                    stage, at = op.chunk * p + rank, op.microbatch
+                    here = "F", stage, at
+                    before = here if stage == p * v - 1 else ("B", stage + 1, at)
+                    inputs = [("F", stage - 1, at)] if kind == "F" else [here, before]
+                    clock[rank] = max(clock[rank], *(done[x] for x in inputs)) + TIME[kind]
+                    done[kind, stage, at] = clock[rank]
+        assert schedule.time == Fraction(max(clock), v)
+
+
 def test_1f1b_is_flat_in_the_number_of_microbatches() -> None:
     assert {Schedule("1f1b", 4, m).slots for m in range(7, 200)} == {7}  # 2 p - 1
     assert {Schedule("1f1b", 4, m, 2).slots for m in range(8, 200, 4)} == {11}  # 3 p - 1
@@ -120,24 +141,61 @@ def test_phases_say_what_ticks_run(p: int) -> None:
 
 @pytest.mark.parametrize("p", PIPES)
 def test_slots_never_clash(p: int) -> None:
-    """Every rank writes in every tick in which one of them runs a forward, and what an idle one writes is garbage."""
     for schedule in of_pipe(p):
-        arrays, table = schedule.arrays(), schedule.table()
-        assert all(a.shape == (schedule.ticks, p) and a.dtype == np.int32 for a in arrays.values())
-        assert arrays["write"].max() < schedule.slots
-        rows = {name: array.tolist() for name, array in arrays.items()}
-        for rank in range(p):
-            memory: list[tuple[int, int] | None] = [None] * schedule.slots
-            for tick, column in enumerate(table):
-                now = {op.kind: (op.chunk, op.microbatch) for op in column[rank]}
-                if any(op.kind == "F" for ops in column for op in ops):
-                    memory[rows["write"][tick][rank]] = now.get("F")
-                if "B" in now:
-                    assert memory[rows["read"][tick][rank]] == now["B"]
-                for kind in "FB":
-                    assert rows[f"{kind}_valid"][tick][rank] == (kind in now)
-                    names = "chunk", "microbatch"
-                    assert tuple(rows[f"{kind}_{name}"][tick][rank] for name in names) == now.get(kind, (0, 0))
+        use_slots(schedule)
+
+
+def use_slots(schedule: Schedule) -> None:
+    """Every rank writes in every tick in which one of them runs a forward, and what an idle one writes is garbage."""
+    arrays, table = schedule.arrays(), schedule.table()
+    assert all(a.shape == (schedule.ticks, schedule.ranks) and a.dtype == np.int32 for a in arrays.values())
+    assert arrays["write"].max() < schedule.slots
+    rows = {name: array.tolist() for name, array in arrays.items()}
+    for rank in range(schedule.ranks):
+        memory: list[tuple[int, int] | None] = [None] * schedule.slots
+        for tick, column in enumerate(table):
+            now = {op.kind: (op.chunk, op.microbatch) for op in column[rank]}
+            if any(op.kind == "F" for ops in column for op in ops):
+                memory[rows["write"][tick][rank]] = now.get("F")
+            if "B" in now:
+                assert memory[rows["read"][tick][rank]] == now["B"]
+            for kind in "FB":
+                assert rows[f"{kind}_valid"][tick][rank] == (kind in now)
+                names = "chunk", "microbatch"
+                assert tuple(rows[f"{kind}_{name}"][tick][rank] for name in names) == now.get(kind, (0, 0))
+
+
+def test_an_evaluation_runs_the_forwards_alone() -> None:
+    for schedule in of_pipe(4):
+        alone, m, v = schedule.forwards, schedule.microbatches, schedule.chunks
+        assert alone.ticks == alone.messages("F") == m * v + 3
+        assert alone.messages("B") == 0
+        assert [alone.epilogue(t) for t in range(alone.ticks)] == [schedule.epilogue(t) for t in range(alone.ticks)]
+        assert not any(phase.backward for _, phases in alone.phases() for phase in phases)
+        assert not alone.late
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with its backwards two ticks later than 1F1B's: all else follows from the table."""
+    later = Recipe("1F1B, two ticks late", lambda p, m, v: lockstep(p, m, v, lag=v * p + 1))
+    monkeypatch.setitem(SCHEDULES, "later", later)
+    schedule, known = Schedule("later", 4, 8, 2), Schedule("1f1b", 4, 8, 2)
+    simulate(schedule)
+    use_slots(schedule)
+    assert schedule.late
+    assert not known.late
+    assert schedule.ticks == known.ticks + 2
+    assert [schedule.in_flight(rank) - known.in_flight(rank) for rank in range(4)] == [2] * 4
+    assert (schedule.time, schedule.messages("B")) == (known.time, known.messages("B"))
+    assert schedule.title.startswith("later, 4 ranks")
+
+
+def test_docs_have_a_row_for_every_schedule() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "strategies" / "pipe.md").read_text()
+    assert [name for name in SCHEDULES if f"| `{name}`" not in page] == []
 
 
 # -- what torch reads --------------------------------------------------------------------------------------------------
