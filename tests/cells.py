@@ -49,10 +49,7 @@ class Compiled:
 
 def logical(step: Any, stored: Any) -> Any:
     """A tree like the kept parameters as the model's own."""
-    kept = step.layout.kept
-    pairs = zip(kept.leaves, jax.tree.leaves(stored), strict=True)
-    whole = [np.asarray(leaf.unpad(x)) if x.shape != leaf.shape else np.asarray(x) for leaf, x in pairs]
-    return jax.tree.unflatten(kept.model_tree, kept.of_model(whole))
+    return step.layout.to_logical(jax.tree.map(np.asarray, stored))
 
 
 def initial(model: Any) -> Any:

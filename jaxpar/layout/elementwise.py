@@ -18,8 +18,6 @@ import jax.numpy as jnp
 
 from ..jaxprs import jaxpr as jx
 from ..model.paths import name_of
-from .leaves import Leaf
-from .precision import Policy
 from .storage import Kept
 
 _ELEMENTWISE = frozenset(
@@ -68,8 +66,7 @@ def sees_kept(optimizer: Any, kept: Kept) -> bool:
     if kept.same:
         return True
     try:
-        ours = _results(optimizer, kept.leaves, kept.tree)
-        theirs = _results(optimizer, kept.models, kept.model_tree)
+        ours, theirs = (_results(optimizer, kept, as_kept) for as_kept in (True, False))
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # The last five: it asks for the model's own tree, as masks may.
         return False
@@ -80,13 +77,11 @@ def sees_kept(optimizer: Any, kept: Kept) -> bool:
     )
 
 
-def _results(optimizer: Any, leaves: Sequence[Leaf], tree: Any) -> dict[str | None, Any]:
+def _results(optimizer: Any, kept: Kept, as_kept: bool) -> dict[str | None, Any]:
     """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
     scalars, under None.
     """
-    tuned = [leaf for leaf in leaves if leaf.trainable]
-    arrays = [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in leaves]
-    params = jax.tree.unflatten(tree, [x if leaf.trainable else None for leaf, x in zip(leaves, arrays, strict=True)])
+    tuned, params = kept.seen(as_kept)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     state = jax.eval_shape(optimizer.init, params)
     flat, out = jx.trace(

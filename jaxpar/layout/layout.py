@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,32 @@ from .leaves import PAD_FROM, Leaf
 from .precision import Policy
 from .storage import Kept, uneven
 
+Kind = Literal["params", "copy", "grads", "optimizer"]
+
 
 @dataclass(frozen=True)
 class Stored:
-    """How one array of the optimizer state is stored: its shape at rest, dtype and spec."""
+    """How one array of a state is stored.
+
+    Attributes:
+      shape: its shape at rest.
+      dtype: its dtype at rest.
+      spec: its spec.
+      leaf: the parameter that it is, or that it mirrors; None for a counter and the like.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
-    leaf: Leaf | None  # the parameter that it mirrors
+    leaf: Leaf | None
+
+    def pad(self, x: jax.Array | None) -> jax.Array | None:
+        """An array as it is at rest; None stays."""
+        return x if x is None or self.leaf is None or x.shape == self.shape else self.leaf.pad(x)
+
+    def unpad(self, x: jax.Array | None) -> jax.Array | None:
+        """The reverse of `pad`."""
+        return x if x is None or self.leaf is None else self.leaf.unpad(x)
 
 
 @dataclass(frozen=True)
@@ -76,15 +93,67 @@ class Layout:
         """`spec` of every leaf."""
         return [self.spec(leaf, kind) for leaf in self.leaves]
 
+    def places(self, kind: Kind) -> Any:
+        """How the arrays of a kind are stored: "params" (the master), "copy", "grads", in the tree of the leaves, or
+        "optimizer", in that of the optimizer's state. A pytree of `Stored`.
+        """
+        if kind == "optimizer":
+            return self.optimizer
+        dtype = {"params": Policy.master, "copy": self.policy.computed, "grads": self.policy.reduced}[kind]
+        return self.unflatten(
+            [Stored(self.stored(leaf, kind), dtype(leaf.dtype), self.spec(leaf, kind), leaf) for leaf in self.leaves]
+        )
+
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this mesh."""
         return NamedSharding(self.mesh, spec)
+
+    def shardings(self, kind: Kind) -> Any:
+        """The shardings of the arrays of a kind, a tree like `places`."""
+        return self._each(kind, lambda place: self.sharding(place.spec))
+
+    @property
+    def handed_out(self) -> Any:
+        """The shardings of the model's own tree where it is handed out: padded leaves are whole."""
+        sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
+        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in self.kept.models]
+        return jax.tree.unflatten(self.kept.model_tree, map(self.sharding, specs))
+
+    def to_logical(self, stored: Any, kind: Kind = "params", as_kept: bool = False) -> Any:
+        """Arrays as they are stored -> as the model has them: without padding, in the model's own tree and shapes.
+
+        Args:
+          stored: a tree like `places(kind)`; None, for a leaf without a value, stays.
+          kind: which tree it is. The optimizer's state keeps its structure.
+          as_kept: leave it at padding: layers stay stacked and in whole stages, as an optimizer may be shown them.
+        """
+        stored = self._each(kind, Stored.unpad, stored)
+        if as_kept or kind == "optimizer":
+            return stored
+        out: dict[int, Any] = {}
+        values = self.kept.tree.flatten_up_to(stored)
+        for leaf, at, x in zip(self.leaves, self.kept.origin, values, strict=True):
+            out.update(zip(at, [None] * len(at) if x is None else leaf.form.to_logical(x), strict=True))
+        return jax.tree.unflatten(self.kept.model_tree, [out[i] for i in range(len(out))])
+
+    def to_stored(self, logical: Any, kind: Kind = "params", as_kept: bool = False) -> Any:
+        """The reverse of `to_logical`; no dtype changes."""
+        if not as_kept and kind != "optimizer":
+            values = self.kept.model_tree.flatten_up_to(logical)
+            parts = [[values[i] for i in at] for at in self.kept.origin]
+            logical = self.unflatten(
+                None if xs[0] is None else leaf.form.to_stored(xs) for leaf, xs in zip(self.leaves, parts, strict=True)
+            )
+        return self._each(kind, Stored.pad, logical)
+
+    def _each(self, kind: Kind, fun: Callable[..., Any], *trees: Any) -> Any:
+        return jax.tree.map(fun, self.places(kind), *trees, is_leaf=is_stored)
 
     def stored(self, leaf: Leaf, kind: str = "params") -> tuple[int, ...]:
         """The shape of a leaf's master at rest: padded only where it is sharded."""
         return leaf.stored if self.spec(leaf, kind) == leaf.spec() else leaf.shape
 
-    def unflatten(self, values: Sequence[Any]) -> Any:
+    def unflatten(self, values: Iterable[Any]) -> Any:
         """One value for each leaf, in their tree."""
         return jax.tree.unflatten(self.kept.tree, list(values))
 
@@ -101,20 +170,16 @@ class Layout:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer"."""
-        params = sum(self._bytes(leaf, "params", Policy.master(leaf.dtype)) for leaf in self.leaves)
-        if self.copied:
-            params += sum(self._bytes(leaf, "copy", self.policy.computed(leaf.dtype)) for leaf in self.leaves)
-        trainable = [leaf for leaf in self.leaves if leaf.trainable]
-        grads = sum(self._bytes(leaf, "grads", self.policy.reduced(leaf.dtype)) for leaf in trainable)
-        stored = jax.tree.leaves(self.optimizer, is_leaf=lambda x: isinstance(x, Stored))
-        optimizer = sum(self._local(s.shape, s.spec) * jnp.dtype(s.dtype).itemsize for s in stored)
-        return {"params": params, "grads": grads, "optimizer": optimizer}
+        params = self._bytes("params") + (self._bytes("copy") if self.copied else 0)
+        return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
 
-    def _bytes(self, leaf: Leaf, kind: str, dtype: Any) -> int:
-        return self._local(self.stored(leaf, kind), self.spec(leaf, kind)) * jnp.dtype(dtype).itemsize
-
-    def _local(self, shape: tuple[int, ...], spec: PartitionSpec) -> int:
-        return math.prod(self.sharding(spec).shard_shape(shape))
+    def _bytes(self, kind: Kind) -> int:
+        total = 0
+        for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
+            if kind != "grads" or place.leaf.trainable:
+                local = self.sharding(place.spec).shard_shape(place.shape)
+                total += math.prod(local) * jnp.dtype(place.dtype).itemsize
+        return total
 
     @property
     def notes(self) -> dict[str, str]:
@@ -125,7 +190,7 @@ class Layout:
         for path, why in self.whole.items():
             notes[path] = f"{notes[path]}; {why}" if path in notes else why
         if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
-            for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=lambda x: isinstance(x, Stored)):
+            for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=is_stored):
                 if x.leaf is None and math.prod(x.shape) >= PAD_FROM:
                     notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"
         return notes
@@ -144,6 +209,11 @@ class Layout:
         }
         lines += [f"{path}: {how}" for path, how in (stacks | self.loops).items()]
         return "\n".join([*lines, f"bytes per device: {total}"])
+
+
+def is_stored(x: Any) -> bool:
+    """Whether a node of a tree is one array's place."""
+    return isinstance(x, Stored)
 
 
 def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool) -> Any:

@@ -12,6 +12,7 @@ last. The other leaves serve every rank, and are sharded over `pipe` and `fsdp` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,26 +25,99 @@ LAYERS = 512  # no model stacks more
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One parameter leaf.
+class Whole:
+    """The form of a leaf that is one of the model's own, as the model has it."""
+
+    def to_logical(self, x: jax.Array) -> list[jax.Array]:
+        """The leaf -> the model's own leaves that are in it: one here."""
+        return [x]
+
+    def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The reverse of `to_logical`."""
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The form of layers of a Python loop, leaves that the model has one by one (`slicing/rolling/roll.py`): one stack,
+    layers on dim 0.
+    """
+
+    def to_logical(self, x: jax.Array) -> list[jax.Array]:
+        """A stack [layers, ...] -> its layers."""
+        return [x[k] for k in range(x.shape[0])]
+
+    def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The reverse of `to_logical`."""
+        return jnp.stack(parts)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The form of layers that the stages of a pipeline own: whole stages, with zeros after the last layer if need be.
 
     Attributes:
-      path: its place in the tree, such as `layers/attention/query/kernel`.
-      shape: its shape as a step keeps it: the model's, but for a stage's own leaf (below).
+      layers: the number of layers.
+      held: the dims that they fill: (layers,) or, with chunks, (chunks, layers / chunks). The last is over `pipe`.
+      dim: the dim that they are on in the model's own leaf, 1 after `nn.scan(variable_axes={"params": 1})`; None where
+        the model has them one by one, in a Python loop.
+    """
+
+    layers: int
+    held: tuple[int, ...]
+    dim: int | None = 0
+
+    @property
+    def chunks(self) -> int:
+        """The chunks that each rank holds."""
+        return self.held[0] if len(self.held) > 1 else 1
+
+    def in_order(self, x: jax.Array) -> jax.Array:
+        """Whole stages [*held, ...] -> [layers, ...]."""
+        return x if self.held == (self.layers,) else x.reshape(-1, *x.shape[len(self.held) :])[: self.layers]
+
+    def in_stages(self, x: jax.Array) -> jax.Array:
+        """The reverse of `in_order`."""
+        if self.held == (self.layers,):
+            return x
+        widths = [(0, math.prod(self.held) - self.layers)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, widths).reshape(*self.held, *x.shape[1:])
+
+    def own(self, x: jax.Array) -> list[jax.Array]:
+        """Layers in order [layers, ...] -> the model's own leaves that hold them."""
+        if self.dim is None:
+            return Stacked().to_logical(x)
+        return [jnp.swapaxes(x, 0, self.dim)]
+
+    def to_logical(self, x: jax.Array) -> list[jax.Array]:
+        """Whole stages -> the model's own leaves that hold their layers."""
+        return self.own(self.in_order(x))
+
+    def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The reverse of `to_logical`."""
+        return self.in_stages(jnp.stack(parts) if self.dim is None else jnp.swapaxes(parts[0], 0, self.dim))
+
+
+Form = Whole | Stacked | Staged
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter leaf, as a step keeps it.
+
+    Attributes:
+      path: its place in the tree, such as `layers/attention/query/kernel`; that of layers of a Python loop has a `*` in
+        place of their number.
+      shape: its shape, which follows from the model's by its form.
       dtype: the dtype that the model declares.
       dim: the dim that ZeRO shards, None where it does not.
       padded: the size of that dim at rest, a multiple of the number of shards.
       trainable: whether it has a gradient and optimizer state.
       note: why it is not sharded, or padded.
-      layers: the number of layers in a leaf that the stages of a pipeline own, None for every other leaf. Its shape is
-        then [layers, ...] or, with chunks, [chunks, layers / chunks, ...], where zeros may follow the last layer.
-      stage: the dim of such a leaf that is over `pipe`.
+      form: which of the model's own leaves are in it, and how.
       shard: the mesh axes over which `dim` is sharded.
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
-      moved: whether these layers are on dim 1 in the model's own leaf (`nn.scan(variable_axes={"params": 1})`).
-      rolled: whether it is a stack of leaves that the model has one by one, of layers in a Python loop
-        (`slicing/rolling/roll.py`); its path has a `*` in place of their number.
     """
 
     path: str
@@ -53,13 +127,30 @@ class Leaf:
     padded: int
     trainable: bool = True
     note: str = ""
-    layers: int | None = None
-    stage: int = 0
+    form: Form = Whole()
     shard: tuple[str, ...] = ("fsdp",)
-    rolled: bool = False
     tensor: int | None = None
     ranks: int = 1
-    moved: bool = False
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers of a leaf that the stages of a pipeline own, None for every other leaf."""
+        return self.form.layers if isinstance(self.form, Staged) else None
+
+    @property
+    def stage(self) -> int:
+        """The dim of such a leaf that is over `pipe`; 0 for every other."""
+        return len(self.form.held) - 1 if isinstance(self.form, Staged) else 0
+
+    @property
+    def rolled(self) -> bool:
+        """Whether it is a stack of leaves that the model has one by one, of layers in a Python loop."""
+        return isinstance(self.form, Stacked) or (isinstance(self.form, Staged) and self.form.dim is None)
+
+    @property
+    def as_modelled(self) -> bool:
+        """Whether the model has this very leaf."""
+        return self.form in (Whole(), Staged(self.layers or 0, self.logical[:1]))
 
     @property
     def local(self) -> Leaf:
@@ -69,7 +160,7 @@ class Leaf:
 
     @property
     def logical(self) -> tuple[int, ...]:
-        """The model's own shape, with the layers in front: of a rolled leaf they are stacked."""
+        """Its shape without the padding of stages, and layers in front."""
         return self.shape if self.layers is None else (self.layers, *self.shape[self.stage + 1 :])
 
     @property
@@ -94,7 +185,7 @@ class Leaf:
     @property
     def by_layer(self) -> bool:
         """Whether a sharded leaf may be a stack of layers, to be moved one after the other."""
-        return self.dim != 0 and (self.rolled or self.layers is not None or may_stack(self.shape))
+        return self.dim != 0 and (not isinstance(self.form, Whole) or may_stack(self.shape))
 
     def inner(self, sliced: bool, layers: int = 0) -> int:
         """The sharded dim, in one layer of the leaf if it is sliced; its layers are on dim `layers`."""
@@ -103,9 +194,9 @@ class Leaf:
         return (self.dim or 0) - (self.stage + 1 if sliced else 0)
 
     def pad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
-        """Pads the sharded dim for rest; `dim` where `x` is one layer of a stack."""
+        """Pads the sharded dim for rest, unless it is; `dim` where `x` is one layer of a stack."""
         dim = self.dim if dim is None else dim
-        if self.dim is None or dim is None or self.padded == self.shape[self.dim]:
+        if self.dim is None or dim is None or x.shape[dim] == self.padded:
             return x
         widths = [(0, self.padded - n if d == dim else 0) for d, n in enumerate(x.shape)]
         return jnp.pad(x, widths)
@@ -113,26 +204,9 @@ class Leaf:
     def unpad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
         """The reverse of `pad`."""
         dim = self.dim if dim is None else dim
-        if self.dim is None or dim is None or self.padded == self.shape[self.dim]:
+        if self.dim is None or dim is None or x.shape[dim] == self.shape[self.dim]:
             return x
         return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=dim)
-
-    def own(self, x: jax.Array) -> jax.Array:
-        """The logical shape -> the model's own, where that has the layers on dim 1. Its own reverse."""
-        return jnp.swapaxes(x, 0, 1) if self.moved else x
-
-    def staged(self, x: jax.Array) -> jax.Array:
-        """The logical shape -> the step's: whole stages, chunk by chunk."""
-        if self.layers is None or self.shape == self.logical:
-            return x
-        missing = math.prod(self.shape[: self.stage + 1]) - self.layers
-        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(self.shape)
-
-    def unstaged(self, x: jax.Array) -> jax.Array:
-        """The reverse of `staged`."""
-        if self.layers is None or self.shape == self.logical:
-            return x
-        return x.reshape(-1, *self.logical[1:])[: self.layers]
 
 
 @dataclass(frozen=True)
@@ -142,10 +216,10 @@ class Pipe:
     ranks: int = 1
     chunks: int = 1
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a stack's leaf in whole stages: layers, or [chunks, layers / chunks], padded to divide."""
-        each = -(-shape[0] // (self.ranks * self.chunks)) * self.ranks
-        return (each, *shape[1:]) if self.chunks == 1 else (self.chunks, each, *shape[1:])
+    def held(self, layers: int) -> tuple[int, ...]:
+        """The dims that the layers of a stack fill in whole stages."""
+        each = -(-layers // (self.ranks * self.chunks)) * self.ranks
+        return (each,) if self.chunks == 1 else (self.chunks, each)
 
 
 _NO_PIPE = Pipe()
@@ -158,26 +232,24 @@ def place(
     shards: int,
     trainable: bool,
     pipe: Pipe = _NO_PIPE,
-    own: bool = False,
-    rolled: bool = False,
+    form: Form = Whole(),
     tensor: int | None = None,
     ranks: int = 1,
     second: bool = False,
 ) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
 
-    `own` leaves belong to the stages; the dim `tensor` is split over `ranks`; layers that are on the `second` dim are
-    split last.
+    `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`. Layers that are
+    on the `second` dim are split last.
     """
-    layers, first_dim, axes = None, 0, ("fsdp",)
-    if own:
-        layers, shape = shape[0], pipe.shape(shape)
-        first_dim = 1 if pipe.chunks == 1 else 2
+    first_dim, axes = 0, ("fsdp",)
+    if isinstance(form, Staged):
+        shape, first_dim = (*form.held, *shape[1:]), len(form.held)
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
-    second = second and not own
-    stacked = not own and not second and (rolled or may_stack(shape))
+    rolled = isinstance(form, Stacked)
+    stacked = not isinstance(form, Staged) and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
     dims.sort(key=lambda d: second and d == 1)
     dim = next((d for d in dims if shape[d] % shards == 0), None) if shards > 1 and math.prod(shape) else None
@@ -194,21 +266,8 @@ def place(
             rest = "no dim" if tensor is None else f"no dim but {tensor}, which is on tensor,"
             note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
-    return Leaf(
-        path,
-        shape,
-        jnp.dtype(dtype),
-        dim,
-        padded,
-        trainable,
-        note,
-        layers,
-        max(first_dim - 1, 0),
-        axes,
-        rolled,
-        tensor,
-        1 if tensor is None else ranks,
-    )
+    ranks = 1 if tensor is None else ranks
+    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks)
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from .precision import LossScale
 
@@ -37,3 +41,30 @@ class State:
     variables: Any
     scale: LossScale | None
     key: jax.Array
+
+    def __repr__(self) -> str:
+        """A summary: the number of the step, which is waited for, of parameters, and of bytes on each device."""
+        leaves = jax.tree.leaves(self)
+        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):  # a tree of shardings, of specs, ...
+            return f"State({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        return f"State(step {_number(self.step)}, {count:,} parameters as stored, {_held(leaves)})"
+
+
+def _number(step: Any) -> str:
+    if isinstance(step, Tracer):
+        return "traced"
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return "abstract"
+    return "donated" if isinstance(step, jax.Array) and step.is_deleted() else str(np.asarray(step))
+
+
+def _held(leaves: Sequence[Any]) -> str:
+    """The bytes of some arrays on each of their devices; of all together where they have none."""
+    size = lambda x, shape: math.prod(shape) * x.dtype.itemsize
+    places = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves]
+    devices = frozenset().union(*(place.device_set for place in places if place is not None))
+    if None in places or not devices:
+        return f"{sum(size(x, x.shape) for x in leaves):,} bytes"
+    held = sum(size(x, place.shard_shape(x.shape)) for x, place in zip(leaves, places, strict=True))
+    return f"{held:,} bytes on each of {len(devices)} x {next(iter(devices)).platform}"

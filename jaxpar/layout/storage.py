@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from ..model.paths import name_of
 from .families import families, unlike
-from .leaves import LAYERS, Leaf, Pipe, may_stack, place
+from .leaves import LAYERS, Form, Leaf, Pipe, Stacked, Staged, Whole, may_stack, place
+from .precision import Policy
 
 
 def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
@@ -112,9 +113,7 @@ class Kept:
                 path=self.models[i].path,
                 shape=self.models[i].shape,
                 dim=at,
-                layers=None,
-                stage=0,
-                rolled=False,
+                form=Whole(),
                 tensor=self.models[i].tensor,
             )
             for leaf, members in zip(self.leaves, self.origin, strict=True)
@@ -124,10 +123,28 @@ class Kept:
         ]
         return (*self.leaves, *layers)
 
-    def layers(self, stored: Sequence[Any]) -> list[Any]:
-        """Values of the units from those of the kept leaves, layers on dim 0."""
-        rolled = [(leaf, x, at) for leaf, x, at in zip(self.leaves, stored, self.origin, strict=True) if leaf.rolled]
-        return [*stored, *(x[k] for _, x, at in rolled for k in range(len(at)))]
+    def unit_values(self, local: Sequence[Any]) -> list[Any]:
+        """One value for each unit from a device's own values of the leaves: of stages their layers, chunk by chunk, on
+        dim 0.
+        """
+        whole = [
+            x.reshape(-1, *x.shape[len(leaf.form.held) :]) if isinstance(leaf.form, Staged) else x
+            for leaf, x in zip(self.leaves, local, strict=True)
+        ]
+        rolled = [(x, at) for leaf, x, at in zip(self.leaves, whole, self.origin, strict=True) if leaf.rolled]
+        return [*whole, *(x[k] for x, at in rolled for k in range(len(at)))]
+
+    def of_units(self, values: Sequence[Any]) -> Any:
+        """The model's own tree from one value for each unit, all layers in order."""
+        members = {i: at for family in self.families for i, at in family}
+        out: dict[int, Any] = {}
+        for i, (leaf, at) in enumerate(zip(self.leaves, self.origin, strict=True)):
+            if i in members:  # its layers are units of their own
+                parts = [values[k] for k in members[i]]
+            else:
+                parts = leaf.form.own(values[i]) if isinstance(leaf.form, Staged) else [values[i]]
+            out.update(zip(at, parts, strict=True))
+        return jax.tree.unflatten(self.model_tree, [out[i] for i in range(len(out))])
 
     @property
     def families(self) -> list[list[tuple[int, list[int]]]]:
@@ -144,26 +161,15 @@ class Kept:
     @property
     def same(self) -> bool:
         """Whether every leaf is kept in the model's own shape."""
-        return self.tree == self.model_tree and all(
-            leaf.shape == leaf.logical and not leaf.moved for leaf in self.leaves
-        )
+        return self.tree == self.model_tree and all(leaf.as_modelled for leaf in self.leaves)
 
-    def of_model(self, values: Sequence[Any]) -> list[Any]:
-        """One value for each kept leaf -> one for each of the model's; None stays."""
-        out: dict[int, Any] = {}
-        for leaf, at, value in zip(self.leaves, self.origin, values, strict=True):
-            whole = value if value is None else leaf.own(leaf.unstaged(value))
-            out.update((i, whole[k] if leaf.rolled and whole is not None else whole) for k, i in enumerate(at))
-        return [out[i] for i in range(len(out))]
-
-    def to_kept(self, values: Sequence[Any]) -> list[Any]:
-        """One value for each of the model's leaves -> one for each kept leaf; None stays."""
-        out = []
-        for leaf, at in zip(self.leaves, self.origin, strict=True):
-            mine = [values[i] for i in at]
-            value = mine[0] if mine[0] is None or not leaf.rolled else jnp.stack(mine)
-            out.append(value if value is None else leaf.staged(leaf.own(value)))
-        return out
+    def seen(self, as_kept: bool) -> tuple[list[Leaf], Any]:
+        """The trainable leaves that an optimizer sees, as a step keeps them or the model's own; and abstract masters in
+        their tree, None, which is no leaf, for frozen ones.
+        """
+        leaves, tree = (self.leaves, self.tree) if as_kept else (self.models, self.model_tree)
+        masters = [jax.ShapeDtypeStruct(f.shape, Policy.master(f.dtype)) if f.trainable else None for f in leaves]
+        return [leaf for leaf in leaves if leaf.trainable], jax.tree.unflatten(tree, masters)
 
 
 def make_leaves(
@@ -227,27 +233,18 @@ def make_leaves(
     on_second = {path for path, _, is_rolled in flat if not is_rolled and second(path) and not inside(path)}
     in_front = lambda path, shape: (shape[1], shape[0], *shape[2:]) if path in on_second else shape
     own = own_leaves([(path, in_front(path, shape), r) for path, shape, r in flat]) if pipe.ranks > 1 else frozenset()
-    moved = own & on_second  # the stages take layers from dim 0
     dims = {at: split[name] for at, name in enumerate(names) if name in split}
 
     def placed(path: str, shape: tuple[int, ...], is_rolled: bool, at: int) -> Leaf:
         tensor = dims[at] + is_rolled if at in dims else None
-        if path in moved:
-            shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
-        leaf = place(
-            path,
-            shape,
-            shapes[at].dtype,
-            shards,
-            trains[at],
-            pipe,
-            path in own,
-            is_rolled,
-            tensor,
-            ranks,
-            path in on_second,
-        )
-        return replace(leaf, moved=path in moved)
+        form: Form = Stacked() if is_rolled else Whole()
+        second = path in on_second
+        if path in own:
+            if second:  # the stages take layers from dim 0
+                shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
+            form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second))
+        second = second and path not in own
+        return place(path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second)
 
     leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
     for leaf in leaves:
@@ -256,11 +253,7 @@ def make_leaves(
                 f"a rule puts tensor={ranks} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
                 f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
-    as_is = {
-        at[0]: leaf
-        for leaf, at in zip(leaves, origin, strict=True)
-        if not leaf.rolled and not leaf.moved and leaf.shape == leaf.logical
-    }
+    as_is = {at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if leaf.as_modelled}
     models = tuple(
         as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))

@@ -6,7 +6,7 @@ import jax
 
 from .. import collectives
 from ..layout.layout import Layout
-from ..layout.leaves import Leaf
+from ..layout.leaves import Staged
 from ..slicing.program import Program
 from ..strategy import ROWS, Strategy
 from . import DDP, Rule, Use
@@ -43,27 +43,26 @@ class Access:
         leaf, use = self.leaves[index], self._use(index, sliced)
         value = self.rules[index].fetch(value.astype(self.policy.computed(leaf.dtype)), use)
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
-        return value if sliced or leaf.layers is None else self._every_stage(leaf, value)
+        return self._every_stage(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
         """What is accumulated of one use's gradient; None for a frozen leaf."""
         leaf, use = self.leaves[index], self._use(index, sliced)
         if not leaf.trainable:
             return None
-        if not sliced and leaf.layers is not None:
-            cotangent = self._own_stages(leaf, cotangent)
+        if isinstance(leaf.form, Staged) and not sliced:
+            cotangent = self._own_stages(leaf.form, cotangent)
         return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
 
-    def _every_stage(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+    def _every_stage(self, form: Staged, value: jax.Array) -> jax.Array:
         """All layers of a leaf that stages own, for a use outside the stack."""
-        chunks = leaf.shape[0] if leaf.stage else 1
-        value = value.reshape(chunks, -1, *value.shape[1:])
-        return leaf.unstaged(collectives.all_gather(value, ["pipe"], 1).reshape(leaf.shape))
+        value = value.reshape(form.chunks, -1, *value.shape[1:])
+        return form.in_order(collectives.all_gather(value, ["pipe"], 1).reshape(*form.held, *value.shape[2:]))
 
-    def _own_stages(self, leaf: Leaf, cotangent: jax.Array) -> jax.Array:
+    def _own_stages(self, form: Staged, cotangent: jax.Array) -> jax.Array:
         """The reverse of `_every_stage`, summed over the ranks."""
-        staged = leaf.staged(cotangent)
-        staged = staged if leaf.stage else staged[None]
+        staged = form.in_stages(cotangent)
+        staged = staged if form.chunks > 1 else staged[None]
         shard = collectives.reduce_scatter(staged, ["pipe"], 1)
         return shard.reshape(-1, *shard.shape[2:])
 

@@ -33,7 +33,7 @@ from ..strategy import ROWS, Strategy
 from .fit import check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, Sums, metrics_of
 from .init import Start
-from .update import Update, fill, taking_value, trained, unpadded
+from .update import Update, taking_value
 
 _HERE = PartitionSpec()
 
@@ -57,12 +57,9 @@ class Step(Start):
         split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
         kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
-        seen, tree = (kept.leaves, kept.tree) if as_kept else (kept.models, kept.model_tree)
-        tuned = trained(seen, [jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) for leaf in seen], tree)
+        seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
-        places = place_optimizer(
-            state, tuned, [leaf for leaf in seen if leaf.trainable], "optimizer" in self.rule.sharded
-        )
+        places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = unsplit(flat, split) if parts > 1 else {}
         self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
@@ -101,17 +98,12 @@ class Step(Start):
     def params(self, state: State) -> Any:
         """The parameters in the model's own tree, unpadded, float32 masters, sharded where a dim divides."""
         check_state(state)
-        return self.model_def.wrap(self._logical_params(state))
+        return self.model_def.wrap(self._params(state))
 
-    def _logical_params(self, state: State) -> Any:
+    def _params(self, state: State) -> Any:
         if "params" not in self._jitted:
-            kept = self.layout.kept
-            shardings = [self._model_sharding(leaf) for leaf in kept.models]
-            own = lambda tree: kept.of_model(
-                [unpadded(f, x) for f, x in zip(kept.leaves, jax.tree.leaves(tree), strict=True)]
-            )
-            self._jitted["params"] = jax.jit(own, out_shardings=shardings)
-        return jax.tree.unflatten(self.layout.kept.model_tree, self._jitted["params"](state.params))
+            self._jitted["params"] = jax.jit(self.layout.to_logical, out_shardings=self.layout.handed_out)
+        return self._jitted["params"](state.params)
 
     def model(self, state: State) -> Any:
         """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it
@@ -120,7 +112,7 @@ class Step(Start):
         if self.model_def.bind is None:
             raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
         check_state(state)
-        return self.model_def.bind(self._logical_params(state), jax.tree.map(jnp.copy, state.variables))
+        return self.model_def.bind(self._params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The training step compiled for a batch of these shapes (arrays or `jax.ShapeDtypeStruct`); nothing runs.
@@ -217,10 +209,9 @@ class Step(Start):
         sums, _ = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
         return metrics_of(sums)
 
-    def _gradients(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, Sums]:
-        """Logical float32 gradients of the trainable leaves, new variables, sums."""
-        trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        outs = ([self.layout.spec(leaf, "grads") for leaf in trained], _HERE, _HERE)
+    def _gradients(self, state: State, batch: Any) -> tuple[Any, Any, Sums]:
+        """Float32 gradients as `_unscaled` gives them, new variables, sums."""
+        outs = (self.layout.specs("grads"), _HERE, _HERE)
         scale = state.scale.scale if state.scale is not None else jnp.float32(1)
         stored = state.copy if self.layout.copied else state.params
         (grads, variables, sums), _ = self._mapped(self.local.gradients, batch, outs)(
@@ -228,22 +219,18 @@ class Step(Start):
         )
         return self._unscaled(grads, state), variables, sums
 
-    def _unscaled(self, grads: list[jax.Array], state: State) -> list[jax.Array]:
-        """Reduced gradients -> logical float32 gradients of the loss itself."""
-        trained = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        grads = [unpadded(f, g).astype(Policy.master(f.dtype)) for f, g in zip(trained, grads, strict=True)]
-        return grads if state.scale is None else [g / state.scale.scale for g in grads]
+    def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
+        """Reduced gradients -> float32 gradients of the loss itself, without padding, in the tree of the leaves; None
+        for frozen ones.
+        """
+        trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        whole, tree = jax.tree.flatten(self.layout.to_logical(self.layout.unflatten(grads), "grads", as_kept=True))
+        whole = [g.astype(Policy.master(leaf.dtype)) for leaf, g in zip(trainable, whole, strict=True)]
+        return jax.tree.unflatten(tree, whole if state.scale is None else [g / state.scale.scale for g in whole])
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._gradients(state, batch)
-        return metrics_of(sums)["loss"], self.filled(grads)
+        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
         return self.update(state, *self._gradients(state, batch))
-
-    # -- between logical and stored ------------------------------------------------------------------------------------
-
-    def filled(self, trained: Sequence[Any]) -> Any:
-        """The model's tree from values of the trainable leaves: None for the others."""
-        kept = self.layout.kept
-        return jax.tree.unflatten(kept.model_tree, kept.of_model(fill(kept.leaves, trained)))

@@ -94,17 +94,10 @@ class Local:
         policy = self.layout.policy
         kept, units = self.layout.kept, self.layout.kept.units
         params = [jax.ShapeDtypeStruct(leaf.logical, policy.computed(leaf.dtype)) for leaf in units]
-        layer_of = {i: members for family in kept.families for i, members in family}
-        values_of = {
-            at: unit
-            for i, origin in enumerate(kept.origin)
-            for at, unit in zip(origin, layer_of.get(i, [i]), strict=True)
-        }
 
         def fun(leaves: Sequence[Any], rest: Any, axes: Any = self.axes) -> Any:
             variables, batch, key = rest
-            own = [units[values_of[i]].own(leaves[values_of[i]]) for i in range(len(kept.models))]
-            return self.model.call(jax.tree.unflatten(kept.model_tree, own), variables, batch, key, tuple(axes))
+            return self.model.call(kept.of_units(leaves), variables, batch, key, tuple(axes))
 
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, batch, key))
         sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
@@ -182,7 +175,7 @@ class Local:
         batches = self.split(batch)
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), None)
         access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
-        stored = self.layered(stored)
+        stored = self.layout.kept.unit_values(stored)
         if self.schedule is not None:
             pipeline = self.pipeline(program, out, access, stored, variables, batches, None, None)
             return self._piped(replace(pipeline, schedule=self.schedule.forwards), out)[1]
@@ -195,7 +188,7 @@ class Local:
 
     def gradients(
         self, stored: Sequence[Any], variables: Any, batch: Any, key: jax.Array, step: jax.Array, scale: jax.Array
-    ) -> tuple[list[jax.Array], Any, Sums]:
+    ) -> tuple[list[jax.Array | None], Any, Sums]:
         """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
         rows.
         """
@@ -203,7 +196,7 @@ class Local:
         batches = self.split(batch)
         program, out = self.program(variables, jax.tree.map(lambda x: x[0], batches), key)
         access = Access(self.layout, rule_of(self.strategy), program, self.strategy)
-        stored = self.layered(stored)
+        stored = self.layout.kept.unit_values(stored)
         tree, loss = jax.tree.structure(out), positions(out)[0]["loss"]
         first = collectives.index(tuple(self.axes)) * m
         keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
@@ -299,23 +292,17 @@ class Local:
             return None, values
         return part, lambda microbatch: jax.tree.leaves(values(microbatch))
 
-    def layered(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """The units that a program may read; of leaves that stages own the layers, chunk by chunk, on dim 0."""
-        flat = [
-            x if f.layers is None else x.reshape(-1, *x.shape[f.stage + 1 :])
-            for f, x in zip(self.layout.leaves, stored, strict=True)
-        ]
-        return self.layout.kept.layers(flat)
-
-    def finished(self, access: Access, grads: Sequence[jax.Array | None]) -> list[jax.Array]:
-        """Accumulated gradients as the update gets them; zeros where the loss does not depend on a leaf."""
+    def finished(self, access: Access, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Accumulated gradients as the update gets them: zeros where the loss does not depend on a leaf, None where it
+        is frozen.
+        """
         members = {i: at for family in self.layout.kept.families for i, at in family}
 
         def finish(i: int, shape: tuple[int, ...]) -> jax.Array:
             grad, dtype = grads[i], self.layout.policy.reduced(access.leaves[i].dtype)
             return jnp.zeros(shape, dtype) if grad is None else access.finish(i, grad).reshape(shape)
 
-        finished = []
+        finished: list[jax.Array | None] = [None] * len(self.layout.leaves)
         for i, leaf in enumerate(self.layout.leaves):
             if leaf.trainable:
                 spec, stored = self.layout.spec(leaf, "grads"), self.layout.stored(leaf, "grads")
@@ -323,7 +310,7 @@ class Local:
                 parts = [finish(i, shape)] if grads[i] is not None else []
                 if any(grads[j] is not None for j in members.get(i, ())):  # layers that no scan reads
                     parts.append(jnp.stack([finish(j, shape[1:]) for j in members[i]]))
-                finished.append(sum(parts[1:], parts[0]) if parts else finish(i, shape))
+                finished[i] = sum(parts[1:], parts[0]) if parts else finish(i, shape)
         return finished
 
     def _count(self, program: Program, position: int, variables: Any, batches: Any, keys: jax.Array) -> jax.Array:

@@ -7,16 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..layout.layout import Layout
-from ..layout.leaves import Leaf
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
 from ..model.model import Model
-from .update import Update, is_stored
-
-_HERE = PartitionSpec()
+from .update import Update
 
 
 class Start:
@@ -41,31 +38,25 @@ class Start:
             raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)
-        given = jax.device_put(self._given(params), [self._model_sharding(leaf) for leaf in self.layout.kept.models])
+        given = jax.device_put(self._given(params), self.layout.handed_out)
         return jax.jit(self._create, out_shardings=self._shardings)(key, given)
 
-    def _create(self, key: jax.Array, given: list[jax.Array] | None = None) -> State:
+    def _create(self, key: jax.Array, given: Any = None) -> State:
+        layout = self.layout
         params, variables = self.model_def.create(key)
-        kept = self.layout.kept
-        masters = kept.to_kept(
-            [
-                x.astype(Policy.master(leaf.dtype))
-                for leaf, x in zip(kept.models, jax.tree.leaves(params) if given is None else given, strict=True)
-            ]
-        )
-        opt_state = self.update.init(masters)
-        stored = [self._pad(leaf, x) for leaf, x in zip(self.layout.leaves, masters, strict=True)]
+        values = zip(layout.kept.models, jax.tree.leaves(params if given is None else given), strict=True)
+        masters = [x.astype(Policy.master(leaf.dtype)) for leaf, x in values]
+        whole = layout.to_stored(jax.tree.unflatten(layout.kept.model_tree, masters), "copy")
+        params = layout.to_stored(whole, "params", as_kept=True)
         copy = None
-        if self.layout.copied:
-            copy = self.layout.unflatten(
-                [x.astype(self.policy.computed(f.dtype)) for f, x in zip(self.layout.leaves, masters, strict=True)]
-            )
+        if layout.copied:
+            copy = jax.tree.map(lambda place, x: x.astype(place.dtype), layout.places("copy"), whole)
         scale = LossScale.create() if self.policy.scaled else None
         # Another stream than that of the initial values.
         run = jax.random.fold_in(key, 1)
-        return State(jnp.int32(0), self.layout.unflatten(stored), copy, opt_state, variables, scale, run)
+        return State(jnp.int32(0), params, copy, self.update.init(whole), variables, scale, run)
 
-    def _given(self, params: Any) -> list[Any]:
+    def _given(self, params: Any) -> Any:
         params = self.model_def.unwrap(params)
         tree = jax.tree.structure(params)
         kept = self.layout.kept
@@ -78,7 +69,7 @@ class Start:
                 raise ValueError(
                     f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}"
                 )
-        return jax.tree.leaves(params)
+        return params
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings, without any array."""
@@ -89,21 +80,13 @@ class Start:
     def _shardings(self) -> Any:
         """A state of shardings."""
         shapes = jax.eval_shape(self._create, jax.random.key(0))
-        specs: Any = State(  # of specs, where a state has arrays
-            step=_HERE,  # type: ignore[arg-type]
-            params=self.layout.params,
-            copy=self.layout.unflatten([f.spec(False) for f in self.layout.leaves]) if self.layout.copied else None,
-            optimizer=jax.tree.map(lambda s: s.spec, self.layout.optimizer, is_leaf=is_stored),
-            variables=jax.tree.map(lambda _: _HERE, shapes.variables),
-            scale=jax.tree.map(lambda _: _HERE, shapes.scale),
-            key=_HERE,  # type: ignore[arg-type]
+        layout, here = self.layout, self.layout.sharding(PartitionSpec())
+        return State(  # of shardings, where a state has arrays
+            step=here,  # type: ignore[arg-type]
+            params=layout.shardings("params"),
+            copy=layout.shardings("copy") if layout.copied else None,
+            optimizer=layout.shardings("optimizer"),
+            variables=jax.tree.map(lambda _: here, shapes.variables),
+            scale=jax.tree.map(lambda _: here, shapes.scale),
+            key=here,  # type: ignore[arg-type]
         )
-        return jax.tree.map(self.layout.sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-    def _pad(self, leaf: Leaf, x: jax.Array) -> jax.Array:
-        return leaf.pad(x) if self.layout.stored(leaf) != leaf.shape else x
-
-    def _model_sharding(self, leaf: Leaf) -> NamedSharding:
-        """Where a leaf of the model's own tree lives when it is handed out: padded ones whole."""
-        sharded = leaf.stored == leaf.shape and self.layout.spec(leaf, "params") != _HERE
-        return self.layout.sharding(leaf.spec() if sharded else _HERE)

@@ -133,7 +133,7 @@ class ServerStep(Step):
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
             program, out, access, batches = self._sliced(variables, batch, key)
-            stored = self.local.layered(stored)
+            stored = self.layout.kept.unit_values(stored)
             m = self.strategy.microbatches
             first = collectives.index(tuple(self.local.axes)) * m
             keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
@@ -153,12 +153,12 @@ class ServerStep(Step):
         run = self._mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
-    def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array]:
+    def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array | None]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Saved, seeds: jax.Array) -> Any:
             program, out, access, _ = self._sliced(variables, batch, key)
-            stored = self.local.layered(stored)
+            stored = self.layout.kept.unit_values(stored)
             loss = positions(out)[0]["loss"]
             tapes = _first(tapes)
 
@@ -168,7 +168,7 @@ class ServerStep(Step):
 
             shapes = jax.eval_shape(lambda: micro([None] * len(stored), _first(tapes))[0])
             grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
-            return [grad[None] for grad in self.local.finished(access, grads)]
+            return _lift(self.local.finished(access, grads))
 
         ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
         run = order.in_order(local, self.mesh)
@@ -205,18 +205,18 @@ class ServerStep(Step):
 
     def _summed(self, state: State, gathered: Any) -> Any:
         grads, variables, sums = gathered
-        return self._unscaled([g.sum(0) for g in grads], state), variables, _added(sums)
+        return self._unscaled(_added(grads), state), variables, _added(sums)
 
     def _serve(self, state: State, gathered: Any) -> tuple[State, Metrics]:
         return self.update(state, *self._summed(state, gathered))
 
     def _serve_gradients(self, state: State, gathered: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._summed(state, gathered)
-        return metrics_of(sums)["loss"], self.filled(grads)
+        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
 
-def _added(sums: Sums) -> Sums:
-    return jax.tree.map(lambda x: x.sum(0), sums)
+def _added(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sum(0), tree)
 
 
 def _first(tree: Any) -> Any:

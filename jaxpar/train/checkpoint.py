@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ..layout.layout import is_stored
 from ..layout.state import State
 from ..model.paths import name_of
 from ..step.core import Step
-from ..step.update import is_stored
 from ..strategy import ROWS, Strategy
 
 _VERSION = 1  # of what `about` holds

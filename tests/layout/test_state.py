@@ -300,6 +300,24 @@ def test_padding() -> None:
     assert step.params(state)["odd"].shape == (131, 131)
 
 
+def test_repr_is_a_summary() -> None:
+    """It printed every array; and whatever a state holds, it is read in an error's traceback and must not raise."""
+    step = make("zero3")
+    state = step.init(KEY)
+    stored = 136 * 131 + 16 * 16 + 3
+    of_one = 2 * (136 * 131 + 16 * 16) * 4 // 8 + 2 * 3 * 4 + 4 + 8  # with momentum, the step's number, the key
+    of_all = 2 * stored * 4 + 4 + 8
+    assert repr(state) == f"State(step 0, {stored:,} parameters as stored, {of_one:,} bytes on each of 8 x cpu)"
+    assert repr(step.abstract_state()) == repr(state).replace("step 0", "step abstract")
+    inside: list[str] = []
+    jax.eval_shape(lambda s: inside.append(repr(s)), state)
+    assert inside == [f"State(step traced, {stored:,} parameters as stored, {of_all:,} bytes)"]
+    assert "NamedSharding" in repr(jax.tree.map(lambda x: x.sharding, state))
+    for x in jax.tree.leaves(state):
+        x.delete()
+    assert repr(state).startswith(f"State(step donated, {stored:,} parameters")
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "ddp,microbatches=2"])
 def test_count_that_is_drawn(strategy: str) -> None:
     """A masked loss whose mask is random: gradients were divided by the count of another key's mask."""

@@ -159,7 +159,8 @@ def slot_bytes(step: Step, batch: Any) -> int:
         program, out = local.program(variables, jax.tree.map(lambda x: x[0], batches), key)
         loss = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))[0]["loss"]
         access, seeds = Access(local.layout, step.rule, program, step.strategy), {loss.total: jnp.float32(1)}
-        pipeline = local.pipeline(program, out, access, local.layered(stored), variables, batches, keys, seeds)
+        values = local.layout.kept.unit_values(stored)
+        pipeline = local.pipeline(program, out, access, values, variables, batches, keys, seeds)
         return pipeline.once(Phase(start=0, length=1, forward=True, backward=False, epilogue=False)).stash
 
     step.check(batch)
