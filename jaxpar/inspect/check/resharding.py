@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec
 from ...layout.elementwise import _ELEMENTWISE
 from ...model.paths import name_of
 from ...step.core import Step
-from ..compiled.entry import KINDS
-from ..compiled.hlo import MOVES, Instruction, Module, arrays, bits, buffers
+from ..compiled.hlo import Instruction, Module, arrays, bits
 from ..compiled.involuntary import Rematerialised, as_spec, axes_of, read
+from ..compiled.kernels import MOVES, Program
 from ..text import size
 
 # What gives an array another sharding and no other value, besides what works element by element.
@@ -90,11 +90,11 @@ class Move:
         return plain | specs | {"axes": list(self.axes), "shape": list(self.shape), "message": self.message}
 
 
-def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[Move]:
-    """Those of `least` bytes or more in a compiled program of a step (`compiled.as_text()`), the largest first, and of
+def moves(step: Step, program: Program, least: int, said: Sequence[str] = ()) -> list[Move]:
+    """Those of `least` bytes or more in a compiled program of a step, the largest first, and of
     equal ones those whose parameter is known. `said`: the compiler's warnings, from `heard`.
     """
-    module = Module(text, tuple(step.mesh.shape.items()))
+    module = program.module
     leaves = {leaf.path: leaf for leaf in step.layout.leaves}
     paths = sorted(leaves, key=len, reverse=True)
     remats = read(said, step.mesh.shape)
@@ -102,17 +102,14 @@ def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[M
     asked: dict[Any, tuple[str, str]] = {}
     every: list[Move] = []
     for block in module.computations.values():
-        made = {i.name: i for i in block}
+        made, shapes = {i.name: i for i in block}, {i.name: i.shape for i in block}
         for i in block:
-            kind = i.opcode.removesuffix("-start")
             # What the compiler combined may have no name, or that of the first of several. What it gathers of the
             # results of `shard_map` itself may be called "jit(_train)/shard_map", and is outside it.
-            if kind not in KINDS or not (name := i.source) or "shard_map/" in name:
+            if not i.collective or not (name := i.source) or "shard_map/" in name:
                 continue
-            axes, group = module.axes(kind, i)
-            sent = sum(n for operand in i.operands for _, n in buffers(made[operand].shape))
-            sent *= group if kind == "all-gather" else 1
-            if group == 1 or sent < least:
+            kind, (axes, _) = i.collective, module.axes(i)
+            if (sent := sum(module.sent(i, shapes).values())) < least:
                 continue
             users = _users(block)
             ends = i if not name.endswith("shard_map") else next(_ends(users, i), i)
@@ -121,7 +118,9 @@ def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[M
             # Not by what it is computed from, which may be a sum over all leaves: by its shape.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", other) if (other := _alike(step, shape)) else (path, leaf)
-            move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], _line(text, ends), path)
+            move = Move(
+                kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], _line(module.text, ends), path
+            )
             if kind == "all-gather":
                 remat = next((r for r in remats if _is(move, r, step.mesh.shape)), None)
                 met |= {remat} if remat else set()
@@ -275,7 +274,7 @@ def _cuts(module: Module, users: Mapping[str, Sequence[Instruction]], user: Inst
         inner = module.computations[user.called[0]]
         within = _users(inner)
         same = [p for p in inner if p.opcode == "parameter" and arrays(p.shape) == arrays(i.shape)[-1:]]
-        moved = all(MOVES.fullmatch(p.opcode) and p.opcode != "dynamic-slice" for p in inner)
+        moved = all(p.opcode in MOVES and p.opcode != "dynamic-slice" for p in inner)
         return (bool(same) and all(_only_cut(module, within, p) for p in same)) or (
             moved and _only_cut(module, users, user)
         )
@@ -323,7 +322,7 @@ def _comes_from(made: Mapping[str, Instruction], one: Instruction) -> Sequence[s
         return ()
     of = made.get(one.operands[0]) if one.opcode == "get-tuple-element" else None
     at = re.search(r"index=(\d+)", one.rest)
-    if of is None or at is None or of.opcode.removesuffix("-start") not in KINDS or of.opcode == "all-to-all":
+    if of is None or at is None or not of.collective or of.opcode == "all-to-all":
         return one.operands
     return of.operands[int(at[1]) : int(at[1]) + 1] or one.operands
 

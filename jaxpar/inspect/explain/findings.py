@@ -19,6 +19,7 @@ from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
 from ..compiled.involuntary import heard
+from ..compiled.kernels import Program
 from ..expected import _abstract, expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
@@ -45,10 +46,10 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
             with heard() as said:
                 compiled = step.compile(batch)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
-    found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
-    costs = [cost for text in texts for cost in Costs.from_hlo(text)]
+    programs = [Program(text, step.mesh) for text in texts]
+    found, costs = Ledger.of(*programs), Costs.of(*programs)
     known = all(cost.executions is not None for cost in costs)
-    moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
+    moved = [move for program in programs for move in moves(step, program, SCALARS, said)]
     kept = step.layout.kept
     loops = described(step.local.program(*_abstract(step, batch))[0], kept)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
@@ -59,7 +60,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
         parameters=sum(math.prod(leaf.shape) for leaf in kept.models),
         memory=memory,
-        flops=Costs(costs).flops if known else {},
+        flops=costs.flops if known else {},
         ledger=found,
         across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
         checks=tuple(_compared(step, closed, written, found)),
