@@ -21,7 +21,6 @@ import jax
 from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
-from ..compiled.involuntary import heard
 from ..compiled.kernels import Program
 from ..expected import _abstract, expected
 from ..ledger import Ledger
@@ -45,12 +44,9 @@ def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -
     if isinstance(step, ServerStep):
         findings = list(_server(step, batch))
     else:
-        said: list[str] = []
-        if compiled is None:
-            with heard() as said:
-                compiled = step.compile(batch)
+        compiled = compiled or step.compile(batch)
         findings = [*_state(step, batch, compiled), *_layers(step, batch)]
-        findings += _collectives(step, batch, compiled.as_text() or "", said)
+        findings += _collectives(step, batch, compiled.as_text() or "")
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
@@ -130,10 +126,10 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(step: Step, batch: Any, text: str, said: Sequence[str]) -> Iterator[Finding]:
+def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, [Program(text, step.mesh)], said)
+    yield from _compiled(step, closed, [Program(text, step.mesh)], jaxpr)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, jaxpr)
 
@@ -157,7 +153,7 @@ def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
 
 
-def _compiled(step: Step, closed: Ledger, programs: Sequence[Program], said: Sequence[str] = ()) -> Iterator[Finding]:
+def _compiled(step: Step, closed: Ledger, programs: Sequence[Program], jaxpr: Any) -> Iterator[Finding]:
     found, moved = Ledger.of(*programs), None
     keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
     for kind, axes in keys:
@@ -173,7 +169,7 @@ def _compiled(step: Step, closed: Ledger, programs: Sequence[Program], said: Seq
         elif verdict == "UNPROMISED":
             large = sent - limits.promised >= LARGE
             if moved is None:
-                moved = moves(step, programs[0], SCALARS, said)
+                moved = moves(step, programs[0], jaxpr, SCALARS)
             here = tuple(move for move in moved if (move.kind, move.axes) == (kind, axes))
             verdict, note = (verdict, _why(step, here)) if large else ("ok", f"small: {ALLOWED['small']}")
         if verdict == "ok" and not note:
@@ -220,7 +216,7 @@ def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
         yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
     programs = [Program(text, step.mesh) for text in texts]
-    yield from _compiled(step, expected(step, batch), programs)  # the model's own, as BatchNorm's
+    yield from _compiled(step, expected(step, batch), programs, step.trace(batch))  # the model's own, as BatchNorm's
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
     for share, x in zip(shares(step, state), arrays, strict=True):
