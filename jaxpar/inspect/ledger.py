@@ -26,10 +26,10 @@ import jax
 
 from ..jaxprs.collectives import KINDS, PRIMITIVES
 from ..jaxprs.jaxpr import live
+from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Place, merged, whole
 from .compiled.kernels import Choice, Done, Kernel, Loop, Operation, Program, Start
-from .text import table
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -28,9 +27,9 @@ from ...jaxprs.jaxpr import opened, where
 from ...layout.elementwise import _ELEMENTWISE
 from ...model.paths import name_of
 from ...step.core import Step
-from ..compiled.hlo import Instruction, Module, arrays
+from ...text import size
+from ..compiled.hlo import Instruction, Module, arrays, short
 from ..compiled.kernels import MOVES, Program
-from ..text import size
 
 # What gives an array another sharding and no other value, besides what works element by element.
 _PLACES = frozenset({"sharding_constraint", "reshard", "copy", "shard_map", "device_put"})
@@ -118,9 +117,7 @@ def moves(step: Step, program: Program, jaxpr: Any, least: int) -> list[Move]:
             # Not by what it is computed from, which may be a sum over all leaves: by its shape.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", other) if (other := _alike(step, shape)) else (path, leaf)
-            move = Move(
-                kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], _line(module.text, ends), path
-            )
+            move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], module.line(ends), path)
             every.append(dataclasses.replace(move, involuntary=kind == "all-gather" and _only_cut(module, users, i)))
     asked = _asked(step, jaxpr) if every else {}
     found = collections.Counter(_suggested(step, _told(_needed(move, every), asked)) for move in every)
@@ -211,7 +208,7 @@ def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
     for eqn in _constraints(jaxpr.eqns):
         if isinstance(sharding := eqn.params["sharding"], NamedSharding):
             line = re.match(r"(.*?):(\d+)", where(eqn))
-            source = f"{_short(line[1])}:{line[2]}" if line else ""
+            source = f"{short(line[1])}:{line[2]}" if line else ""
             found.setdefault(eqn.outvars[0].aval.shape, {}).setdefault(_plain(sharding.spec), source)
     asked = {}
     for leaf in step.layout.leaves:
@@ -332,25 +329,3 @@ def _comes_from(made: Mapping[str, Instruction], one: Instruction) -> Sequence[s
     if of is None or at is None or not of.collective or of.opcode == "all-to-all":
         return one.operands
     return of.operands[int(at[1]) : int(at[1]) + 1] or one.operands
-
-
-def _line(text: str, i: Instruction) -> str:
-    """The line of Python that an instruction comes from, in either of XLA's spellings."""
-    if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
-        return f"{_short(plain[1])}:{plain[2]}"
-    frame = re.search(r"stack_frame_id=(\d+)", i.rest)
-    place = frame and _entry(text, "StackFrames", frame[1], r"{file_location_id=(\d+)")
-    line = place and _entry(text, "FileLocations", place[1], r"{file_name_id=(\d+).*? line=(\d+)")
-    file = line and _entry(text, "FileNames", line[1], r'"(.*)"')
-    return f"{_short(file[1])}:{line[2]}" if line and file else ""
-
-
-def _entry(text: str, table: str, number: str, form: str) -> re.Match[str] | None:
-    """A line of one of the tables at the beginning of a program."""
-    return re.search(rf"^{table}\n(?:.+\n)*?{number} {form}", text, re.MULTILINE)
-
-
-def _short(path: str) -> str:
-    parts = PurePath(path).parts
-    start = next((at + 1 for at, part in enumerate(parts) if part == "site-packages"), -3)
-    return str(PurePath(*parts[start:]))

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 
 import jax
 import numpy as np
@@ -105,12 +106,34 @@ class Module:
         groups = self.groups(i)
         return _axes_of(frozenset(map(frozenset, groups)), self.mesh), max(map(len, groups))
 
+    def line(self, i: Instruction) -> str:
+        """The line of Python that it comes from, "optax/contrib/_muon.py:97", in either of XLA's spellings; or ""."""
+        if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
+            return f"{short(plain[1])}:{plain[2]}"
+
+        def entry(table: str, number: str, form: str) -> re.Match[str] | None:
+            """A line of one of the tables at the beginning of a program."""
+            return re.search(rf"^{table}\n(?:.+\n)*?{number} {form}", self.text, re.MULTILINE)
+
+        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
+        place = frame and entry("StackFrames", frame[1], r"{file_location_id=(\d+)")
+        line = place and entry("FileLocations", place[1], r"{file_name_id=(\d+).*? line=(\d+)")
+        file = line and entry("FileNames", line[1], r'"(.*)"')
+        return f"{short(file[1])}:{line[2]}" if line and file else ""
+
     def groups(self, i: Instruction) -> list[list[int]]:
         """The devices of each group, as places in the mesh; of a permute its pairs [source, target]."""
         if i.collective != "collective-permute":
             return _groups(i.rest, math.prod(size for _, size in self.mesh))
         found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', i.rest)
         return _pairs(found[1] if found else "")
+
+
+def short(path: str) -> str:
+    """The end of a file's path: "optax/contrib/_muon.py"."""
+    parts = PurePath(path).parts
+    start = next((at + 1 for at, part in enumerate(parts) if part == "site-packages"), -3)
+    return str(PurePath(*parts[start:]))
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from ...model.paths import name_of
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
@@ -22,7 +23,6 @@ from ..compiled.kernels import Program
 from ..expected import _abstract, expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
-from ..text import size
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 

@@ -23,6 +23,7 @@ from ...model.batches import check_rows, rows_of
 from ...model.model import Model
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
+from ...text import size
 from ..compiled.kernels import Program
 from ..expected import expected
 from ..ledger import Ledger
@@ -30,7 +31,6 @@ from ..memory import of_step
 from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
-from ..text import size
 from .cache import Cache, about, folder
 from .candidates import Estimate, Estimator, candidates
 from .line import RESERVE, Line, ranked

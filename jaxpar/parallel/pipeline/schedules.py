@@ -23,7 +23,6 @@ With a forward through all of a rank's layers as 1 and a backward as 2, a step t
 
 from __future__ import annotations
 
-import difflib
 import functools
 import heapq
 import itertools
@@ -33,6 +32,8 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import numpy as np
+
+from ...text import did_you_mean
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -80,10 +81,9 @@ class Schedule:
     def __post_init__(self) -> None:
         p, m, v = self.ranks, self.microbatches, self.chunks
         if self.kind not in SCHEDULES:
-            near = difflib.get_close_matches(str(self.kind), SCHEDULES, n=1)
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
-                f"chunks=2 or more" + (f"; did you mean {near[0]!r}?" if near else "")
+                f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
             )
         for name, count in (("pipe", p), ("microbatches", m), ("chunks", v)):
             if count < 1:
