@@ -27,7 +27,7 @@ from rich.table import Table
 
 import jaxpar as jp
 from jaxpar.data import text
-from jaxpar.inspect.explain.explanation import Explanation, explain
+from jaxpar.inspect.explain import Explanation, explain
 from jaxpar.inspect.verify.parity import Difference, Reference, differences
 from jaxpar.models import named
 

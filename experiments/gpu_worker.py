@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import jaxpar as jp
-from jaxpar.inspect.explain.explanation import explain
+from jaxpar.inspect.explain import explain
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.targets.hardware import KINDS, peak_flops
 from jaxpar.models import Named, named

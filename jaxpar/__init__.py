@@ -40,4 +40,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 enough_threads()  # where XLA_FLAGS simulates devices; the backend reads it when it starts

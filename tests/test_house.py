@@ -1,33 +1,22 @@
 """The house: rooms of a few files, imports that run one way, files that a reader can hold."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
+import jaxpar
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxpar"
 # From the ground up: a file may import from its own room and from rooms of lower floors, types included. A room is a
-# folder's own files; `text`, `strategy` and `make` are files of the root.
-FLOORS = (
-    "text jaxprs",
-    "strategy collectives slicing/rolling ops inspect/compiled inspect/targets",
-    "model",
-    "layout data models/parts",
-    "slicing parallel/tensor models/llama inspect/bench",
-    "parallel parallel/pipeline rows models",
-    "step",
-    "inspect/timeline inspect/predict",
-    "inspect",
-    "inspect/check",
-    "inspect/explain",
-    "make",
-    "inspect/plan inspect/verify train",
-    "__init__",
-    "cli",
-    "__main__",
-)
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+# folder's own files, or a file of the root.
+HOUSE = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("##")[0]
+FLOOR = {
+    room.removesuffix(".py").rstrip("/"): int(floor)
+    for floor, room in re.findall(r"^\| (\d+) \| `([\w/.]+)` \|", HOUSE, re.MULTILINE)
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES, MOST_FILES = 350, 10
 
@@ -84,9 +73,29 @@ def test_there_is_no_circle() -> None:
         visit(path, ())
 
 
+def test_the_house_has_these_rooms() -> None:
+    assert {*FLOOR} == {room(path) for path in FILES}
+
+
 def test_files_and_rooms_stay_small() -> None:
     long = {p.relative_to(ROOT).as_posix(): n for p in FILES if (n := len(p.read_text().splitlines())) > MOST_LINES}
     assert not long, f"more than {MOST_LINES} lines: {long}"
     rooms = [room(path) for path in FILES]
     full = {r: n for r in set(rooms) if (n := rooms.count(r)) > MOST_FILES}
     assert not full, f"more than {MOST_FILES} files in a room: {full}"
+
+
+@pytest.mark.parametrize("page", sorted(PACKAGE.rglob("README.md")), ids=lambda page: room(page / "x"))
+def test_a_rooms_page_is_short_and_names_its_files(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 60
+    assert max(map(len, text.splitlines())) <= 140
+    if page.parent != PACKAGE:
+        missing = [p.name for p in page.parent.glob("*.py") if p.stem != "__init__" and f"`{p.name}`" not in text]
+        assert not missing, f"{page.relative_to(ROOT)} does not say what {missing} are for"
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        assert any((folder / path).exists() for folder in (page.parent, PACKAGE, ROOT)), f"{page.name} names {path}"
+
+
+def test_dir_shows_the_public_names_and_no_more() -> None:
+    assert dir(jaxpar) == sorted([*jaxpar.__all__, "__version__"])
