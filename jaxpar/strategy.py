@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .tables import SCHEDULES
+from .text import did_you_mean
 
 AXES = ("pipe", "data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the axes that share the rows of a batch
@@ -108,9 +108,8 @@ class Strategy:
             value = getattr(self, name)
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
                 policy = " or a jax.checkpoint policy" if name == "remat" else ""
-                raise ValueError(
-                    f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{_near(value, choices)}"
-                )
+                near = did_you_mean(value, choices)
+                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{near}")
         for name in ("single", "server", "sequence"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
@@ -146,13 +145,13 @@ class Strategy:
                     known = (*_PRESETS, *fields)
                     raise ValueError(
                         f"strategy {name!r} is unknown; use one of {', '.join(_PRESETS)}, or name=value"
-                        f"{_near(name, known)}"
+                        f"{did_you_mean(name, known)}"
                     )
                 values.update(_PRESETS[name])
             elif name not in fields:
                 raise ValueError(
                     f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"
-                    f"{_near(name, fields)}"
+                    f"{did_you_mean(name, fields)}"
                 )
             elif not value:
                 raise ValueError(f"{part!r} in strategy {text!r} has no value; write {name}=...")
@@ -222,11 +221,6 @@ def _value(text: str) -> Any:
         return int(text)
     except ValueError:
         return text
-
-
-def _near(word: Any, words: Any) -> str:
-    close = difflib.get_close_matches(str(word), list(words), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _divisors(n: int) -> str:

@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from jaxpar.inspect.compiled.entry import KINDS
 from jaxpar.inspect.compiled.hlo import Instruction, Module
 
 Rendezvous = tuple[str, str, str]
@@ -22,9 +21,8 @@ def unordered(text: str) -> list[str]:
 
     def meets(i: Instruction) -> frozenset[Rendezvous]:
         """The rendezvous in which an instruction, or what it runs, takes part."""
-        kind = i.opcode.removesuffix("-start")
-        if kind in KINDS:
-            return frozenset([(kind, *(_attribute(i.rest, name) for name in ("replica_groups", "channel_id")))])
+        if i.collective:
+            return frozenset([(i.collective, *(_attribute(i.rest, name) for name in ("replica_groups", "channel_id")))])
         loops = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
         return frozenset().union(*map(of, (*i.called, *loops, *i.branches)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -26,6 +25,7 @@ from ..data.feed import training
 from ..layout import distributed
 from ..make import make_train_step
 from ..strategy import Strategy
+from ..text import did_you_mean
 from ..train.loop import Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
@@ -113,11 +113,8 @@ def _parse(options: type, command: str, words: list[str], default: Any = None) -
 
 
 def _unknown(given: str, known: list[str]) -> NoReturn:
-    near = difflib.get_close_matches(given, known, n=1)
-    raise ValueError(
-        f"there is no command {given!r}"
-        + (f" (did you mean {near[0]!r}?)" if near else f"; use {' or '.join(known)}, or see jaxpar --help")
-    )
+    near = did_you_mean(given, known) or f"; use {' or '.join(known)}, or see jaxpar --help"
+    raise ValueError(f"there is no command {given!r}{near}")
 
 
 def _default(words: list[str], cls: type[Options] = Options) -> Options:

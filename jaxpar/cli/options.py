@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import shlex
@@ -20,6 +19,7 @@ import yaml
 from .. import data
 from ..data import images
 from ..models import Named, named
+from ..text import did_you_mean
 from ..train.loop import Loop, Units
 from ..train.trainer import Trainer
 
@@ -128,11 +128,8 @@ def read(cls: type, path: Path | str) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise ValueError(
-                f"{path} has an option {name!r}, which does not exist"
-                + (f" (did you mean {near[0]!r}?)" if near else f"; use one of {', '.join(known)}")
-            )
+            near = did_you_mean(name, known) or f"; use one of {', '.join(known)}"
+            raise ValueError(f"{path} has an option {name!r}, which does not exist{near}")
     return {name: _typed(f"{path}: {name}", value, types_[name]) for name, value in values.items()}
 
 

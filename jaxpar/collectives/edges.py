@@ -29,13 +29,6 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 AXIS = "tensor"
-# Those that communicate, as a ledger calls what they do.
-KINDS = {
-    "tensor_leave": "all-reduce",
-    "tensor_gather": "all-gather",
-    "tensor_scatter": "reduce-scatter",
-    "tensor_unsplit": "all-gather",
-}
 
 
 def enter(x: jax.Array, ranks: int) -> jax.Array:

@@ -31,9 +31,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ..jaxprs import jaxpr as jx
-from . import edges
-
-COLLECTIVES = frozenset((*jx.COLLECTIVES, *edges.KINDS))
+from ..jaxprs.collectives import PRIMITIVES
 
 Token = jax.Array  # int32 scalar, always 0
 
@@ -104,9 +102,9 @@ def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[
     for eqn in jx.live(jaxpr.eqns, jaxpr.outvars):
         values = [read(v) for v in eqn.invars]
         with jx.standing(eqn):
-            if eqn.primitive.name in COLLECTIVES:
+            if eqn.primitive.name in PRIMITIVES:
                 token, outs = _collective(eqn, values, token)
-            elif jx.communicates([eqn], COLLECTIVES):
+            elif jx.communicates([eqn], PRIMITIVES):
                 token, outs = _INSIDE.get(eqn.primitive.name, _collective)(eqn, values, token)
             else:
                 outs = jx.bind(eqn, values)

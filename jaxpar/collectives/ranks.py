@@ -5,7 +5,6 @@ Ranks count along the axes in the mesh's order, the first axis outermost. Axes o
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import operator
@@ -19,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
+
+from ..text import did_you_mean
 
 Options = ParamSpec("Options")
 
@@ -58,7 +59,9 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
     names = tuple(mesh.axis_names) if axes is None else _names(axes)
     for name in names:
         if name not in mesh.axis_names:
-            raise ValueError(f"mesh has no axis {name!r}; use {_listed(mesh.axis_names)}{_near(name, mesh.axis_names)}")
+            raise ValueError(
+                f"mesh has no axis {name!r}; use {_listed(mesh.axis_names)}{did_you_mean(name, mesh.axis_names)}"
+            )
     _check_order(names, mesh.axis_names)
     return Ranks(mesh, names)
 
@@ -148,7 +151,11 @@ def _size(axis: str) -> int:
         return lax.axis_size(axis)
     except NameError:
         known = jax.sharding.get_abstract_mesh().manual_axes
-        hint = f"use {_listed(known)}{_near(axis, known)}" if known else "call it in a jax.shard_map, or with on(mesh)"
+        hint = (
+            f"use {_listed(known)}{did_you_mean(axis, known)}"
+            if known
+            else "call it in a jax.shard_map, or with on(mesh)"
+        )
         raise ValueError(f"axis {axis!r} is not one that a shard_map here runs over; {hint}") from None
 
 
@@ -161,8 +168,3 @@ def _check_order(names: Sequence[str], known: Sequence[Any]) -> None:
 
 def _listed(names: Iterable[Any]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _near(name: Any, names: Iterable[Any]) -> str:
-    close = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

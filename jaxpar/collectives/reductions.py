@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..text import did_you_mean
 from .ranks import Axes, count
 
 OPS = ("sum", "prod", "min", "max", "avg")
@@ -22,9 +22,7 @@ DTYPES = (
 def check_op(op: Any, dtype: jnp.dtype) -> None:
     """Raises ValueError unless `op` is one of `OPS` and is defined for the dtype."""
     if op not in OPS:
-        close = difflib.get_close_matches(str(op), OPS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"op={op!r} is unknown; use one of {', '.join(OPS)}{hint}")
+        raise ValueError(f"op={op!r} is unknown; use one of {', '.join(OPS)}{did_you_mean(op, OPS)}")
     unordered = jnp.issubdtype(dtype, jnp.complexfloating)
     if dtype.name == "bool" and op not in ("min", "max"):
         raise ValueError(f"op={op!r} of bool: cast to int32 to count, or use op='max' for any, 'min' for all")

@@ -16,19 +16,21 @@ Groups of one device move nothing and are dropped.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 
-from ..collectives import edges
-from ..jaxprs.jaxpr import COLLECTIVES, live
-from .compiled.entry import KINDS, Place, merged
+from ..jaxprs.collectives import KINDS, PRIMITIVES
+from ..jaxprs.jaxpr import live
+from ..text import table
 from .compiled.entry import Collective as Collective
-from .compiled.hlo import read
+from .compiled.entry import Place, merged, whole
+from .compiled.kernels import Choice, Done, Kernel, Loop, Operation, Program, Start
 
-PRIMITIVES = {**COLLECTIVES, **edges.KINDS}
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
 
@@ -63,7 +65,12 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: the program is for another number of devices, or has a form of groups or a dtype not known here.
         """
-        return cls(read(text, mesh))
+        return cls.of(Program(text, mesh))
+
+    @classmethod
+    def of(cls, *programs: Program) -> Self:
+        """The same of programs that were read before, with their mesh."""
+        return cls(one for program in programs for one in collectives(program.operations, Place()))
 
     def by(self, *fields: str, value: str = "bytes") -> dict[Any, int]:
         """Sums of `value` ("bytes" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
@@ -92,7 +99,7 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: as `by`; or a kind that no collective has, or axes that are no tuple, which nothing could equal.
         """
-        if where.get("kind", KINDS[0]) not in KINDS:
+        if where.get("kind", "all-reduce") not in KINDS:
             raise ValueError(f"kind={where['kind']!r} is no collective; use {', '.join(KINDS)}")
         if not isinstance(where.get("axes", ()), tuple):
             raise ValueError(f"axes={where['axes']!r} is no tuple of axes; use for example axes=('fsdp',)")
@@ -113,10 +120,26 @@ class Ledger(tuple[Collective, ...]):
             notes = " ".join(flag for flag in flags if getattr(one, flag))
             count = "?" if one.count is None else str(one.count)
             rows.append((one.kind, "+".join(one.axes), one.dtype, count, f"{one.bytes:,}", notes))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        align = "<<<>><"
-        cells = ([f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)] for row in rows)
-        return "\n".join("  ".join(row).rstrip() for row in cells)
+        return table(rows, "<<<>><")
+
+
+def collectives(operations: Sequence[Operation], place: Place) -> Iterator[Collective]:
+    """Those of a compiled program, or of a loop's body, each for itself."""
+    for position, one in enumerate(operations):
+        if isinstance(one, Start):
+            until = itertools.takewhile(functools.partial(operator.ne, Done(one.name)), operations[position + 1 :])
+            hidden = not one.waits and any(map(_computes, until))
+            here = dataclasses.replace(place, asynchronous=not one.waits, overlapped=hidden)
+            yield from here.collectives(one.kind, one.axes, one.sent)
+        elif isinstance(one, Loop):
+            yield from collectives(one.body, place.loop(one.trips))
+        elif isinstance(one, Choice):
+            yield from place.branches([functools.partial(collectives, branch) for branch in one.branches])
+
+
+def _computes(one: Operation) -> bool:
+    inside = one.body if isinstance(one, Loop) else itertools.chain(*one.branches) if isinstance(one, Choice) else ()
+    return one.computes if isinstance(one, Kernel) else any(map(_computes, inside))
 
 
 def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> Iterator[Collective]:
@@ -134,7 +157,8 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> It
             if parts := eqn.params.get("axis_index_groups"):
                 axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
             avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
-            yield from place.collectives(kind, axes, group, [(a.dtype.name, a.size * a.dtype.itemsize) for a in avals])
+            sent = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
+            yield from place.collectives(kind, axes, sent)
         elif name == "cond":
             walks = [functools.partial(_from_jaxpr, branch.jaxpr, mesh) for branch in eqn.params["branches"]]
             yield from place.branches(walks)

@@ -14,8 +14,10 @@ from typing import Any
 import jax.extend.core as jec
 
 from . import jaxpr as jx
+from .collectives import PRIMITIVES
 
-_OF_RANKS = frozenset((*jx.COLLECTIVES, "axis_index"))
+# Edges of a tensor rank's program may move: they follow the weights that they gather.
+_OF_RANKS = frozenset(("axis_index", *(name for name in PRIMITIVES if not name.startswith("tensor_"))))
 
 
 def hoist(eqns: Sequence[Any], own: Collection[Any], fixed: Collection[Any]) -> tuple[list[Any], list[Any]]:

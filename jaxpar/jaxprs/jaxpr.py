@@ -25,18 +25,6 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-# The collective that a primitive is, jax 0.10 to 0.12; a name may end in _start. With check_vma the names end in
-# _invariant and _reduced.
-COLLECTIVES = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), "all-reduce"),
-    **dict.fromkeys(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
-}
 
 
 def is_literal(atom: Any) -> bool:

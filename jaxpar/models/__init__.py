@@ -1,7 +1,6 @@
 """Models to train and to read, by name; nothing in jaxpar depends on them."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from flax import nnx
 
 from ..model.model import Model
 from ..model.nnx import from_nnx
+from ..text import did_you_mean
 from . import gpt as gpt
 from . import llama as llama
 from . import mlp as mlp
@@ -85,5 +85,4 @@ def named(name: str, **changes: Any) -> Named:
 
 
 def _nearest(given: str, known: Any) -> str:
-    near = difflib.get_close_matches(given, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; use one of {', '.join(known)}"
+    return did_you_mean(given, known, "; {}") or f"; use one of {', '.join(known)}"

@@ -8,7 +8,6 @@ their logical and stored shapes, specs and dtypes, the strategy, the mesh, and w
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import shutil
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from ..layout.state import State
 from ..model.paths import name_of
 from ..step.core import Step
 from ..strategy import ROWS, Strategy
+from ..text import did_you_mean
 
 _VERSION = 1  # of what `about` holds
 
@@ -166,8 +166,7 @@ def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     describe = lambda x: f"{x[1]}{x[0]}"
     for name in there:
         if name not in here:
-            near = difflib.get_close_matches(name, here, n=1)
-            return f"{name} is there and not here" + (f" (here: {near[0]})" if near else "")
+            return f"{name} is there and not here{did_you_mean(name, here)}"
         if there[name] != here[name]:
             return f"{name} is {describe(there[name])} there and {describe(here[name])} here"
     return f"{next(name for name in here if name not in there)} is here and not there"

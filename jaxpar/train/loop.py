@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
-import fcntl
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
 from ..step.core import Step
+from ..text import did_you_mean
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
 # What a run writes into its folder, and all that `overwrite` removes.
@@ -142,37 +141,13 @@ def checked(hook: Any) -> Any:
     named = [name for name in dir(hook) if name.startswith("on_")]
     for name in named:
         if name not in EVENTS:
-            near = difflib.get_close_matches(name, EVENTS, n=1)
             raise ValueError(
                 f"hook {type(hook).__name__} has {name}, which is no event; use one of {', '.join(EVENTS)}"
-                + (f" (did you mean {near[0]!r}?)" if near else "")
+                f"{did_you_mean(name, EVENTS)}"
             )
     if not named:
         raise ValueError(f"hook {hook!r} has none of {', '.join(EVENTS)}; wrap a function: Hook(on_step=function)")
     return hook
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Within it no other process is. Raises BlockingIOError where one is."""
-    path = out / ".lock"
-    while True:
-        with path.open("a") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
-            except PermissionError as error:  # what some systems say
-                raise BlockingIOError from error
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-                says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
-                warnings.warn(says, stacklevel=2)
-            if path.exists() and os.path.samefile(path, file.fileno()):  # else its last owner has just removed it
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
 
 
 @contextlib.contextmanager
@@ -196,11 +171,15 @@ def claimed(loop: Loop) -> Iterator[None]:
         if jax.process_index() == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_alone(out))
-            except BlockingIOError:
+                stack.enter_context(FileLock(out / ".lock", blocking=False))
+            except Timeout:
                 problem = f"another run is going on in {out}; wait for its end, or name another out"
             except OSError as error:
-                problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
+                if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+                    says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
+                    warnings.warn(says, stacklevel=2)
+                else:
+                    problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
             for path in (out / name for name in there if loop.overwrite and not problem):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:

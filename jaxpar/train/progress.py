@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..inspect.targets.devices import peak_flops
+from ..text import size
 from .checkpoint import exact
 from .loop import Run
 
@@ -65,9 +66,9 @@ class Progress:
         """Says what trains where, and starts the bar in a terminal."""
         step = trainer.step
         parameters = sum(math.prod(leaf.shape) for leaf in step.layout.leaves)
-        size, what = trainer.memory
+        held, what = trainer.memory
         devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
-        self.say(f"{parameters:,} parameters under {exact(step)} on {devices}, {mib(size)} a device ({_MEMORY[what]})")
+        self.say(f"{parameters:,} parameters under {exact(step)} on {devices}, {size(held)} a device ({_MEMORY[what]})")
         if isinstance(why := _mfu(trainer, 1.0), str):
             self.say(f"MFU is not shown: {why}")
         if metrics["step"]:
@@ -112,8 +113,8 @@ class Progress:
             f"{trainer.rows * units.per_row / self._seconds:,.0f} {units.rows}/s",
             f"{1e3 * self._seconds:.0f} ms/step" if self._seconds >= 0.01 else f"{1e3 * self._seconds:.2f} ms/step",
         ]
-        size, what = trainer.memory
-        parts += [f"{mib(size)} {what}"] if self._bar is not None or what == "peak" else []
+        held, what = trainer.memory
+        parts += [f"{size(held)} {what}"] if self._bar is not None or what == "peak" else []
         share = _mfu(trainer, self._seconds)
         return "  ".join([*parts, *([f"MFU {share:.1%}"] if isinstance(share, float) else [])])
 
@@ -129,11 +130,6 @@ def _mfu(trainer: Run, seconds: float) -> float | str | None:
     if peak is None:
         return f"the peak of {device.device_kind!r} is not known"
     return trainer.units.flops / (seconds * count * peak)
-
-
-def mib(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 class _Bar(rich.Progress):

@@ -24,8 +24,8 @@ from jaxpar.inspect.explain.findings import explain, leaves_host
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.memory import saved
-from jaxpar.inspect.text import size
 from jaxpar.step.server import Live, ServerStep
+from jaxpar.text import size
 
 DEVICES, LAYERS, DIM = 8, 4, 32
 BATCH = {"x": np.ones((16, DIM), np.float32), "weight": jp.Replicated(np.ones(3, np.float32))}

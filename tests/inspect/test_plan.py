@@ -18,8 +18,8 @@ from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
-from jaxpar.inspect.text import WIDTH
 from jaxpar.models import named
+from jaxpar.text import WIDTH
 
 H100 = KINDS["H100"]
 L, D, F, ROWS = 4, 24, 56, 48

@@ -2,8 +2,7 @@
 
 import functools
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import handwritten
@@ -15,8 +14,9 @@ from cells import Compiled
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.entry import Collective, Place
-from jaxpar.inspect.compiled.hlo import Module
+from jaxpar.inspect.compiled.kernels import Loop, Operation, Program
 from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import collectives
 from jaxpar.inspect.targets.devices import gpu_topology
 
 pytestmark = pytest.mark.cuda_compiler
@@ -27,9 +27,14 @@ LARGE = 1 << 20  # bytes; a norm's gather takes less time than the compiler woul
 class Loops(Compiled):
     def loops(self, trips: int) -> list[list[Collective]]:
         """The collectives, each for itself, of every loop of so many iterations."""
-        module = Module(self.text, tuple(self.step.mesh.shape.items()))
-        bodies = re.findall(rf'body=%?([\w.\-]+).*"known_trip_count":{{"n":"{trips}"}}', self.text)
-        return [list(module.walk(body, Place(times=trips, in_loop=True))) for body in bodies]
+
+        def within(operations: Sequence[Operation]) -> Iterator[Loop]:
+            for one in operations:
+                if isinstance(one, Loop):
+                    yield from (one, *within(one.body))
+
+        place, found = Place(times=trips, in_loop=True), within(Program(self.text, self.step.mesh).operations)
+        return [list(collectives(loop.body, place)) for loop in found if loop.trips == trips]
 
 
 def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:

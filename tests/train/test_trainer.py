@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_bit_by_bit(unbroken: Any, tmp_path: Path) -> None:
     """Killed at a moment when a checkpoint is being written, and the log is ahead of it."""
     program = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_trainer import *
 trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] == 4 and os.kill(os.getpid(), 9))).run()
 """
@@ -113,7 +113,7 @@ trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] 
 def test_a_run_that_nobody_reads_any_more_is_saved(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_trainer import *
 trainer(Path({str(tmp_path)!r}), quiet=False, strategy="single", steps=100_000, save_every=100_000, print_every=1).run()
 """
@@ -195,7 +195,7 @@ def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: P
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_trainer import *
 wait = lambda trainer, at: (print("running", flush=True), sys.stdin.read())
 trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=wait), steps=2).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...layout.distributed import attach
+from ...text import did_you_mean
 from .timing import Dtype, Effort, Op, Row, measure
 
 _GREY = "#768390"  # reads on white and on black
@@ -64,9 +64,8 @@ class Options:
             ("dtype", self.dtype, get_args(Dtype)),
         ):
             if value not in known:
-                near = difflib.get_close_matches(str(value), known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"{name}: {value!r} cannot be measured; use {', '.join(known)}{hint}")
+                near = did_you_mean(value, known)
+                raise ValueError(f"{name}: {value!r} cannot be measured; use {', '.join(known)}{near}")
 
     @property
     def effort(self) -> Effort:
@@ -171,6 +170,6 @@ def _plot(measured: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _short(size: int) -> str:
-    """1024 -> "1k"."""
+    """1024 -> "1k": nccl-tests' units, which are binary and have no B, unlike all others here."""
     power = min((size.bit_length() - 1) // 10, 3)
     return f"{size / 1024**power:.3g}{' kMG'[power].strip()}"

@@ -21,10 +21,9 @@ import jax
 from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
-from ..compiled.hlo import read
-from ..compiled.involuntary import heard
+from ..compiled.kernels import Program
 from ..expected import _abstract, expected
-from ..ledger import Collective, Ledger
+from ..ledger import Ledger
 from ..transfers import rehearse
 from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
@@ -45,12 +44,9 @@ def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -
     if isinstance(step, ServerStep):
         findings = list(_server(step, batch))
     else:
-        said: list[str] = []
-        if compiled is None:
-            with heard() as said:
-                compiled = step.compile(batch)
+        compiled = compiled or step.compile(batch)
         findings = [*_state(step, batch, compiled), *_layers(step, batch)]
-        findings += _collectives(step, batch, compiled.as_text() or "", said)
+        findings += _collectives(step, batch, compiled.as_text() or "")
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
@@ -130,10 +126,10 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(step: Step, batch: Any, text: str, said: Sequence[str]) -> Iterator[Finding]:
+def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, list(read(text, step.mesh)), text, said)
+    yield from _compiled(step, closed, [Program(text, step.mesh)], jaxpr)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, jaxpr)
 
@@ -157,10 +153,8 @@ def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
 
 
-def _compiled(
-    step: Step, closed: Ledger, found: Sequence[Collective], text: str, said: Sequence[str] = ()
-) -> Iterator[Finding]:
-    moved: list[Move] | None = None
+def _compiled(step: Step, closed: Ledger, programs: Sequence[Program], jaxpr: Any) -> Iterator[Finding]:
+    found, moved = Ledger.of(*programs), None
     keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
     for kind, axes in keys:
         ours, theirs = ([one for one in side if (one.kind, one.axes) == (kind, axes)] for side in (closed, found))
@@ -175,7 +169,7 @@ def _compiled(
         elif verdict == "UNPROMISED":
             large = sent - limits.promised >= LARGE
             if moved is None:
-                moved = moves(step, text, SCALARS, said)
+                moved = moves(step, programs[0], jaxpr, SCALARS)
             here = tuple(move for move in moved if (move.kind, move.axes) == (kind, axes))
             verdict, note = (verdict, _why(step, here)) if large else ("ok", f"small: {ALLOWED['small']}")
         if verdict == "ok" and not note:
@@ -221,8 +215,8 @@ def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
         note = note and "a central server passes on neither more nor less; see parallel/server.py"
         yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
-    found = [one for text in texts for one in read(text, step.mesh)]
-    yield from _compiled(step, expected(step, batch), found, texts[0])  # the model's own, as BatchNorm's
+    programs = [Program(text, step.mesh) for text in texts]
+    yield from _compiled(step, expected(step, batch), programs, step.trace(batch))  # the model's own, as BatchNorm's
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
     for share, x in zip(shares(step, state), arrays, strict=True):

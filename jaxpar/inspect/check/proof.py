@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..text import WIDTH, heading, size, table
+from ...text import WIDTH, heading, size, table
 from .resharding import Move
 
 Verdict = Literal["ok", "MISSING", "UNPROMISED"]

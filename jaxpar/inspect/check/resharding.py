@@ -3,7 +3,10 @@
 Inside `shard_map` jaxpar writes every collective. Outside it is the update, where an optimizer sees global arrays and
 the partitioner decides: for an elementwise optimizer it sends nothing but scalars, for one that multiplies or
 factorises matrices what that needs of them, and for one that asks for another sharding than a leaf's the leaf itself.
-Where it finds no way from one sharding to another it gathers the whole: `inspect/compiled/involuntary.py`.
+Where it finds no way from one sharding to another it gathers the whole and cuts it anew, and XLA warns on stderr of
+"[SPMD] Involuntary full rematerialization": P('pipe', 'fsdp') to P(None, None, ('pipe', 'fsdp')), or P(None, ('pipe',
+'fsdp')) to P('fsdp'). Of optax's own, Muon, LAMB and Adafactor were tried beside ZeRO, tensor and pipe: they send, and
+XLA warns of none. Here the program tells, and the trace who asked.
 """
 
 from __future__ import annotations
@@ -12,21 +15,21 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.extend.core as jec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ...jaxprs.jaxpr import opened, where
 from ...layout.elementwise import _ELEMENTWISE
 from ...model.paths import name_of
 from ...step.core import Step
-from ..compiled.entry import KINDS
-from ..compiled.hlo import MOVES, Instruction, Module, arrays, bits, buffers
-from ..compiled.involuntary import Rematerialised, as_spec, axes_of, read
-from ..text import size
+from ...text import size
+from ..compiled.hlo import Instruction, Module, arrays, short
+from ..compiled.kernels import MOVES, Program
 
 # What gives an array another sharding and no other value, besides what works element by element.
 _PLACES = frozenset({"sharding_constraint", "reshard", "copy", "shard_map", "device_put"})
@@ -37,7 +40,7 @@ class Move:
     """A collective that the partitioner wrote; equal ones are taken together.
 
     Attributes:
-      kind, axes: as in `Collective`; "rematerialisation" for what XLA warns of where no gather of the program is it.
+      kind, axes: as in `Collective`.
       shape: of its largest result on a device.
       bytes: of one execution, as in `Collective`.
       count: how many of these the program's text has.
@@ -46,7 +49,7 @@ class Move:
       operation: that it serves, by JAX's name, such as "dot_general".
       source: file and line of that, "optax/contrib/_muon.py:97"; "" where the program does not say.
       kept: the spec that the leaf's shard has in the update; None where the leaf is not known.
-      wanted: the other spec, where XLA's warning has it.
+      wanted: the other spec, where the optimizer asks for one by `with_sharding_constraint`; `source` is then its line.
       spec: that under which nothing would be moved: the leaf's own where another is asked for, and where an operation
         needs more than a shard, what is left of it without the axes of the move.
       involuntary: the compiler gathers the whole for no other end than to cut it anew.
@@ -69,8 +72,7 @@ class Move:
     def __str__(self) -> str:
         of = f" of {self.leaf}" if self.leaf else ""
         at = f" at {self.source}" if self.source else ""
-        how = "involuntary " if self.involuntary and self.kind == "rematerialisation" else ""
-        return f"{how}{self.kind} over {'+'.join(self.axes)}{of} {list(self.shape)} for {self.operation}{at}"
+        return f"{self.kind} over {'+'.join(self.axes)}{of} {list(self.shape)} for {self.operation}{at}"
 
     @property
     def message(self) -> str:
@@ -90,29 +92,23 @@ class Move:
         return plain | specs | {"axes": list(self.axes), "shape": list(self.shape), "message": self.message}
 
 
-def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[Move]:
-    """Those of `least` bytes or more in a compiled program of a step (`compiled.as_text()`), the largest first, and of
-    equal ones those whose parameter is known. `said`: the compiler's warnings, from `heard`.
+def moves(step: Step, program: Program, jaxpr: Any, least: int) -> list[Move]:
+    """Those of `least` bytes or more in a compiled program of a step, the largest first, and of equal ones those whose
+    parameter is known. `jaxpr`: of the step, `step.trace(batch)`.
     """
-    module = Module(text, tuple(step.mesh.shape.items()))
+    module = program.module
     leaves = {leaf.path: leaf for leaf in step.layout.leaves}
     paths = sorted(leaves, key=len, reverse=True)
-    remats = read(said, step.mesh.shape)
-    met: set[Rematerialised] = set()
-    asked: dict[Any, tuple[str, str]] = {}
     every: list[Move] = []
     for block in module.computations.values():
-        made = {i.name: i for i in block}
+        made, shapes = {i.name: i for i in block}, {i.name: i.shape for i in block}
         for i in block:
-            kind = i.opcode.removesuffix("-start")
             # What the compiler combined may have no name, or that of the first of several. What it gathers of the
             # results of `shard_map` itself may be called "jit(_train)/shard_map", and is outside it.
-            if kind not in KINDS or not (name := i.source) or "shard_map/" in name:
+            if not i.collective or not (name := i.source) or "shard_map/" in name:
                 continue
-            axes, group = module.axes(kind, i)
-            sent = sum(n for operand in i.operands for _, n in buffers(made[operand].shape))
-            sent *= group if kind == "all-gather" else 1
-            if group == 1 or sent < least:
+            kind, (axes, _) = i.collective, module.axes(i)
+            if (sent := sum(module.sent(i, shapes).values())) < least:
                 continue
             users = _users(block)
             ends = i if not name.endswith("shard_map") else next(_ends(users, i), i)
@@ -121,17 +117,10 @@ def moves(step: Step, text: str, least: int, said: Sequence[str] = ()) -> list[M
             # Not by what it is computed from, which may be a sum over all leaves: by its shape.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", other) if (other := _alike(step, shape)) else (path, leaf)
-            move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], _line(text, ends), path)
-            if kind == "all-gather":
-                remat = next((r for r in remats if _is(move, r, step.mesh.shape)), None)
-                met |= {remat} if remat else set()
-                move = _told(move, remat, step, asked) if remat else move
-                cut = remat is not None or _only_cut(module, users, i)
-                move = dataclasses.replace(move, involuntary=cut)
-            every.append(move)
-    left = (remat for remat in remats if remat not in met and remat.given is not None)
-    every += [_told(_of_warning(remat, step.mesh.shape), remat, step, asked) for remat in left]
-    found = collections.Counter(_suggested(step, _needed(move, every)) for move in every)
+            move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], module.line(ends), path)
+            every.append(dataclasses.replace(move, involuntary=kind == "all-gather" and _only_cut(module, users, i)))
+    asked = _asked(step, jaxpr) if every else {}
+    found = collections.Counter(_suggested(step, _told(_needed(move, every), asked)) for move in every)
     counted = [dataclasses.replace(move, count=count) for move, count in found.items()]
     return sorted(counted, key=lambda move: (-move.bytes, not move.leaf))
 
@@ -176,6 +165,14 @@ def _needed(move: Move, every: Sequence[Move]) -> Move:
     return dataclasses.replace(move, operation=needs.operation, source=needs.source)
 
 
+def _told(move: Move, asked: Mapping[str, tuple[PartitionSpec, str]]) -> Move:
+    """With the sharding that is asked for: what is to be named is the line that does, not what meets its result."""
+    wanted, source = asked.get(move.leaf.partition(" or ")[0], (None, ""))
+    if wanted is None or not (move.involuntary or move.operation in _ELEMENTWISE | _PLACES):
+        return move
+    return dataclasses.replace(move, wanted=wanted, operation="sharding_constraint", source=source)
+
+
 def _suggested(step: Step, move: Move) -> Move:
     """With the spec that would spare it, where the leaf is known."""
     own = [step.layout.spec(f, "optimizer") for f in step.layout.leaves if f.path in move.leaf.split(" or ")]
@@ -200,46 +197,52 @@ def _text(spec: PartitionSpec) -> str:
     return str(spec).replace("PartitionSpec", "P")
 
 
-# -- what XLA warns of -------------------------------------------------------------------------------------------------
+# -- what an optimizer asks for ----------------------------------------------------------------------------------------
 
 
-def _is(move: Move, remat: Rematerialised, sizes: Mapping[str, int]) -> bool:
-    """Whether a gather is one of those of a warning: along the axes of one of its dims, and that dim whole after it."""
-    whole = remat.whole(sizes)
-    if remat.given is None or len(whole) != len(move.shape):
-        return False
-    dims = [d for d, entry in enumerate(remat.given) if sorted(axes_of(entry)) == sorted(move.axes)]
-    either = all(n in (full, part) for n, full, part in zip(move.shape, whole, remat.local, strict=True))
-    return either and any(move.shape[d] == whole[d] for d in dims)
-
-
-def _told(move: Move, remat: Rematerialised, step: Step, asked: dict[Any, tuple[str, str]]) -> Move:
-    """With what the warning knows: the leaf, by shape and spec, and the spec that is not the leaf's.
-
-    `asked` has who asked for which spec of a leaf.
+def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
+    """By leaf the sharding that is asked for outside `shard_map`, and the line that asks: where it is the only one for
+    arrays of the leaf's shape besides the leaf's own.
     """
-    sides, parts = (remat.given, remat.wanted), remat.parts(step.mesh.shape)
-    cut = lambda shape: tuple(-(-n // k) for n, k in zip(shape, parts, strict=False))
-    fits = [f for f in step.layout.leaves if remat.local in (cut(f.shape), cut(f.stored))]
-    specs = {f.path: step.layout.spec(f, "optimizer") for f in fits}
-    same = [path for path, spec in specs.items() if spec in sides] or [*specs]
-    leaf = move.leaf if move.leaf in same else " or ".join(same) or move.leaf
-    kept = specs.get(leaf.partition(" or ")[0])
-    path, wanted = (move.path if leaf == move.leaf else ""), remat.wanted
-    if wanted == kept:  # the way back: what is to be named is what asked for the other sharding, not what meets it
-        wanted = remat.given
-        operation, source = asked.get((leaf, wanted), (move.operation, move.source))
-        move = dataclasses.replace(move, operation=operation, source=source)
-    asked.setdefault((leaf, wanted), (move.operation, move.source))
-    return dataclasses.replace(move, leaf=leaf, path=path, wanted=wanted)
+    found: dict[tuple[int, ...], dict[PartitionSpec, str]] = {}
+    for eqn in _constraints(jaxpr.eqns):
+        if isinstance(sharding := eqn.params["sharding"], NamedSharding):
+            line = re.match(r"(.*?):(\d+)", where(eqn))
+            source = f"{short(line[1])}:{line[2]}" if line else ""
+            found.setdefault(eqn.outvars[0].aval.shape, {}).setdefault(_plain(sharding.spec), source)
+    asked = {}
+    for leaf in step.layout.leaves:
+        own = [_plain(step.layout.spec(leaf, kind)) for kind in ("params", "grads", "optimizer")]
+        others = {**found.get(leaf.shape, {}), **found.get(leaf.stored, {})}
+        if len(specs := [spec for spec in others if spec not in own]) == 1:
+            asked[leaf.path] = specs[0], others[specs[0]]
+    return asked
 
 
-def _of_warning(remat: Rematerialised, sizes: Mapping[str, int]) -> Move:
-    """A warning that no gather of the program is. Its line is not known: the compiled program numbers them anew."""
-    whole = remat.whole(sizes)
-    axes = tuple(axis for axis in sizes if any(axis in axes_of(entry) for entry in remat.given or ()))
-    nbytes = math.prod(whole) * bits(remat.dtype) // 8
-    return Move("rematerialisation", axes, whole, nbytes, 1, "", remat.operation, "", involuntary=True)
+def _constraints(eqns: Iterable[Any]) -> Iterator[Any]:
+    for eqn in eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn
+        elif eqn.primitive.name != "shard_map":
+            for inner in jec.jaxprs_in_params(eqn.params):
+                yield from _constraints(opened(inner)[0].eqns)
+
+
+def _plain(spec: PartitionSpec) -> PartitionSpec:
+    return as_spec([axes_of(entry) for entry in spec])
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The axes of one dim, as a spec has them."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
+    """A spec from the axes of each dim."""
+    entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in named]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 # -- what the program says ---------------------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ def _cuts(module: Module, users: Mapping[str, Sequence[Instruction]], user: Inst
         inner = module.computations[user.called[0]]
         within = _users(inner)
         same = [p for p in inner if p.opcode == "parameter" and arrays(p.shape) == arrays(i.shape)[-1:]]
-        moved = all(MOVES.fullmatch(p.opcode) and p.opcode != "dynamic-slice" for p in inner)
+        moved = all(p.opcode in MOVES and p.opcode != "dynamic-slice" for p in inner)
         return (bool(same) and all(_only_cut(module, within, p) for p in same)) or (
             moved and _only_cut(module, users, user)
         )
@@ -323,28 +326,6 @@ def _comes_from(made: Mapping[str, Instruction], one: Instruction) -> Sequence[s
         return ()
     of = made.get(one.operands[0]) if one.opcode == "get-tuple-element" else None
     at = re.search(r"index=(\d+)", one.rest)
-    if of is None or at is None or of.opcode.removesuffix("-start") not in KINDS or of.opcode == "all-to-all":
+    if of is None or at is None or not of.collective or of.opcode == "all-to-all":
         return one.operands
     return of.operands[int(at[1]) : int(at[1]) + 1] or one.operands
-
-
-def _line(text: str, i: Instruction) -> str:
-    """The line of Python that an instruction comes from, in either of XLA's spellings."""
-    if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
-        return f"{_short(plain[1])}:{plain[2]}"
-    frame = re.search(r"stack_frame_id=(\d+)", i.rest)
-    place = frame and _entry(text, "StackFrames", frame[1], r"{file_location_id=(\d+)")
-    line = place and _entry(text, "FileLocations", place[1], r"{file_name_id=(\d+).*? line=(\d+)")
-    file = line and _entry(text, "FileNames", line[1], r'"(.*)"')
-    return f"{_short(file[1])}:{line[2]}" if line and file else ""
-
-
-def _entry(text: str, table: str, number: str, form: str) -> re.Match[str] | None:
-    """A line of one of the tables at the beginning of a program."""
-    return re.search(rf"^{table}\n(?:.+\n)*?{number} {form}", text, re.MULTILINE)
-
-
-def _short(path: str) -> str:
-    parts = PurePath(path).parts
-    start = next((at + 1 for at, part in enumerate(parts) if part == "site-packages"), -3)
-    return str(PurePath(*parts[start:]))

@@ -40,7 +40,12 @@ class Costs(tuple[Cost, ...]):
         >>> Costs.from_hlo(program.as_text()).flops
         {'float32': 210}
         """
-        return cls(_counted(Program(text).operations, 1, False))
+        return cls.of(Program(text))
+
+    @classmethod
+    def of(cls, *programs: Program) -> Self:
+        """The same of programs that were read before, one after the other."""
+        return cls(cost for program in programs for cost in _counted(program.operations, 1, False))
 
     @property
     def flops(self) -> dict[str, int]:

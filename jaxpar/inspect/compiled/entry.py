@@ -1,18 +1,10 @@
 """One entry of a ledger: a collective, and the place in the program where it stands."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+from ...jaxprs.collectives import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +49,7 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
         )
         for same in groups.values()
     )
-    return sorted(rows, key=lambda one: (KINDS.index(one.kind), str(dataclasses.astuple(one))))
+    return sorted(rows, key=lambda one: (list(KINDS).index(one.kind), str(dataclasses.astuple(one))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +67,11 @@ class Place:
         times = None if trips is None or self.times is None else self.times * trips
         return dataclasses.replace(self, times=times, in_loop=True)
 
-    def collectives(
-        self, kind: str, axes: tuple[str, ...], group: int, buffers: Iterable[tuple[str, int]]
-    ) -> Iterator[Collective]:
-        """One for each dtype among the input `buffers` (dtype, bytes), unless alone in its group or never run."""
+    def collectives(self, kind: str, axes: tuple[str, ...], sent: Mapping[str, int]) -> Iterator[Collective]:
+        """One for each dtype of what one execution sends (dtype -> bytes), unless it never runs."""
         place = dataclasses.asdict(self)
-        times = place.pop("times")
-        size: dict[str, int] = {}
-        for dtype, nbytes in buffers:
-            size[dtype] = size.get(dtype, 0) + nbytes * (group if kind == "all-gather" else 1)
-        if group > 1 and times != 0:
-            for dtype, nbytes in size.items():
+        if (times := place.pop("times")) != 0:
+            for dtype, nbytes in sent.items():
                 yield Collective(kind, axes, dtype, times, nbytes * (1 if times is None else times), **place)
 
     def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
@@ -94,3 +80,13 @@ class Place:
         most = max(range(len(ledgers)), key=lambda i: sum(one.bytes for one in ledgers[i]))
         same = all(ledger == ledgers[0] for ledger in ledgers)
         return (one if same else dataclasses.replace(one, conditional=True) for one in ledgers[most])
+
+
+def whole(kind: str, group: int, buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Bytes by dtype of the whole buffer that a device takes part in, of input `buffers` (dtype, bytes): output for
+    all-gather, input for every other kind; {} of a collective that is alone in its group.
+    """
+    found: dict[str, int] = {}
+    for dtype, nbytes in buffers if group > 1 else ():
+        found[dtype] = found.get(dtype, 0) + nbytes * (group if kind == "all-gather" else 1)
+    return found

@@ -10,28 +10,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import PurePath
 
 import jax
 import numpy as np
 
-from .entry import KINDS, Collective, Place
-
-# Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
-MOVES = re.compile(
-    "parameter|constant|tuple|get-tuple-element|bitcast|bitcast-convert|copy|copy-start|convert|reshape|transpose|pad|iota|"
-    "broadcast|slice|dynamic-slice|dynamic-update-slice|concatenate|reverse|partition-id|replica-id|after-all|send|recv"
-)
-
-
-def read(text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[Collective]:
-    """The collectives of a compiled program, one by one; see `Ledger.from_hlo`."""
-    found = re.search(r"^HloModule.*", text, re.MULTILINE)
-    header = found[0] if found else ""
-    devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
-    if devices != mesh.size:
-        raise ValueError(f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for")
-    return Module(text, tuple(mesh.shape.items())).walk("", Place())
+from ...jaxprs.collectives import KINDS
+from .entry import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +30,12 @@ class Instruction:
     operands: tuple[str, ...]
     rest: str  # attributes, metadata, backend config
     root: bool = False  # what it computes is the result of its computation
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that it is or starts; "" of all else."""
+        kind = "collective-permute" if self.opcode == "send" else self.opcode.removesuffix("-start")
+        return kind if kind in KINDS else ""
 
     @property
     def called(self) -> list[str]:
@@ -78,10 +70,10 @@ class Instruction:
 
 
 class Module:
-    """The text of one HLO module: its computations, and a walk through them in the order of the schedule."""
+    """The text of one HLO module: its computations, and what their collectives send over which axes of a mesh."""
 
     def __init__(self, text: str, mesh: tuple[tuple[str, int], ...]) -> None:
-        self.mesh = mesh
+        self.text, self.mesh = text, mesh
         self.computations: dict[str, list[Instruction]] = {}
         block: list[Instruction] = []
         for line in text.splitlines():
@@ -96,66 +88,52 @@ class Module:
                 operands = tuple(re.findall(r"%([\w.\-]+)", inside))
                 block.append(Instruction(found[2], shape, opcode, operands, rest, bool(found[1])))
 
-    def walk(self, name: str, place: Place) -> Iterator[Collective]:
-        """The collectives of one computation (the entry if "") and of all that it calls."""
-        block = self.computations[name or self.entry]
-        shapes = {i.name: i.shape for i in block}
-        for position, i in enumerate(block):
-            here = place
-            if '"is_sync":true' in i.rest:
-                here = dataclasses.replace(place, asynchronous=False, overlapped=False)
-            elif i.opcode.endswith("-start"):
-                here = dataclasses.replace(place, asynchronous=True, overlapped=self._overlapped(block, position))
-            kind = "collective-permute" if i.opcode == "send" else i.opcode.removesuffix("-start")
-            if kind in KINDS:
-                axes, group = self.axes(kind, i)
-                operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
-                sent = [buffer for operand in operands for buffer in buffers(shapes[operand])]
-                yield from here.collectives(kind, axes, group, sent)
-            elif i.opcode == "while":
-                for part in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest):
-                    yield from self.walk(part, here.loop(i.trips))
-            elif i.opcode == "conditional":
-                yield from here.branches([functools.partial(self.walk, branch) for branch in i.branches])
-            else:
-                for called in i.called:
-                    yield from self.walk(called, here)
+    def sent(self, i: Instruction, shapes: Mapping[str, str]) -> dict[str, int]:
+        """Bytes by dtype of a collective; see `whole`; `shapes`: of all instructions of its computation, by name."""
+        operands = i.operands[:1] if i.collective == "ragged-all-to-all" else i.operands
+        return whole(i.collective, self.axes(i)[1], (x for operand in operands for x in buffers(shapes[operand])))
 
-    def _overlapped(self, block: list[Instruction], start: int) -> bool:
-        """Whether compute stands between a start and its done."""
-        name = block[start].name
-        rest = block[start + 1 :]
-        between = itertools.takewhile(lambda i: not (i.opcode.endswith("-done") and name in i.operands), rest)
-        return any(map(self._computes, between))
-
-    def _computes(self, i: Instruction) -> bool:
-        """Whether it computes more than a scalar, itself or in what it calls."""
-        if MOVES.fullmatch(i.opcode) or i.opcode.endswith("-done") or i.opcode.removesuffix("-start") in KINDS:
-            return False
-        if i.opcode in ("fusion", "call", "while", "async-start"):
-            called = i.called + re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
-            return any(self._computes(inner) for name in called for inner in self.computations[name])
-        return not re.match(r"\w+\[\]", i.shape)
-
-    def axes(self, kind: str, i: Instruction) -> tuple[tuple[str, ...], int]:
+    def axes(self, i: Instruction) -> tuple[tuple[str, ...], int]:
         """The mesh axes that a collective runs over, and the number of devices in a group."""
         sizes = dict(self.mesh)
-        if kind == "collective-permute":
+        if i.collective == "collective-permute":
             # A send to the host has no pairs, and an exchange with oneself no axes: both are groups of one.
-            pairs = np.array(self.groups(kind, i), int).reshape(-1, 2)
+            pairs = np.array(self.groups(i), int).reshape(-1, 2)
             sources, targets = (np.array(np.unravel_index(ids, tuple(sizes.values()))) for ids in pairs.T)
             moved = (sources != targets).any(axis=1)
             axes = tuple(axis for axis, differs in zip(sizes, moved, strict=True) if differs)
             return axes, math.prod(sizes[axis] for axis in axes)
-        groups = self.groups(kind, i)
+        groups = self.groups(i)
         return _axes_of(frozenset(map(frozenset, groups)), self.mesh), max(map(len, groups))
 
-    def groups(self, kind: str, i: Instruction) -> list[list[int]]:
+    def line(self, i: Instruction) -> str:
+        """The line of Python that it comes from, "optax/contrib/_muon.py:97", in either of XLA's spellings; or ""."""
+        if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
+            return f"{short(plain[1])}:{plain[2]}"
+
+        def entry(table: str, number: str, form: str) -> re.Match[str] | None:
+            """A line of one of the tables at the beginning of a program."""
+            return re.search(rf"^{table}\n(?:.+\n)*?{number} {form}", self.text, re.MULTILINE)
+
+        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
+        place = frame and entry("StackFrames", frame[1], r"{file_location_id=(\d+)")
+        line = place and entry("FileLocations", place[1], r"{file_name_id=(\d+).*? line=(\d+)")
+        file = line and entry("FileNames", line[1], r'"(.*)"')
+        return f"{short(file[1])}:{line[2]}" if line and file else ""
+
+    def groups(self, i: Instruction) -> list[list[int]]:
         """The devices of each group, as places in the mesh; of a permute its pairs [source, target]."""
-        if kind != "collective-permute":
+        if i.collective != "collective-permute":
             return _groups(i.rest, math.prod(size for _, size in self.mesh))
         found = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}', i.rest)
         return _pairs(found[1] if found else "")
+
+
+def short(path: str) -> str:
+    """The end of a file's path: "optax/contrib/_muon.py"."""
+    parts = PurePath(path).parts
+    start = next((at + 1 for at, part in enumerate(parts) if part == "site-packages"), -3)
+    return str(PurePath(*parts[start:]))
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
 
-from .entry import KINDS, Place
-from .hlo import Instruction, Module, arrays, bits, buffers, nbytes
+from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 
+# Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
+MOVES = frozenset(
+    "parameter constant tuple get-tuple-element bitcast bitcast-convert copy copy-start convert reshape transpose pad "
+    "iota broadcast slice dynamic-slice dynamic-update-slice concatenate reverse partition-id replica-id after-all "
+    "send recv".split()
+)
 # What the compiler resolves: no kernel runs.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
@@ -34,6 +39,7 @@ class Kernel:
       label: what it is in HLO: "loop fusion", "copy", "__cublas$lt$matmul".
       products: what it multiplies.
       read, written: bytes.
+      computes: more than a scalar, and not only copies and casts: enough to hide a collective behind.
     """
 
     name: str
@@ -43,6 +49,7 @@ class Kernel:
     products: tuple[Product, ...]
     read: int
     written: int
+    computes: bool = True
 
     @property
     def flops(self) -> int:
@@ -52,12 +59,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Start:
-    """A collective starts. `kind`, `axes` and `bytes` are those of a `Collective`.
+    """A collective starts. `kind` and `axes` are those of a `Collective`, `bytes` those of one execution.
 
     Attributes:
       name: of its instruction; a `Done` waits for it.
       groups: devices that communicate, as places in the mesh; of a permute its pairs.
       waits: nothing runs beside it.
+      sent: `bytes` by dtype.
     """
 
     name: str
@@ -67,6 +75,7 @@ class Start:
     bytes: int
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
     waits: bool
+    sent: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -103,26 +112,34 @@ class Program:
       text: `compiled.as_text()`; scheduled, as every compiled program is.
       mesh: the mesh that it was compiled for; without it collectives are left out.
 
-    Its `operations` are those of the entry; each loop has its own.
+    Its `operations` are those of the entry; each loop has its own. Its `module` is what was read.
+
+    Raises ValueError where the program is for another number of devices than `mesh` has.
     """
 
     def __init__(self, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> None:
         self._with_collectives = mesh is not None
-        self._module = Module(text, tuple(mesh.shape.items()) if mesh is not None else ())
+        if mesh is not None:
+            header = found[0] if (found := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
+            devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+            if devices != mesh.size:
+                raise ValueError(
+                    f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for"
+                )
+        self.module = Module(text, tuple(mesh.shape.items()) if mesh is not None else ())
         self._read: dict[str, tuple[Operation, ...]] = {}
-        self.operations = self._block(self._module.entry)
+        self.operations = self._block(self.module.entry)
 
     def _block(self, name: str) -> tuple[Operation, ...]:
         if name not in self._read:
-            block = self._module.computations[name]
+            block = self.module.computations[name]
             shapes = {i.name: i.shape for i in block}
             self._read[name] = tuple(operation for i in block for operation in self._operations(i, shapes))
         return self._read[name]
 
     def _operations(self, i: Instruction, shapes: dict[str, str]) -> Iterator[Operation]:
-        kind = "collective-permute" if i.opcode == "send" else i.opcode.removesuffix("-start")
-        if kind in KINDS:
-            yield from self._start(i, i, kind, shapes)
+        if i.collective:
+            yield from self._start(i, i, shapes)
         elif i.opcode == "async-start":
             yield from self._asynchronous(i)
         elif i.opcode == "fusion-start":  # jax 0.12; compute on a stream of its own: as if on this one
@@ -143,31 +160,32 @@ class Program:
             yield self._kernel(i, shapes)
 
     def _kernel(self, i: Instruction, shapes: dict[str, str]) -> Kernel:
-        found = products(self._module, i, shapes)
+        found = products(self.module, i, shapes)
         kind = max(found, key=lambda product: product.flops).kind if found else "memory"
-        return Kernel(i.name, i.source, kind, _label(i), found, *traffic(self._module, i, shapes))
+        return Kernel(i.name, i.source, kind, _label(i), found, *traffic(self.module, i, shapes), self._computes(i))
 
-    def _start(self, i: Instruction, outer: Instruction, kind: str, shapes: dict[str, str]) -> Iterator[Start]:
+    def _computes(self, i: Instruction) -> bool:
+        if i.opcode == "fusion":
+            return any(self._computes(inner) for name in i.called for inner in self.module.computations[name])
+        return i.opcode not in MOVES and not re.match(r"\w+\[\]", i.shape)
+
+    def _start(self, i: Instruction, outer: Instruction, shapes: dict[str, str]) -> Iterator[Start]:
         """The collective `i`, which stands alone or in the asynchronous computation that `outer` starts."""
         if not self._with_collectives:
             return
-        axes, group = self._module.axes(kind, i)
-        operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
-        sent = [buffer for operand in operands for buffer in buffers(shapes[operand])]
-        size = sum(one.bytes for one in Place().collectives(kind, axes, group, sent))
-        if size:
+        if sent := self.module.sent(i, shapes):
+            axes, _ = self.module.axes(i)
             waits = (not outer.opcode.endswith("-start") and outer.opcode != "send") or '"is_sync":true' in outer.rest
-            groups = tuple(tuple(ids) for ids in self._module.groups(kind, i))
-            yield Start(outer.name, i.source, kind, axes, size, groups, waits)
+            groups = tuple(tuple(ids) for ids in self.module.groups(i))
+            yield Start(outer.name, i.source, i.collective, axes, sum(sent.values()), groups, waits, sent)
 
     def _asynchronous(self, outer: Instruction) -> Iterator[Operation]:
         for called in outer.called:
-            block = self._module.computations[called]
+            block = self.module.computations[called]
             shapes = {i.name: i.shape for i in block}
-            inner = [(i, i.opcode.removesuffix("-start")) for i in block]
-            if any(kind in KINDS for _, kind in inner):
-                for i, kind in inner:
-                    yield from self._start(i, outer, kind, shapes) if kind in KINDS else ()
+            if any(i.collective for i in block):
+                for i in block:
+                    yield from self._start(i, outer, shapes) if i.collective else ()
             else:  # compute on a stream of its own: as if on this one
                 yield from self._block(called)
 

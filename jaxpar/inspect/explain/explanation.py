@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...text import WIDTH, heading, number, size, table
 from ..check.resharding import Move
 from ..ledger import Collective, Ledger
 from ..memory import Memory
-from ..text import WIDTH, heading, number, size, table
 from ..transfers import Transfer
 
 _MOVED = 6  # moves that are listed

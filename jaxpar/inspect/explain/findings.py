@@ -15,14 +15,14 @@ from ...model.paths import name_of
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
-from ..compiled.involuntary import heard
+from ..compiled.kernels import Program
 from ..expected import _abstract, expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
-from ..text import size
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
@@ -30,8 +30,8 @@ from .explanation import Check, Explanation
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
     """See `Step.explain`; `compiled` where `step.compile(batch)` was called before."""
     step.check(batch)
-    said: list[str] = []
-    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
+    jaxpr, closed = step.trace(batch), expected(step, batch)
+    written = Ledger.from_jaxpr(jaxpr, step.mesh)
     transfers: tuple[Transfer, ...] = ()
     remarks = []
     if isinstance(step, ServerStep):
@@ -42,13 +42,12 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         remarks.append(f"{len(transfers)} exchanges a step pass {total} through the server's links.")
     else:
         if compiled is None:
-            with heard() as said:
-                compiled = step.compile(batch)
+            compiled = step.compile(batch)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
-    found = Ledger(one for text in texts for one in Ledger.from_hlo(text, step.mesh))
-    costs = [cost for text in texts for cost in Costs.from_hlo(text)]
+    programs = [Program(text, step.mesh) for text in texts]
+    found, costs = Ledger.of(*programs), Costs.of(*programs)
     known = all(cost.executions is not None for cost in costs)
-    moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
+    moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     kept = step.layout.kept
     loops = described(step.local.program(*_abstract(step, batch))[0], kept)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
@@ -59,7 +58,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
         parameters=sum(math.prod(leaf.shape) for leaf in kept.models),
         memory=memory,
-        flops=Costs(costs).flops if known else {},
+        flops=costs.flops if known else {},
         ledger=found,
         across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
         checks=tuple(_compared(step, closed, written, found)),

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ...text import size
 from ..memory import Memory
-from ..text import size
 
 # Legible on white and on black: the figure has no ground of its own.
 _INK = "#808080"

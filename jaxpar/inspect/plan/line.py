@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...strategy import Strategy
-from ..text import size
+from ...text import size
 from .candidates import Estimate
 
 # Of a device's memory, for what is in no program: CUDA's context, NCCL's buffers, fragmentation. Ours, not measured.

@@ -23,13 +23,14 @@ from ...model.batches import check_rows, rows_of
 from ...model.model import Model
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
+from ...text import size
+from ..compiled.kernels import Program
 from ..expected import expected
 from ..ledger import Ledger
 from ..memory import of_step
 from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
-from ..text import size
 from .cache import Cache, about, folder
 from .candidates import Estimate, Estimator, candidates
 from .line import RESERVE, Line, ranked
@@ -252,10 +253,10 @@ class _Planner:
         step = make_train_step(self.model, self.optimizer, strategy, mesh=self.target.devices, rules=self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
-        text = compiled.as_text() or ""
+        program = Program(compiled.as_text() or "", step.mesh)
         (memory,) = of_step(step, self.batch, compiled).values()
-        found = predict(text, step, self.batch, self.target.hardware, self.flops)
-        ledger, closed = Ledger.from_hlo(text, step.mesh), expected(step, self.batch)
+        found = predict(program, step, self.batch, self.target.hardware, self.flops)
+        ledger, closed = Ledger.of(program), expected(step, self.batch)
         sums = [one.by("kind", "axes") for one in (closed, ledger)]
         links: dict[str, float] = {}
         exposed: dict[str, float] = {}

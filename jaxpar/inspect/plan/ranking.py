@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...strategy import Strategy
-from ..text import WIDTH, size
+from ...text import WIDTH, size
 from .line import RESERVE, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)

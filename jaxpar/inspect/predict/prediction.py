@@ -126,7 +126,7 @@ class Prediction:
 
 
 def predict(
-    compiled: jax.stages.Compiled | str,
+    compiled: jax.stages.Compiled | Program | str,
     step: Step,
     batch: Any,
     hardware: Hardware,
@@ -135,7 +135,7 @@ def predict(
     """How long a step takes on `hardware`. Nothing runs.
 
     Args:
-      compiled: `step.compile(batch)`, or its text, on devices of that hardware (`jaxpar.inspect.targets.devices`).
+      compiled: `step.compile(batch)`, its text, or that text read as a `Program`, on devices of that hardware.
       step: gives the mesh; its devices say which of them share a host.
       batch: arrays or `jax.ShapeDtypeStruct`, global.
       hardware: what the devices can do, as `target(...).hardware`.
@@ -149,10 +149,11 @@ def predict(
             f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
             "has not; print(step.explain(batch)) says what they hold and send"
         )
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    if not isinstance(compiled, Program):
+        compiled = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = [device.process_index for device in step.mesh.devices.flat]
     clock = Clock(hardware, hosts)
-    seconds = clock.time(Program(text, step.mesh).operations)
+    seconds = clock.time(compiled.operations)
     kernels = [part for part in clock.parts if not part.collective]
     sent = [part for part in clock.parts if part.collective]
     exposed = sum(part.exposed for part in sent)

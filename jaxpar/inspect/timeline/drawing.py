@@ -22,6 +22,7 @@ from ...parallel.access import Access
 from ...parallel.pipeline.schedules import Kind, Phase, Schedule
 from ...step.core import Step
 from ...tables import TIME
+from ...text import size as bytes_of
 from .svg import INK, tint
 
 _BANDS = 6  # a schedule of more is drawn without its middle
@@ -116,14 +117,14 @@ def _ruler(band: Columns, unit: int) -> str:
 def held(schedule: Schedule, size: int | None = None) -> list[str]:
     """The most activations that each rank holds, with their bytes if the size of one is known."""
     counts = [schedule.in_flight(rank) for rank in range(schedule.ranks)]
-    return [f"{count}" + (f" ({_bytes(count * size)})" if size else "") for count in counts]
+    return [f"{count}" + (f" ({bytes_of(count * size, '.3g')})" if size else "") for count in counts]
 
 
 def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
     """The drawing in numbers: time, bubble, activations in flight, with their bytes if that of one is known."""
     v, each = schedule.chunks, held(schedule, size)
     ranks = f"{each[0]} on every rank" if len(set(each)) == 1 else f"{', '.join(each)} on ranks 0 to {len(each) - 1}"
-    room = f" = {_bytes(schedule.slots * size)}" if size else ""
+    room = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
     least = 3 * (schedule.microbatches + Fraction(schedule.ranks - 1, v))
     form = f" = 3m + 3(p-1){'/v' if v > 1 else ''}" if schedule.time == least else ""
     return {
@@ -133,13 +134,6 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room}, as all run one program",
     }
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ ranks, m microbatches and v chunks a rank cuts the layers into p v stages, and s
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import heapq
 import itertools
@@ -19,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...tables import SCHEDULES, TIME, Op, Table
+from ...text import did_you_mean
 
 Kind = Literal["F", "B"]
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
@@ -60,10 +60,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
-            near = difflib.get_close_matches(str(self.kind), SCHEDULES, n=1)
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
-                f"chunks=2 or more" + (f"; did you mean {near[0]!r}?" if near else "")
+                f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
             )
         for name, count in (("pipe", self.ranks), ("microbatches", self.microbatches), ("chunks", self.chunks)):
             if count < 1:

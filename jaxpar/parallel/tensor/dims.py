@@ -19,7 +19,6 @@ In plain JAX: `experiments/naive/tensor.py`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import warnings
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...layout.leaves import PAD_FROM
+from ...text import did_you_mean
 from .pairs import found
 from .presets import DIMS, ENDS, FUSED, HEADS, NORM, PAIRS, PRESETS
 
@@ -267,8 +267,7 @@ def _unmatched(key: str, shapes: _Shapes, known: set[str]) -> str:
     if key in known:
         return f"rules: {key!r} is a name of dims and the end of no path; use rules={{{key!r}: 'tensor'}}"
     ends = dict.fromkeys("/".join(path.split("/")[at:]) for path in shapes for at in range(path.count("/") + 1))
-    near = difflib.get_close_matches(key, ends, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"the largest leaves are {_largest(shapes)}"
+    hint = did_you_mean(key, ends, "{}", least=0.5) or f"the largest leaves are {_largest(shapes)}"
     return f"rules: {key!r} matches the end of no parameter's path; {hint}"
 
 

@@ -1,27 +1,39 @@
-"""Numbers and tables as text."""
+"""What people read: sizes, tables, and the name that they may have meant."""
 
 from __future__ import annotations
 
+import difflib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 WIDTH = 80
 
 
-def size(n: float) -> str:
-    """Bytes as text: "512 B", "3.41 MB" (decimal units)."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(n) >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n:.0f} B"
+def size(n: float, digits: str = ".2f") -> str:
+    """Bytes as text, in decimal units: "512 B", "3.41 MB"."""
+    return f"{number(n, digits)}B"
 
 
-def number(n: float) -> str:
+def number(n: float, digits: str = ".2f") -> str:
     """A number with a decimal prefix: "3.41 G"."""
-    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(n) >= scale:
-            return f"{n / scale:.2f} {unit}"
+            return f"{n / scale:{digits}} {prefix}"
     return f"{n:.0f} "
+
+
+def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: float = 0.6) -> str:
+    """The end of an error about a name that is not known: " (did you mean 'fsdp'?)"; "" where none is near.
+
+    Args:
+      given: the name.
+      known: the names that there are.
+      form: what the question stands in.
+      least: how alike the two must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(str(given), [str(name) for name in known], 1, least)
+    return form.format(f"did you mean {near[0]!r}?") if near else ""
 
 
 def heading(strategy: str, rest: str) -> str:
