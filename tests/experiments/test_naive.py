@@ -1,7 +1,7 @@
 """`experiments/naive`: each strategy in plain JAX equals one device, and jaxpar's step stores and sends what it does.
 
-jaxpar's collectives are those of its traced step (`tests/inspect/test_known_cost.py` has the compiled ones), the naive ones
-those of the compiled program.
+jaxpar's collectives are those of its traced step (`tests/inspect/test_known_cost.py` has the compiled ones), the naive
+ones those of the compiled program.
 """
 
 import importlib
