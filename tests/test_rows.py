@@ -189,6 +189,28 @@ def test_a_loss_that_couples_rows_is_named_by_its_line(loss: Loss) -> None:
     assert traced(of(loss, rows="independent")) == []
 
 
+def test_the_line_is_the_callers_not_a_librarys() -> None:
+    """What a loss of Optax or a layer of Flax does was named by a line within these packages."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.LayerNorm(DIM, reduction_axes=0, feature_axes=-1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.norm(x)  # over rows
+
+    def contrastive(w: jax.Array, batch: Batch) -> jax.Array:
+        return optax.losses.ntxent(batch["x"] @ w, batch["label"])  # in the loss
+
+    net = jp.from_nnx(lambda rngs: Net(rngs), lambda module, batch: module(batch["x"]).mean())
+    lines, first = inspect.getsourcelines(test_the_line_is_the_callers_not_a_librarys)
+    for model, comment in ((net, "over rows"), (of(contrastive), "in the loss")):
+        at = next(first + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
+        with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b") as caught:
+            traced(model)
+        assert "site-packages" not in str(caught.value)
+
+
 # -- losses that do not -----------------------------------------------------------------------------------------------
 
 
