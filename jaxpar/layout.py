@@ -123,7 +123,7 @@ class Layout:
         if self.mesh.shape["tensor"] > 1:
             shapes = [(leaf.path, leaf.shape) for leaf in self.kept.models]
             split = {leaf.path: leaf.tensor for leaf in self.kept.models if leaf.tensor is not None}
-            for path, why in unsplit(shapes, split).items():
+            for path, why in unsplit(shapes, split, self.mesh.shape["tensor"]).items():
                 notes[path] = f"{notes[path]}; {why}" if path in notes else why
         if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=lambda x: isinstance(x, Stored)):
