@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
-from . import kernels
+from . import kernels, lines
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("remat2", "checkpoint", "remat")
@@ -88,7 +88,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             ):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env, site if site and not where(eqn) else eqn.source_info)
+                walk(inner, inner_consts, inner_env, lines.source(eqn, site))
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
@@ -96,9 +96,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 foreign.append(eqn)
             else:
                 env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
-                # What jax.numpy wraps in a jit is traced once for all callers and knows no line of them.
-                source = site if site and not where(eqn) else eqn.source_info
-                ins = list(map(read, eqn.invars))
+                ins, source = list(map(read, eqn.invars)), lines.source(eqn, site)
                 eqn = eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source)
                 if communicates([eqn], ("sharding_constraint",)):
                     foreign.append(eqn)
@@ -260,7 +258,7 @@ def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
 
 def where(eqn: Any) -> str:
     """The line of the user's program that an equation comes from."""
-    return source_info_util.summarize(eqn.source_info)
+    return lines.line(eqn.source_info)
 
 
 def depends(eqns: Iterable[Any], sources: Iterable[Any], ends: Callable[[Any], bool] = lambda eqn: False) -> set[Any]:

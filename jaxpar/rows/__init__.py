@@ -1,5 +1,6 @@
 """Whether a loss couples the rows of its batch: what spreading them over replicas and microbatches would change."""
 
+from . import apart as apart
 from . import calls as calls
 from . import lookups as lookups
 from . import mixes as mixes

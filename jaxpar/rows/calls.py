@@ -67,7 +67,8 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
 
 def _settled(eqn: Any, carry: list[Value], body: Any, over_rows: bool) -> tuple[list[Value], list[Value]]:
     """A loop's carry as it is in any step, and the outputs of the body then."""
-    carry, outs = [replace(x, scalar=None, counts=None) for x in carry], []
+    unknown = {"scalar": None, "counts": None, "eye": None, "valid": None, "root": None, "pairs": None}
+    carry, outs = [replace(x, **unknown) for x in carry], []
     for _ in range(_ROUNDS):
         outs = body(carry)
         new = [_carried(eqn, old, out, over_rows) for old, out in zip(carry, outs, strict=False)]
@@ -88,7 +89,8 @@ def _carried(eqn: Any, old: Value, out: Value, over_rows: bool) -> Value:
         joined = replace(old, power=old.power if old.power == out.power else None)
     if old.kind == out.kind == "rows" and (old.place != out.place):
         joined = combine(eqn, [old, out])
-    return replace(joined, scalar=None, counts=None, columns=frozenset()).noted(*old.notes, *out.notes)
+    joined = replace(joined, scalar=None, counts=None, columns=frozenset(), eye=None, valid=None, root=None, pairs=None)
+    return joined.noted(*old.notes, *out.notes)
 
 
 @rule("scan", table=ALWAYS)
@@ -109,7 +111,7 @@ def _scan(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
 
 def _step(x: Value, shape: Sequence[int]) -> Value:
     """A scanned value as one step sees it."""
-    x = replace(x, scalar=None, counts=None, columns=frozenset())
+    x = replace(x, scalar=None, counts=None, columns=frozenset(), eye=None, valid=None, root=None, pairs=None)
     if x.kind == "whole":
         return replace(x, varies=frozenset(d - 1 for d in x.varies if d))
     if x.kind != "rows":
@@ -127,7 +129,8 @@ def _step(x: Value, shape: Sequence[int]) -> Value:
 def _stacked(eqn: Any, x: Value, over: Value | None) -> Value:
     """What each step gives, stacked; `over` are the rows that the steps go through, if they do."""
     if x.kind == "whole":
-        return replace(x, varies=frozenset({0, *(d + 1 for d in x.varies)}), scalar=None, counts=None)
+        return replace(x, varies=frozenset({0, *(d + 1 for d in x.varies)}), scalar=None, counts=None, eye=None)
+    x = replace(x, valid=None, root=None, pairs=None)
     if x.kind != "rows":
         return x
     if x.first != STEP:

@@ -13,7 +13,7 @@ from ..jaxprs import jaxpr as jx
 from ..model.model import Mean, Replicated
 from ..strategy import Strategy
 from .reader import Reader
-from .values import Note, Value, named
+from .values import Note, Value, named, product_power
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
@@ -35,20 +35,35 @@ def check_coupling(
       axes: the mesh axes over which blocks are spread, name -> size.
     """
     rows = _rows(rest)
-    found = _read(flat, None, out, rest, rows, axes)
-    if not any(found.values()):
-        return
-    # A doubt. Read again beside the same rows in blocks twice as large; with a single replica, as one of several, so
-    # that jp.all_rows and BatchNorm are seen.
-    name, factor = next(iter(axes), "data"), 1 if rows > 1 else 2
     try:
-        small, large = ((_with_rows(rest, n * factor), {**axes, name: 4 // n}) for n in (1, 2))
-        pair = trace(*small), trace(*large)
+        pair, n, over = _pair(flat, rest, rows, trace, axes)
     except Exception:  # the user's code, at a number of rows that it may not know
-        found = _read(flat, None, out, rest, rows, axes, exact=True)
+        found = _read(flat, None, out, rest, rows, axes)
+        if any(found.values()):
+            found = _read(flat, None, out, rest, rows, axes, exact=True)
     else:
-        found = _read(*pair, out, rest, rows * factor, axes or {name: 4}, exact=True)
+        found = _read(*pair, out, rest, n, over, exact=True)
     _report(found, axes, strategy)
+
+
+def _pair(
+    flat: jx.Flat, rest: Any, rows: int, trace: Trace, axes: Mapping[str, int]
+) -> tuple[tuple[jx.Flat, jx.Flat], int, Mapping[str, int]]:
+    """The loss on two sizes of blocks of the same rows, the second twice the first, and the rows and axes of the first.
+
+    A single replica is read as one of several, so that jp.all_rows and BatchNorm are seen, and a single row as one of
+    two, whose dim is known.
+    """
+    name, replicas = next(iter(axes.items()), ("data", 0))
+    if rows > 1 and replicas and replicas % 2 == 0:
+        large = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
+        if [e.primitive for e in flat.eqns] == [e.primitive for e in large.eqns]:
+            return (flat, large), rows, axes
+        # What was traced has its loops over layers as scans.
+    n = rows if rows > 1 else 2 * rows
+    over = {**axes, name: 4}
+    pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), {**over, name: 2})
+    return pair, n, over
 
 
 def _rows(rest: Any) -> int:
@@ -98,8 +113,11 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> li
     if any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
         return sorted(notes, key=lambda n: n.line)
     powers = [None if x.power is None else x.power - (x.kind == "whole") for x in (total, count)]
-    if None not in powers and powers[0] != powers[1] and not total.zero:
+    if product_power(powers[0], powers[1], -1) not in (None, 0) and not total.zero:
         what = "the loss" if name == "loss" else f"metric {name!r}"
+        if any(p is not None and math.isnan(p) for p in powers):
+            said = f"{what} depends on how many rows a block has, fewer than the batch; use a number that is given"
+            return [*notes, Note(_line(flat, flat.outvars[mean.total]), said)]  # type: ignore[call-overload]
         kinds = " and ".join(_kind(p) for p in powers)
         plain = count.kind == "whole" and count.scalar == 1
         said = (

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from ..parallel.tensor.primitives import ELEMENTWISE
 from .reader import WHOLE, Reader, rule
-from .values import GATHER, STEP, Note, Value, combine, coupled, position, some_rows
+from .values import GATHER, ODD, STEP, Note, Value, combine, coupled, position, product_power, some_rows, sum_power
 
 _MORE = """
 add_any bitcast_convert_type clamp clz log2 mulhi one_minus_square polygamma random_clone random_gamma stop_gradient
 """.split()
 _LINEAR = ("neg", "real", "imag", "conj", "copy", "copy_p", "reduce_precision", "stop_gradient")
+_EXPONENTS = {"abs": 1, "square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 _COMPARED = ("eq", "ne", "gt", "lt", "ge", "le", "is_finite")
 FROM_ALL = "compute it from jp.all_rows(x)"
 
@@ -39,12 +40,43 @@ def _elementwise(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
             note = Note.at(eqn, what + "; jp.Mean needs no guard", certain=False)
             found = Value(power=None) if compared else next(x for x in ins if x.kind == "sum")
             return found.noted(note)
-        return mixed(eqn, ins)
+        found = mixed(eqn, ins)
+        return replace(found, root=ins[0]) if eqn.primitive.name == "sqrt" and ins[0].first != STEP else found
     if any(x.plus for x in ins):
         return mixed(eqn, ins, f"{eqn.primitive.name} of rows that hold")
     found = together(eqn, ins)
-    power = 0 if not r.exact or all(x.power == 0 or x.zero for x in ins) else None
-    return replace(found, power=power) if found.kind == "rows" else found
+    if found.kind != "rows":
+        return found
+    return replace(found, power=_power(eqn, ins) if r.exact else 0, valid=_valid(eqn, ins[0]))
+
+
+def _power(eqn: Any, ins: Sequence[Value]) -> float | None:
+    """The power of what an equation computes of each element."""
+    name, terms = eqn.primitive.name, [x.power for x in ins if not x.zero]
+    powers = [p for p in terms if p is not None]
+    if len(powers) == len(terms) and not any(powers):  # what is odd counts as true
+        return 0
+    if len(powers) < len(terms) or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return None
+    exponent = ins[1].scalar if name == "pow" and ins[1].power == 0 else eqn.params.get("y", _EXPONENTS.get(name))
+    if exponent is not None:
+        return ODD if math.isnan(powers[0]) else powers[0] * exponent
+    if name in ("max", "min"):
+        known = [x.scalar for x in ins if x.scalar is not None]
+        if len(known) == len(ins):  # of maximum(count, 1) the count
+            return ins[known.index((max if name == "max" else min)(known))].power
+        return powers[0] if len({*powers}) == 1 else None
+    return None if any(map(math.isnan, powers)) else ODD
+
+
+def _valid(eqn: Any, x: Value) -> int | None:
+    """What a test for NaN says of numbers."""
+    name = eqn.primitive.name
+    if name == "ne" and eqn.invars[0] is eqn.invars[1]:
+        return 0
+    if name == "not" and x.valid is not None and eqn.outvars[0].aval.dtype == bool:
+        return 1 - x.valid
+    return 1 if name == "is_finite" else None
 
 
 def _guards(eqn: Any, ins: Sequence[Value]) -> bool:
@@ -98,8 +130,7 @@ def _mul(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     if "sum" in (a.kind, b.kind) or a.plus or b.plus:
         return mixed(eqn, ins, "a product with")
     found = together(eqn, ins)
-    power = None if a.power is None or b.power is None else a.power + b.power
-    return replace(found, power=power) if found.kind == "rows" else found
+    return replace(found, power=product_power(a.power, b.power)) if found.kind == "rows" else found
 
 
 @rule("div")
@@ -108,18 +139,22 @@ def _div(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     if b.kind == "whole":
         return scaled(r, eqn, a, b, -1)
     if b.kind == "sum":
+        if a.kind == "sum" and b.valid == 1:
+            what = "divides by how many values are no NaN, of which blocks may have more and less; return jp.Mean"
+            count = Value(power=product_power(b.power, 1), scalar=float(b.size))
+            return scaled(r, eqn, a, count, -1).noted(Note.at(eqn, what, certain=False))
         if a.kind == "sum":
             what = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
             return coupled(ins, Note.at(eqn, what))
         return mixed(eqn, ins, "a division by")
     if a.kind == "sum" or a.plus or b.plus:
         return mixed(eqn, ins, "a quotient with")
-    return replace(together(eqn, ins), power=0 if not r.exact or (a.power, b.power) == (0, 0) else None)
+    return replace(together(eqn, ins), power=product_power(a.power, b.power, -1) if r.exact else 0)
 
 
 def scaled(r: Reader, eqn: Any, x: Value, by: Value, sign: int) -> Value:
     """Rows or a sum, times (or, `sign` -1, divided by) what is the same for all rows."""
-    power = None if x.power is None or by.power is None else x.power + sign * by.power
+    power = product_power(x.power, by.power, sign)
     if not r.exact and x.power == 0 and by.scalar:
         factor = by.scalar if sign < 0 else 1 / by.scalar
         usual = (r.rows, x.size) if x.kind == "sum" else (r.rows,)
@@ -134,20 +169,31 @@ def scaled(r: Reader, eqn: Any, x: Value, by: Value, sign: int) -> Value:
 @rule(*ELEMENTWISE, *_MORE, table=WHOLE)
 def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     name, scalars = eqn.primitive.name, [x.scalar for x in ins]
+    inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
     varies = frozenset().union(*(x.varies for x in ins))
     if name == "select_n" and len(ins) == 3 and ins[1].counts is not None:  # what keeps indices from being negative
         return replace(ins[1], notes=frozenset())
-    power: float | None = 0 if all(x.power == 0 for x in ins) else None
-    if name in ("add", "sub", "max", "min", *_LINEAR, "convert_element_type", "select_n"):
-        power = next(iter(found)) if len(found := {x.power for x in ins if not x.zero}) == 1 else power
-    elif name in ("mul", "div") and None not in (p := [x.power for x in ins]):
-        power = p[0] + p[1] * (1 if name == "mul" else -1)  # type: ignore[operator]
+    if name in ("add", "sub"):
+        terms = [x.power for x in ins if not x.zero and not x.small] or [x.power for x in ins]
+        power = terms[0] if len(terms) == 1 else sum_power(*terms)
+        power = None if power is ODD and not inexact else power
+    elif name in (*_LINEAR, "convert_element_type", "select_n"):
+        power = next(iter(found)) if len(found := {x.power for x in ins if not x.zero}) == 1 else None
+        power = 0 if all(x.power == 0 for x in ins) else power
+    elif name in ("mul", "div"):
+        power = product_power(ins[0].power, ins[1].power, 1 if name == "mul" else -1)
+    else:
+        power = _power(eqn, ins)
     scalar = _computed(name, [float(c) for c in scalars if c is not None]) if None not in scalars else None
     keeps = name in ("neg", "convert_element_type", "copy", "stop_gradient", "mul", "add", "sub", "select_n")
     data = ins[1:] if name == "select_n" else ins
     zero = keeps and (any if name == "mul" else all)(x.zero for x in data)
-    counts = ins[0].counts if name in ("convert_element_type", "copy") else None
-    return Value(varies=varies, scalar=scalar, zero=zero, power=power, counts=counts)
+    same = name in ("convert_element_type", "copy") or (name in ("add", "sub") and ins[1].zero)
+    counts, eye = (ins[0].counts, ins[0].eye) if same else (None, None)
+    dims = [x.counts for x in ins if x.counts is not None]
+    if name == "eq" and len({*dims}) == 2:
+        eye = (dims[0], dims[1])
+    return Value(varies=varies, scalar=scalar, zero=zero, power=power, counts=counts, eye=eye)
 
 
 def _computed(name: str, given: Sequence[float]) -> float | None:

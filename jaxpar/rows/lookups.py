@@ -10,11 +10,7 @@ from typing import Any
 from .elementwise import FROM_ALL, mixed
 from .reader import Reader, rule, shape_of, shapes
 from .shapes import shape_rule
-from .values import GATHER, Note, Value, combine, coupled, position
-
-
-def _power(*powers: float | None) -> float | None:
-    return None if None in powers else sum(p or 0 for p in powers)
+from .values import GATHER, Note, Pairs, Value, combine, coupled, position, product_power, reasons
 
 
 def _product(eqn: Any, ins: Sequence[Value]) -> Value | None:
@@ -23,7 +19,7 @@ def _product(eqn: Any, ins: Sequence[Value]) -> Value | None:
     if "sum" in (a.kind, b.kind):
         if a.kind == b.kind or "rows" in (a.kind, b.kind):
             return mixed(eqn, ins, "a product with")
-        return replace(a if a.kind == "sum" else b, power=_power(a.power, b.power))
+        return replace(a if a.kind == "sum" else b, power=product_power(a.power, b.power))
     if a.kind == b.kind == "rows" and (a.plus or b.plus):
         return mixed(eqn, ins, "a product with")
     return None
@@ -39,11 +35,11 @@ def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     if (found := _product(eqn, ins)) is not None:
         return found
     a, b = ins
-    power = _power(a.power, b.power)
+    power = product_power(a.power, b.power)
     if a.kind == b.kind == "whole":
         varies = frozenset(n for i, x in enumerate(ins) for d in x.varies if (n := to[i][d]) is not None)
         growth = r.growth(eqn, twin, [(0, d) for d in contracted[0]])
-        return Value(varies=varies, power=_power(power, growth))
+        return Value(varies=varies, power=product_power(power, growth))
     both = a.kind == b.kind == "rows"
     sides = [i for i in (0, 1) if ins[i].kind == "rows"]
     summed = [all(d in contracted[i] for d in ins[i].dims) and ins[i].span > 0 for i in sides]
@@ -54,7 +50,12 @@ def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
             for d, e in zip(a.dims, b.dims, strict=False)
         )
         if not (alike and met and (all(_role(contracted, batch, 0, d) is not None for d in a.dims) or not a.span)):
-            return coupled(ins, Note.at(eqn, f"a product of rows with other rows; {GATHER}"))
+            found = coupled(ins, Note.at(eqn, f"a product of rows with other rows; {GATHER}"))
+            here, there = (to[i][ins[i].dim] if ins[i].span == 1 == ins[i].outer else None for i in (0, 1))
+            if not alike or here is None or there is None:
+                return found
+            own = replace(a, dim=here, power=power, columns=frozenset(), notes=reasons(ins))
+            return replace(found, pairs=Pairs(own, there))
     side = sides[0]
     x, other = ins[side], ins[1 - side]
     if any(summed):
@@ -95,7 +96,7 @@ def _convolution(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value 
     if (found := _product(eqn, ins)) is not None:
         return found
     (a, b), numbers = ins, eqn.params["dimension_numbers"]
-    power = _power(a.power, b.power)
+    power = product_power(a.power, b.power)
     rows, features = numbers.lhs_spec[:2]
     if b.kind == "whole" and list(a.dims) == [rows] and eqn.params["batch_group_count"] == 1:
         return replace(a, dim=numbers.out_spec[0], power=power)
@@ -154,7 +155,7 @@ def _of_rows(
     if at.kind == "whole" and all(d in whole and to[d] is not None for d in x.dims):
         return x.moved(to) or coupled([x, at], Note.at(eqn, "a lookup may tear rows apart", certain=False))
     found = _met(x, at, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    if found is not None and x.span == 1:
+    if found is not None and x.span == 1 and shape_of(eqn)[batch[found]] == x.outer * x.count:
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole

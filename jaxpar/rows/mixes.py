@@ -10,7 +10,7 @@ from typing import Any
 from .elementwise import FROM_ALL, mixed, together
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .shapes import along, shape_rule, without
-from .values import STEP, Note, Value, combine, coupled, reasons
+from .values import STEP, Note, Value, combine, coupled, product_power, reasons
 
 _MATRICES = """
 cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
@@ -192,7 +192,8 @@ def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
     if not set(axes) & set(x.dims):
         if x.plus and name != "reduce_sum":
             return mixed(eqn, ins, f"{name} of rows that hold")
-        grown = _grown(r, eqn, twin, x, axes) if name == "reduce_sum" else replace(x, power=0 if x.power == 0 else None)
+        of_each = x.power if name in ("reduce_max", "reduce_min") or x.power == 0 else None
+        grown = _grown(r, eqn, twin, x, axes) if name == "reduce_sum" else replace(x, power=of_each)
         return along(eqn, grown, without(len(shape), axes))
     if x.first is not None and x.first != STEP:
         last = x.first + x.count - 1
@@ -200,7 +201,8 @@ def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
     if name == "reduce_sum":
         rest = _grown(r, eqn, twin, x, [d for d in axes if d not in x.dims])
         some = x.first if set(x.dims) <= set(axes) else STEP
-        return Value("sum", power=rest.power, size=math.prod(shape[d] for d in axes), first=some, notes=x.notes)
+        size = math.prod(shape[d] for d in axes)
+        return Value("sum", power=rest.power, size=size, first=some, valid=x.valid, notes=x.notes)
     if name in _EXTREMES:
         note = Note.at(eqn, f"{_EXTREMES[name]} over rows; {FROM_ALL}")
         return Value("extreme", power=None, notes=x.notes | {note})
@@ -210,7 +212,7 @@ def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
 def _grown(r: Reader, eqn: Any, twin: Any, x: Value, axes: Sequence[int]) -> Value:
     """A value summed over dims that have no rows, whose sizes may grow with the rows."""
     growth = r.growth(eqn, twin, [(0, d) for d in axes]) if axes else 0
-    return replace(x, power=None if growth is None or x.power is None else x.power + growth)
+    return replace(x, power=product_power(x.power, growth))
 
 
 @rule("reduce_sum", table=WHOLE)

@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 
 from ..jaxprs import jaxpr as jx
-from .values import Note, Value, coupled, reasons
+from .values import ODD, Note, Value, coupled, reasons
 
 Rule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]
 RULES: dict[str, Rule] = {}  # what an equation makes of rows and sums over rows
 WHOLE: dict[str, Rule] = {}  # what it makes of whole values alone
 ALWAYS: dict[str, Rule] = {}  # whatever it is given: calls and collectives
+APART: dict[str, Rule] = {}  # what it makes of coupled values that come apart again
+_EYES = frozenset(("eq", "convert_element_type", "copy"))  # what leaves a diagonal where it is
+_VALID = _EYES | {"ne", "is_finite", "not", "reduce_sum", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
 _LARGE = 1 << 16  # elements of a constant that nobody wants to look through
 
 
@@ -102,18 +105,20 @@ class Reader:
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
         scalar = float(array.flat[0].real) if size and not varies else None
         zero = bool(size) and not varies and (scalar == 0 or scalar != scalar)
-        power = 0 if not self.exact or zero else self._power(x, twin)
-        return Value(varies=varies, scalar=scalar, zero=zero, power=power)
+        power = 0 if not self.exact or zero else self._power(x, twin, scalar is not None)
+        counts = 0 if array.ndim == 1 < array.size and np.array_equal(array, np.arange(array.size)) else None
+        return Value(varies=varies, scalar=scalar, zero=zero, power=power, counts=counts)
 
-    def _power(self, x: Any, twin: Any) -> float | None:
+    def _power(self, x: Any, twin: Any, uniform: bool) -> float | None:
         if twin is None:
             return None
-        if np.shape(x) != np.shape(twin):
-            return 0
         a, b = np.asarray(x), np.asarray(twin)
-        if np.array_equal(a, b):
+        if not uniform or not b.size or (b != b.flat[0]).any():
+            return 0 if a.shape != b.shape or np.array_equal(a, b) else None
+        if a.flat[0] == b.flat[0]:
             return 0
-        return doubled(float(b.flat[0]) / float(a.flat[0])) if a.size == 1 and a.flat[0] else None
+        power = doubled(float(b.flat[0].real) / float(a.flat[0].real)) if a.flat[0].real else None
+        return ODD if power is None else power
 
     def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float | None:
         """The power of n that the product of some sizes has: (input, dim) each."""
@@ -133,6 +138,9 @@ class Reader:
             return found if not isinstance(found, Value) else [found] * len(eqn.outvars)
         kinds = {x.kind for x in ins}
         if "coupled" in kinds:
+            rule = APART.get(name) if any(x.root or x.pairs for x in ins) else None
+            if rule and (apart := rule(self, eqn, twin, ins)) is not None:
+                return [apart] if isinstance(apart, Value) else apart
             found = coupled(ins)
         elif "extreme" in kinds:
             return [self._extreme(eqn, ins, kinds)] * len(eqn.outvars)
@@ -153,6 +161,7 @@ class Reader:
             if found is None:
                 found = coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
         outs = [found] * len(eqn.outvars) if isinstance(found, Value) else found
+        outs = [_known(x, name) for x in outs]
         return [x if notes <= x.notes else x.noted(*notes) for x in outs]
 
     def _extreme(self, eqn: Any, ins: Sequence[Value], kinds: set[str]) -> Value:
@@ -164,6 +173,13 @@ class Reader:
             pending = [Note(n.line, n.what, certain=False) for x in ins for n in x.notes]
             return Value(power=None, varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
         return coupled(ins)
+
+
+def _known(x: Value, name: str) -> Value:
+    """What is known of single elements, as long as an equation says so."""
+    if x.eye is None and x.valid is None:
+        return x
+    return replace(x, eye=x.eye if name in _EYES else None, valid=x.valid if name in _VALID else None)
 
 
 def _broadcastable(x: Value, shape: Sequence[int]) -> Value:

@@ -12,7 +12,7 @@ the same power of the number n of rows in a block. So each value is one of
   A whole value c is the sum of c / n, so sums and whole values may be added where the powers agree;
 - `extreme`: a maximum (or any, all) over rows. What it shifts for the sake of rounding may not depend on it;
 - `coupled`: it depends on which rows share a block. `notes` say why, and travel with values of every kind, so that
-  those which reach the loss are known.
+  those which reach the loss are known. Some come apart again, see `apart.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..jaxprs import jaxpr as jx
 
 STEP = -1  # `first` of some rows: those that one step of a scan over rows sees; and of sums over some rows
+ODD = math.nan  # a power: of what depends on the number of rows, and is no power of it
 SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding
 
 GATHER = "give it jp.all_rows(x) for one of them"
@@ -55,13 +56,17 @@ class Value:
         of a scan's step.
       outer: of rows, the size of what is merged with the rows outside of them.
       count, first: of rows, how many they are and, where not all, the first of them.
-      power: see the module; None if not known.
+      power: see the module; None if not known, `ODD` if there is none, as of log(n).
       plus: of rows, whether a mean over rows has been added.
       size: of a sum, how many elements were added up, so that a division by their number is known for a mean.
       varies: of a whole value, the dims along which its elements differ.
       zero, scalar: whether a whole value is 0 everywhere (or NaN); its value, where known.
       counts: of a whole value, the dim along which it is 0, 1, 2, ...; or, of indices, `columns` of their last dim
         that count along the rows.
+      eye: of a whole value, two dims off whose diagonal it is 0.
+      valid: of rows, or a sum of them, what each element is where no value is NaN.
+      root: of a coupled value that is the root of a sum over rows: that sum.
+      pairs: of a coupled value that has rows with other rows: its diagonal.
       notes: what couples rows on the way to it.
     """
 
@@ -79,6 +84,10 @@ class Value:
     scalar: float | None = None
     counts: int | None = None
     columns: frozenset[int] = frozenset()
+    eye: tuple[int, int] | None = None
+    valid: int | None = None
+    root: Value | None = None
+    pairs: Pairs | None = None
     notes: frozenset[Note] = frozenset()
 
     @property
@@ -91,6 +100,11 @@ class Value:
         """What two values must share for their elements to belong to the same rows."""
         return self.dim, self.span, self.outer, self.count, self.first
 
+    @property
+    def small(self) -> bool:
+        """Whether it is a constant that guards a division."""
+        return self.scalar is not None and abs(self.scalar) <= SMALL
+
     def noted(self, *notes: Note) -> Value:
         """The same with further notes."""
         return replace(self, notes=self.notes | frozenset(notes))
@@ -102,6 +116,16 @@ class Value:
         if start is None or dims != list(range(start, start + len(dims))):
             return None
         return replace(self, dim=start, columns=frozenset())
+
+
+class Pairs(NamedTuple):
+    """A product of each row with each row: those with themselves are the rows `own`, of which the dim `other` has no
+    part; `alone`: all others are 0.
+    """
+
+    own: Value
+    other: int
+    alone: bool = False
 
 
 def coupled(values: Iterable[Value], *notes: Note) -> Value:
@@ -156,10 +180,10 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
         power = a.power if a.power == b.power or b.zero else b.power if a.zero else None
         return Value(power=power, varies=a.varies | b.varies, zero=a.zero and b.zero)
     if a.kind == "whole" and b.kind == "rows":
-        return replace(position(eqn, a, b), power=b.power if a.zero or a.power == b.power else None)
+        return replace(position(eqn, a, b), power=b.power if a.zero or a.small else sum_power(a.power, b.power))
     if a.kind == "whole":
-        small = a.scalar is not None and abs(a.scalar) <= SMALL
-        return b if a.zero or small else _added(eqn, b, a.power, -1, "a value that is the same for all rows")
+        what = "is the same for all rows" if a.power in (None, 0) else "depends on how many rows a block has"
+        return b if a.zero or a.small else _added(eqn, b, a.power, -1, f"a value that {what}")
     if b.kind == "sum":
         return replace(_added(eqn, a, b.power, 0, named(b.power)), size=max(a.size, b.size))
     if a.kind == "sum" and not b.span:  # a scan over rows adds them up, one in each step
@@ -171,7 +195,7 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
         return coupled([mean]) if mean.kind == "coupled" else replace(b, plus=True, power=_both(mean.power, b.power))
     if a.place != b.place:
         return coupled([a, b], Note.at(eqn, f"{eqn.primitive.name} of rows with other rows; {GATHER}"))
-    return replace(a, plus=a.plus or b.plus, power=_both(a.power, b.power), columns=frozenset())
+    return replace(a, plus=a.plus or b.plus, power=sum_power(a.power, b.power), columns=frozenset())
 
 
 def position(eqn: Any, whole: Value, rows: Value) -> Value:
@@ -191,18 +215,39 @@ def some_rows(eqn: Any) -> Note:
 
 def _added(eqn: Any, total: Value, power: float | None, shift: int, what: str) -> Value:
     """A sum over rows and something else that, as a sum over rows, has the power `power + shift`."""
-    if total.power is None or power is None:
+    if total.power is None or power is None or (math.isnan(total.power) and math.isnan(power)):
         return replace(total, power=None)
     if total.power == power + shift:
         return total
-    return coupled([total], Note.at(eqn, f"adds up {named(total.power)} and {what}; {SCALES}"))
+    note = Note.at(eqn, f"adds up {named(total.power)} and {what}; {SCALES}")
+    if math.isnan(total.power) or math.isnan(power):  # as linear as another, whatever else becomes of it
+        return replace(total, power=None).noted(note)
+    return coupled([total], note)
 
 
 def _both(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else b
 
 
+def product_power(a: float | None, b: float | None, sign: int = 1) -> float | None:
+    """The power of a product or, `sign` -1, of a quotient. Where both are odd, that may cancel."""
+    if a is None or b is None or (math.isnan(a) and math.isnan(b)):
+        return None
+    return ODD if math.isnan(a) or math.isnan(b) else a + sign * b
+
+
+def sum_power(a: float | None, b: float | None) -> float | None:
+    """The power of two values of one kind that are added up."""
+    if a is None or b is None or (math.isnan(a) and math.isnan(b)):
+        return None
+    return a if a == b else ODD
+
+
 def named(power: float | None) -> str:
     """What a sum over rows with this power is called."""
+    if power is None:
+        return "a sum over rows, perhaps times their number"
+    if math.isnan(power):
+        return "a sum over rows times what depends on their number"
     usual = "a sum over rows" if power == 0 else "a mean over rows" if power == -1 else None
     return usual or f"a sum over rows times rows^{power:g}"

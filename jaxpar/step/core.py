@@ -61,7 +61,7 @@ class Step(Start):
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
-        whole = unsplit(flat, split) if parts > 1 else {}
+        whole = unsplit(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
         self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}

@@ -174,9 +174,44 @@ def over_rows(w: jax.Array, batch: Batch) -> jax.Array:
     return jax.lax.scan(step, jnp.zeros(WIDTH), batch["x"])[1].mean()
 
 
+def log_of_the_count(w: jax.Array, batch: Batch) -> jax.Array:
+    """The number of rows in the block, a plain number or summed up, which is not how many the batch has."""
+    n = jnp.ones_like(batch["mask"]).sum()
+    loss = jnp.square(batch["x"] @ w - batch["y"]).mean()
+    return loss + jnp.log(n) * jnp.square(w).sum()  # a value that depends on how many rows a block has
+
+
+def scaled_by_the_count(w: jax.Array, batch: Batch) -> jax.Array:
+    loss = jnp.square(batch["x"] @ w - batch["y"]).mean()
+    return loss + 0.1 * len(batch["x"]) * jnp.square(w).sum()  # a value that depends on how many rows a block has
+
+
+def count_in_each_row(w: jax.Array, batch: Batch) -> jax.Array:
+    x = jnp.tanh(batch["x"] @ w / len(batch["x"]) ** 0.5)
+    return (jnp.square(x - batch["y"])).mean()  # depends on how many rows a block has
+
+
+def beside_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
+    similar = (batch["x"] @ w) @ batch["y"].T  # jp.all_rows
+    return (similar.sum() - jnp.trace(similar)) / len(similar)
+
+
+def next_to_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.diagonal((batch["x"] @ w) @ batch["y"].T, offset=1).mean()  # jp.all_rows
+
+
+def root_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.linalg.norm(batch["x"] @ w - batch["y"]) / len(batch["x"])  # sqrt of a sum or mean over rows
+
+
+def first_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    return (batch["x"] @ w)[jnp.arange(4), 0].mean()  # picks rows by computed indices
+
+
 COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
-COUPLED += [last_row, over_rows]
+COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
+COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -187,6 +222,28 @@ def test_a_loss_that_couples_rows_is_named_by_its_line(loss: Loss) -> None:
     with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b.*{re.escape(words)}"):
         traced(of(loss))
     assert traced(of(loss, rows="independent")) == []
+
+
+def test_the_line_is_the_callers_not_a_librarys() -> None:
+    """What a loss of Optax or a layer of Flax does was named by a line within these packages."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.LayerNorm(DIM, reduction_axes=0, feature_axes=-1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.norm(x)  # over rows
+
+    def contrastive(w: jax.Array, batch: Batch) -> jax.Array:
+        return optax.losses.ntxent(batch["x"] @ w, batch["label"])  # in the loss
+
+    net = jp.from_nnx(lambda rngs: Net(rngs), lambda module, batch: module(batch["x"]).mean())
+    lines, first = inspect.getsourcelines(test_the_line_is_the_callers_not_a_librarys)
+    for model, comment in ((net, "over rows"), (of(contrastive), "in the loss")):
+        at = next(first + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
+        with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b") as caught:
+            traced(model)
+        assert "site-packages" not in str(caught.value)
 
 
 # -- losses that do not -----------------------------------------------------------------------------------------------
@@ -321,8 +378,31 @@ def tokens_beside_rows(w: jax.Array, batch: Batch) -> jax.Array:
     return ((jnp.concatenate([first, jnp.tanh(x + counted) + flipped], axis=1)[None] + bias) ** 2).mean()
 
 
+def norm_squared(w: jax.Array, batch: Batch) -> jax.Array:
+    """The root of a sum over rows, squared again: it was refused for the root."""
+    x = batch["x"] @ w - batch["y"]
+    return jnp.linalg.norm(x) ** 2 / len(x) + jnp.square(0.5 * optax.tree.norm(x)) / x.size
+
+
+def on_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
+    """Rows with other rows, of which no product is used: it was refused for the products."""
+    similar = (batch["x"] @ w) @ batch["y"].T
+    traced, diagonal = jnp.trace(similar) / len(similar), jnp.diagonal(jnp.tanh(similar / 2).T).mean()
+    return traced + diagonal + (similar * jnp.eye(len(similar))).sum() / len(similar)
+
+
+def numbered_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    """Sums that are means already, weights that are, indices that numpy counts."""
+    x, n = batch["x"] @ w - batch["y"], len(batch["x"])
+    weights = np.ones(n, np.float32) / n
+    return x[np.arange(n), batch["label"]].mean() + jnp.maximum(x / n, 0).sum() + weights @ jnp.abs(x / 2).mean(-1)
+
+
 APART = [
     mean,
+    norm_squared,
+    on_the_diagonal,
+    numbered_rows,
     sum_by_rows,
     tokens_beside_rows,
     weighted,
@@ -374,7 +454,10 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         gain = batch["x"][:, 0].reshape(-1, 4)  # groups of four rows, which no block parts here
         return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
 
-    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"))
+    def but_nan(w: jax.Array, batch: Batch) -> jax.Array:
+        return jnp.nanmean(jnp.square(batch["x"] @ w - batch["y"]))  # a mean over rows, if no number is missing
+
+    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"), (but_nan, "are no NaN"))
     for loss, words in (*cases, (dispatched, "sort over rows"), (grouped, "groups of rows")):
         (message,) = traced(of(loss))
         assert "may couple rows" in message

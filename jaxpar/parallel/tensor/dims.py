@@ -8,7 +8,8 @@
 The first of these that names a leaf decides: the user's `rules`; the model's own table; Flax's annotations, if the
 model has any that speak of this axis; `presets.py`, if the model has neither table nor annotations. A bias that none
 names follows its kernel. Where presets know no layer of the model and rules split nothing, `pairs.py` finds products
-that follow one another: convolutions, dense layers by any name.
+that follow one another: convolutions, dense layers by any name. A vocabulary that the ranks do not divide stays whole,
+unless `rules` ask for it.
 
 A rule is `{path: dim}`: the path a regular expression for whole components at the end of a leaf's path, and the dim
 perhaps counted from the end, so that it holds for a layer and for a stack of layers [L, ...]; None: whole. Or it is
@@ -75,6 +76,7 @@ def tensor_dims(
 
     chosen = _claims("rules", paths, shapes, known)
     chosen = {path: dim for path, dim in annotated.items() if mine.keys() & {*_flat(axes[path])}} | chosen
+    asked = frozenset(chosen)
     chosen = _claims("the model's rules", own_paths, shapes) | chosen
     seek = False
     if known & table.keys():
@@ -83,6 +85,10 @@ def tensor_dims(
         seek = all(dim is None for dim in chosen.values())
         chosen = _presets(shapes) | chosen
 
+    for path, dim in chosen.items():
+        vocabulary = "vocab" in _flat(axes.get(path, ())[dim or 0 :][:1]) or _is_end(path)
+        if dim is not None and shapes[path][dim] % size and vocabulary and path not in asked:
+            chosen[path] = None
     _check_division(chosen, shapes, size)
     chosen = _biases(shapes, chosen) | chosen
     more = _pairs(shapes, size, chosen, order) if seek and size > 1 else {}
@@ -98,14 +104,28 @@ def tensor_dims(
     return dims
 
 
-def unsplit(leaves: Leaves, dims: Mapping[str, int]) -> dict[str, str]:
-    """Path -> why, of the leaves of 16,384 elements or more that every tensor rank holds and computes with whole."""
-    note = "whole on every tensor rank: no rule splits it"
-    return {
-        path: f"{note}; {_fused(path)}" if FUSED.fullmatch(path) else note
-        for path, shape in leaves
-        if path not in dims and math.prod(shape) >= PAD_FROM
-    }
+def unsplit(leaves: Leaves, dims: Mapping[str, int], size: int) -> dict[str, str]:
+    """Path -> why, of the leaves of 16,384 elements or more that every one of `size` tensor ranks holds and computes
+    with whole.
+    """
+    ends = _presets(dict(leaves))
+    found: dict[str, str] = {}
+    for path, shape in leaves:
+        if path in dims or math.prod(shape) < PAD_FROM:
+            continue
+        dim, why = ends.get(path), "no rule splits it"
+        if FUSED.fullmatch(path):
+            why = f"{why}; {_fused(path)}"
+        elif dim is not None and shape[dim] % size and _is_end(path):
+            padded = -(-shape[dim] // size) * size
+            why = f"tensor={size} does not divide the {shape[dim]} on dim {dim}; pad them to {padded} to split it"
+        found[path] = f"whole on every tensor rank: {why}"
+    return found
+
+
+def _is_end(path: str) -> bool:
+    """Whether a leaf is where a model begins or ends, which is split by vocabulary."""
+    return any(_pattern("", key).fullmatch(path) for key in ENDS)
 
 
 def _kinds(what: str, rules: Any, known: set[str]) -> tuple[dict[str, int | None], dict[str, str | None]]:

@@ -124,12 +124,12 @@ RESNET = leaves_of(named("resnet-tiny").model)
     ("leaves", "size", "kwargs", "parts"),
     [
         (  # one message for all that does not divide
-            [("layers/4/ffn/up/kernel", (24, 41)), ("layers/5/ffn/up/kernel", (24, 41)), ("head/kernel", (24, 62))],
+            [("layers/4/ffn/up/kernel", (24, 41)), ("layers/5/ffn/down/kernel", (41, 24))],
             4,
             {},
             (
                 "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, or "
-                "leave it whole: rules={'ffn/up/kernel': None, 'head/kernel': None}",
+                "leave it whole: rules={'ffn/up/kernel': None, 'ffn/down/kernel': None}",
             ),
         ),
         (  # a bias follows its kernel in this, too
@@ -138,7 +138,7 @@ RESNET = leaves_of(named("resnet-tiny").model)
             {},
             ("up/kernel [24, 41] has 41 on dim 1", "leave it whole: rules={'up/kernel': None}"),
         ),
-        ([("embedding", (62, 24))], 4, {}, ("pad it to 64, use tensor=2, or", "rules={'embedding': None}")),
+        ([("embedding", (62, 24))], 4, {"rules": {"embedding": 0}}, ("pad it to 64, use tensor=2, or", "': None}")),
         ([("x", ())], 2, {"rules": {"x": 0}}, ("'x': 0 is no dim of x []; it has none, use None",)),
         (
             [("attn/c_attn/kernel", (24, 72))],

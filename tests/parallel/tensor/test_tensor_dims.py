@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -371,11 +373,54 @@ def test_large_leaves_that_stay_whole_are_reported() -> None:
         ("attn/qkv/kernel", (128, 384)),
         ("gate_up_proj/kernel", (128, 384)),
     ]
-    notes = unsplit(leaves, tensor_dims(leaves, 4))
+    notes = unsplit(leaves, tensor_dims(leaves, 4), 4)
     assert list(notes) == ["position", "attn/qkv/kernel", "gate_up_proj/kernel"]
     assert notes["position"] == "whole on every tensor rank: no rule splits it"
     assert "several projections side by side" in notes["attn/qkv/kernel"]
     assert "gate and up side by side" in notes["gate_up_proj/kernel"]
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    """GPT-2's 50,257 words were refused under every `tensor`. A rule that asks for the split is still an error."""
+    layers: Leaves = [("up/kernel", (8, 64)), ("down/kernel", (64, 8))]
+    leaves: Leaves = [("embedding", (2049, 8)), ("head/kernel", (8, 2049)), ("head/bias", (2049,)), *layers]
+    split = {"up/kernel": 1, "down/kernel": 0}
+    assert tensor_dims(leaves, 2) == tensor_dims(leaves, 2, own={"embedding": 0, **split}) == split
+    named: Leaves = [("table", (2049, 8)), ("up", (8, 64))]
+    assert tensor_dims(named, 2, names={"table": ("vocab", "embed"), "up": ("embed", "mlp")}) == {"up": 1}
+    notes = unsplit(leaves, split, 2)
+    assert notes["embedding"].endswith("tensor=2 does not divide the 2049 on dim 0; pad them to 2050 to split it")
+    assert "the 2049 on dim 1" in notes["head/kernel"]
+    for asked in ({"embedding": 0}, {"head/kernel": -1}):
+        with pytest.raises(ValueError, match="has 2049 on dim"):
+            tensor_dims(leaves, 2, asked)
+    with pytest.raises(ValueError, match="has 2049 on dim 0"):
+        tensor_dims(named, 2, {"vocab": "tensor"}, names={"table": ("vocab", "embed"), "up": ("embed", "mlp")})
+
+
+@pytest.mark.parametrize(("tied", "strategy"), [(True, "tensor=2,fsdp=2,data=2"), (False, "tensor=2")])
+def test_a_vocabulary_of_any_size_gives_the_gradients_of_one_device(tied: bool, strategy: str) -> None:
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape)
+        layer = {"up": {"kernel": draw(0, 8, 16)}, "down": {"kernel": draw(1, 16, 8)}}
+        return {"embedding": draw(2, 13, 8), **layer} | ({} if tied else {"head": {"kernel": draw(3, 8, 13)}})
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = params["embedding"][batch["tokens"]]
+        x = x + jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
+        logits = x @ (params["embedding"].T if tied else params["head"]["kernel"])
+        return (jax.nn.log_softmax(logits) * batch["weights"]).mean()
+
+    key = jax.random.key(1)
+    tokens, weights = jax.random.randint(key, (8, 3), 0, 13), jax.random.normal(key, (8, 3, 13))
+    batch = {"tokens": tokens, "weights": weights}
+    devices = jax.devices()[: 8 if "data" in strategy else 2]
+    step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, devices)
+    params = init(jax.random.key(0))
+    value, grads = step.value_and_grad(step.init(jax.random.key(0), params=params), batch)
+    expected, wanted = jax.value_and_grad(loss)(params, batch, None)
+    assert value == pytest.approx(float(expected), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, wanted)
 
 
 def test_tables_of_our_models_name_all_that_they_can() -> None:
