@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from rendezvous import unordered
 
+from jaxpar.gradients import block_key
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import TOLERANCE, differences
@@ -50,6 +51,40 @@ class Compiled:
 def logical(step: Any, stored: Any) -> Any:
     """A tree like the kept parameters as the model's own."""
     return step.layout.to_logical(jax.tree.map(np.asarray, stored))
+
+
+class OneDevice:
+    """One device that takes a batch block after block, each with its key, and sums: compiled once for all numbers of
+    blocks of as many rows. For models whose loss leaves its variables as they are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        params, self.variables = jax.jit(model.create)(jax.random.key(0))
+        self.first = jax.device_get(params)
+        self._block = jax.jit(jax.value_and_grad(self._total, has_aux=True))
+
+    def _total(self, params: Any, variables: Any, rows: Any, key: jax.Array, step: int, block: int) -> Any:
+        loss = self.model.call(params, variables, rows, block_key(key, step, block))[0]["loss"]
+        return loss.total, loss.count
+
+    def _grads(self, params: Any, batch: Any, blocks: int, step: int) -> Any:
+        key, count, total = jax.random.fold_in(jax.random.key(0), 1), 0.0, None
+        for block in range(blocks):
+            rows = jax.tree.map(lambda x, b=block: x.reshape(blocks, -1, *x.shape[1:])[b], batch)
+            (_, some), grads = jax.device_get(self._block(params, self.variables, rows, key, step, block))
+            count, total = count + some, grads if total is None else jax.tree.map(np.add, total, grads)
+        return jax.tree.map(lambda g: g / count, total)
+
+    def train(self, optimizer: Any, batch: Any, blocks: int, steps: int) -> tuple[Any, Any]:
+        """Gradients of the first step, and parameters after some."""
+        params, state, found = self.first, optimizer.init(self.first), []
+        update = jax.jit(optimizer.update)
+        for step in range(steps):
+            found.append(self._grads(params, batch, blocks, step))
+            changes, state = update(found[-1], state, params)
+            params = jax.tree.map(np.add, params, jax.device_get(changes))
+        return found[0], params
 
 
 def initial(model: Any) -> Any:

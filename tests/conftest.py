@@ -1,5 +1,6 @@
 """Eight simulated devices, and what else the tests need. Imported before any of them imports jax."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -18,9 +19,11 @@ os.environ |= {
     "XLA_FLAGS": (
         "--xla_force_host_platform_device_count=8"
         " --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
+        # Nobody runs what is compiled for GPUs that are not there: ptxas need not optimize.
+        " --xla_gpu_disable_gpuasm_optimizations=true"
         f" --xla_cpu_collective_call_terminate_timeout_seconds=600{QUICK}"
     ),
-    # Of the rest, LLVM's optimization is half.
+    # Of the rest, LLVM's optimization is half. It comes after all that tests look at in programs for GPUs.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     # A CPU program from the persistent cache has lost the order of its collectives: two all-gathers met in one
     # rendezvous, and the process aborted or hung (jax 0.10.2, always in the same program; compiled afresh, never).
@@ -29,7 +32,6 @@ os.environ |= {
     "TPU_SKIP_MDS_QUERY": "1",
 }
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
@@ -46,12 +48,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
 
 
+def pytest_collection_finish() -> None:
+    """Tracing makes objects by the million. The collector, at its usual pace, took a sixth of a test's time."""
+    gc.collect()
+    gc.freeze()  # the modules, which stay
+    gc.set_threshold(200_000, 20, 50)
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for_gpus = item.get_closest_marker("cuda_compiler") is not None
-    # What is compiled for GPUs is looked at, so it is compiled as users compile it.
-    jax.config.update("jax_disable_most_optimizations", not for_gpus)
-    if for_gpus and (missing := missing_compiler()):
+    if item.get_closest_marker("cuda_compiler") is not None and (missing := missing_compiler()):
         reason = f"compiling for GPUs: {missing}; `make gpu-compiler` installs it"
         # Where it should be installed, a skip would hide that it is not.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)

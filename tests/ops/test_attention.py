@@ -163,8 +163,8 @@ def stand_in(
     return run(query, key, value)
 
 
-@pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(scope="class")  # what it clears must be compiled again, in tests that follow as well
+def on_cuda() -> Any:
     """Takes the branch of GPUs, with a stand-in for cuDNN."""
     theirs = jax.nn.dot_product_attention
     either = lambda *qkv, implementation, **options: (
@@ -173,19 +173,12 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         else theirs(*qkv, implementation=implementation, **options)
     )
     clear = lambda: [f() for f in (jax.clear_caches, flash._flash.cache_clear, flash.refusal.cache_clear)]
-    monkeypatch.setattr(jax.nn, "dot_product_attention", either)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "dot_product_attention", either)
+        patch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
+        clear()
+        yield
     clear()
-    yield
-    clear()
-
-
-@pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("case", CASES)
-def test_what_surrounds_cudnn_is_right(case: str) -> None:
-    options = dict(CASES[case])
-    qkv = arrays(options.pop("keys", T))
-    assert_right(functools.partial(jp.attention, implementation="cudnn"), qkv, 3e-5, **options)
 
 
 def assert_vmaps(implementation: str | None) -> None:
@@ -207,8 +200,16 @@ def test_vmap_xla() -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_vmap_cudnn() -> None:
-    assert_vmaps("cudnn")
+@pytest.mark.xdist_group("attention on cuda")
+class TestOnCuda:
+    @pytest.mark.parametrize("case", CASES)
+    def test_what_surrounds_cudnn_is_right(self, case: str) -> None:
+        options = dict(CASES[case])
+        qkv = arrays(options.pop("keys", T))
+        assert_right(functools.partial(jp.attention, implementation="cudnn"), qkv, 3e-5, **options)
+
+    def test_vmap_cudnn(self) -> None:
+        assert_vmaps("cudnn")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])

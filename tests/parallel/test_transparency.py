@@ -207,9 +207,13 @@ def padded() -> tuple[jp.Model, Any]:
 
 
 @functools.cache
+def one_device() -> Reference:
+    return Reference(padded()[0], jp.Strategy(single=True), 1)
+
+
+@functools.cache
 def tuned(optimizer: str) -> Any:
-    model, batch = padded()
-    return Reference(model, jp.Strategy(single=True), 1).train(OPTIMIZERS[optimizer](), jax.random.key(0), batch, STEPS)
+    return one_device().train(OPTIMIZERS[optimizer](), jax.random.key(0), padded()[1], STEPS)
 
 
 @pytest.mark.xdist_group("optimizers")

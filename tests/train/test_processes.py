@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import optax
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/train"]
 import jaxpar as jp
 from test_processes import model, rows
 found = {}

@@ -424,7 +424,7 @@ def test_no_steps_explain_and_write_nothing(tmp_path: Path, capsys: pytest.Captu
 WORKER = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/train"]
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 from jaxpar.layout import distributed

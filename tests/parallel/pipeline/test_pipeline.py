@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import check, covering, initial
+from cells import OneDevice, check, covering
 from flax import linen as nn
 from flax import nnx
 from zoo import LinenLayer, cross_entropy, random_tokens
 
 import jaxpar as jp
-from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import llama
 
 VOCAB, LENGTH = 31, 7
@@ -147,15 +146,14 @@ def model_of(name: str) -> jp.Model:
 
 
 @functools.cache
-def first(name: str) -> Any:
-    return initial(model_of(name))
+def one_device(name: str) -> OneDevice:
+    return OneDevice(model_of(name))
 
 
 @functools.cache
 def reference(name: str, blocks: int) -> tuple[Any, Any]:
-    """Gradients and parameters of one device: all blocks of rows at once, as so many replicas, have the same keys."""
-    one, key = Reference(model_of(name), jp.Strategy(single=True), blocks), jax.random.key(0)
-    return one.value_and_grad(key, batch_of(blocks))[1], one.train(SGD, key, batch_of(blocks), STEPS)
+    """Gradients and parameters of one device."""
+    return one_device(name).train(SGD, batch_of(blocks), blocks, STEPS)
 
 
 def batch_of(rows: int) -> dict[str, np.ndarray]:
@@ -172,4 +170,4 @@ def test_cell(cell: Cell) -> None:
     devices = jax.devices()[: strategy.pipe * strategy.data * strategy.fsdp]  # type: ignore[operator]
     step = jp.make_train_step(model, SGD, strategy, mesh=devices)
     batch = batch_of(step.local.replicas * m)
-    check(step, model, first(cell.model), batch, STEPS, *reference(cell.model, step.local.replicas * m))
+    check(step, model, one_device(cell.model).first, batch, STEPS, *reference(cell.model, step.local.replicas * m))
