@@ -8,12 +8,21 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+import optax
 from rendezvous import unordered
 
-from jaxpar.gradients import block_key
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import TOLERANCE, differences
+from jaxpar.step.gradients import block_key
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "lamb": lambda: optax.lamb(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "clip-adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+}
 
 
 def covering(product: Iterable[Any]) -> list[Any]:

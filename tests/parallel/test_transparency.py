@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import initial, logical
+from cells import OPTIMIZERS, initial, logical
 from rendezvous import unordered
 from zoo import ZOO, Entry
 
@@ -169,15 +169,6 @@ def check_ledger(step: Any, batch: Any, compiled: Any) -> None:
         # It also merges equal gradients: of two biases whose sum is all that a ResNet's block reads of them.
         low = 0.49 / step.strategy.microbatches if merged else 0.98
         assert low * wanted.get(key, 0) <= found.get(key, 0) <= wanted.get(key, 0) + 64, (key, found, wanted)
-
-
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
-    "lamb": lambda: optax.lamb(1e-2),
-    "muon": lambda: optax.contrib.muon(1e-2),
-    "clip-adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-}
 
 
 @functools.cache

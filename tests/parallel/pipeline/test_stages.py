@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import OneDevice
+from cells import OPTIMIZERS, OneDevice
 from flax import nnx
 from test_pipeline import LENGTH, VOCAB, Loop, batch_of, experts, loop, scanned
-from test_transparency import OPTIMIZERS
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
