@@ -199,7 +199,7 @@ def check_cell(cell: Cell) -> None:
     strategy = jp.Strategy.parse(text)
     count = strategy.tensor * strategy.pipe * strategy.data * strategy.fsdp  # type: ignore[operator]
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:count], rules=rules)
-    blocks = step.local.replicas * strategy.microbatches
+    blocks = step.replicas * strategy.microbatches
     rows = 24 if blocks == 8 else 12
     blocks = blocks if cell.model == "linen" else 1  # which has dropout
     check(step, model, first(cell.model), batch_of(rows), STEPS, *reference(cell.model, blocks, rows))

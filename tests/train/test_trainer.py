@@ -130,7 +130,7 @@ trainer(Path({str(tmp_path)!r}), quiet=False, strategy="single", steps=100_000, 
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     program = """
 import os, signal, time
-from jaxpar.distributed import Stop
+from jaxpar.layout.distributed import Stop
 with Stop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.after(1)
@@ -427,7 +427,7 @@ from pathlib import Path
 sys.path.insert(0, "tests")
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-from jaxpar import distributed
+from jaxpar.layout import distributed
 rank, port, out, steps, resume = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] != ""
 distributed.join(f"127.0.0.1:{port}", 2, rank)
 from test_trainer import at, batches, signal, trainer

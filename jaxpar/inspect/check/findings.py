@@ -23,7 +23,7 @@ from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..compiled.hlo import read
 from ..compiled.involuntary import heard
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..transfers import rehearse
 from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
@@ -105,9 +105,10 @@ def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
 
 
 def _layers(step: Step, batch: Any) -> Iterator[Finding]:
-    if not step.local.axes:
+    traced = step.traced(batch)
+    if not traced.axes:
         return
-    program, _ = step.local.program(*_abstract(step, batch))
+    program = traced.program
     units = step.layout.kept.units
 
     def sizes(leaf: Leaf) -> tuple[int, int]:
@@ -135,7 +136,7 @@ def _collectives(step: Step, batch: Any, text: str, said: Sequence[str]) -> Iter
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled(step, closed, list(read(text, step.mesh)), text, said)
     if step.mesh.shape["tensor"] > 1:
-        yield from _tensor(step, jaxpr)
+        yield from _tensor(step, batch, jaxpr)
 
 
 def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
@@ -193,10 +194,10 @@ def _why(step: Step, here: Sequence[Move]) -> str:
     return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
 
 
-def _tensor(step: Step, jaxpr: Any) -> Iterator[Finding]:
+def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
     found = {
         "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
-        "for want of a rule": dict(step.local.gathered),
+        "for want of a rule": step.traced(batch).gathered,
     }
     large = {(what, at): n for what, places in found.items() for at, n in places.items() if n >= LARGE}
     for (what, at), n in large.items():

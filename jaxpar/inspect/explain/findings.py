@@ -19,7 +19,7 @@ from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
 from ..compiled.involuntary import heard
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
 from ..text import size
@@ -49,8 +49,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     costs = [cost for text in texts for cost in Costs.from_hlo(text)]
     known = all(cost.executions is not None for cost in costs)
     moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
-    kept = step.layout.kept
-    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
+    kept, traced = step.layout.kept, step.traced(batch)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
@@ -65,8 +64,8 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
         notes=step.layout.notes,
-        gathered=dict(step.local.gathered),
-        loops=loops,
+        gathered=dict(traced.gathered),
+        loops=described(traced.program, kept),
         moves=tuple(moved),
         remarks=tuple(remarks),
     )
@@ -106,7 +105,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
 
 
 def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
-    schedule = step.local.schedule
+    schedule = step.schedule
     if schedule is not None:
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
