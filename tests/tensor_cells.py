@@ -197,7 +197,7 @@ def check_cell(cell: Cell) -> None:
     strategy = jp.Strategy.parse(text)
     count = strategy.tensor * strategy.pipe * strategy.data * strategy.fsdp  # type: ignore[operator]
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:count], rules=rules)
-    blocks = step.local.replicas * strategy.microbatches
-    rows = (4 if step.local.replicas == 1 else 3) * blocks  # two stages share the logits of 4 rows, not those of 3
+    blocks = step.replicas * strategy.microbatches
+    rows = (4 if step.replicas == 1 else 3) * blocks  # two stages share the logits of 4 rows, not those of 3
     blocks = blocks if cell.model == "linen" else rows  # it has dropout; to the others rows are all the same
     check(step, model, one_device(cell.model).first, batch_of(rows), STEPS, *reference(cell.model, blocks, rows))

@@ -31,7 +31,7 @@ def main() -> None:
         strategy = f"{name},precision=bf16,remat=layer"
         rules = RULES if "tensor" in name else None
         step = jp.make_train_step(model, optax.adamw(3e-4), strategy, mesh=mesh, rules=rules)
-        rows = step.local.replicas * step.strategy.microbatches
+        rows = step.replicas * step.strategy.microbatches
         batch = {"tokens": jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)}
         compiled = step.compile(batch)
         memory = compiled.memory_analysis()

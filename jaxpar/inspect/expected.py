@@ -36,8 +36,9 @@ from ..layout.leaves import Leaf
 from ..layout.precision import Policy
 from ..model.model import Replicated
 from ..parallel.pipeline.schedules import Phase
-from ..slicing.slicer import positions
 from ..step.core import Step
+from ..step.piped import Piped
+from ..step.tracing import Loss, Traced
 from ..strategy import ROWS
 from .ledger import Collective, Ledger
 
@@ -57,16 +58,17 @@ def expected(step: Step, batch: Any) -> Ledger:
     counts and bytes. The model's own collectives (BatchNorm, `jp.all_rows`) are included as the model writes them.
     Compiled programs have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
     """
-    run = _piped(step, batch) if step.local.schedule else _run(step, batch)
+    traced = step.traced(batch)
+    program = traced.program
+    run = _piped(step, traced) if traced.schedule else _run(step, traced)
     found = list(run.own)
-    program, _ = step.local.program(*_abstract(step, batch))
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
     for i, (leaf, use) in enumerate(zip(step.layout.kept.units, run.uses, strict=True)):
         found += _leaf(step, leaf, use, run.last and program.uses[i] in ((True,), (False,)), dims.get(i, 0))
     for leaf in step.layout.leaves:
         found += _published(step, leaf)
-    rows = tuple(step.local.axes)
-    axes = ("pipe", *rows) if step.local.schedule else rows
+    rows = tuple(traced.axes)
+    axes = ("pipe", *rows) if traced.schedule else rows
     if axes and not step.strategy.server:
         found.append(Collective("all-reduce", axes, "float32", 1, 4 * 2 * run.metrics))
         if run.counts and rows:
@@ -82,8 +84,7 @@ def exchanges(step: Step, batch: Any) -> dict[str, int]:
     """
     if not step.strategy.server:
         return {}
-    state, n = step.abstract_state(), step.local.replicas
-    _, out = step.local.program(*_abstract(step, batch))
+    state, n = step.abstract_state(), step.replicas
     marked = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
     per_device = [jax.eval_shape(lambda x: x, x) for x in marked]
     rows = sum(_bytes(x) if isinstance(x, Replicated) else _bytes(x) // n for x in per_device)
@@ -92,7 +93,7 @@ def exchanges(step: Step, batch: Any) -> dict[str, int]:
     return {
         "rows of the batch": (n - 1) * rows,
         "weights": (n - 1) * _bytes(sent),
-        "losses": (n - 1) * 4 * 2 * len(out[0]),
+        "losses": (n - 1) * 4 * 2 * len(step.traced(batch).outputs[0]),
         "gradients of the losses": (n - 1) * 4,
         "gradients": (n - 1) * reduced,
     }
@@ -209,21 +210,6 @@ def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
             yield from _marks(inner, times * eqn.params["length"] if eqn.primitive.name == "scan" else times)
 
 
-def _abstract(step: Step, batch: Any) -> tuple[Any, Any, Any]:
-    """Abstract variables, rows of one microbatch of one replica, and key."""
-    blocks = step.local.replicas * step.strategy.microbatches
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Replicated):
-            return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), x)
-        return jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
-
-    state = step.abstract_state()
-    rows = jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=lambda x: isinstance(x, Replicated))
-    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.variables, state.key))
-    return plain[0], rows, plain[1]
-
-
 @dataclass(frozen=True)
 class _Run:
     """What one step does with parameters: uses of each leaf, the model's own collectives, the number of metrics,
@@ -238,61 +224,48 @@ class _Run:
     last: bool
 
 
-def _run(step: Step, batch: Any) -> _Run:
+def _run(step: Step, traced: Traced) -> _Run:
     """One microbatch after another."""
-    rest = _abstract(step, batch)
-    program, out = step.local.program(*rest)
-    loss, marker = positions(out)[0]["loss"], _Marker(step.layout.kept.units)
 
-    def run(leaves: list[Any], values: list[Any]) -> Any:
-        outs, tape = program.forward(marker, leaves, values, grad=True)
-        return outs, program.backward(marker, leaves, tape, {loss.total: jnp.float32(1)}, [None] * len(leaves))
+    def run(leaves: list[Any], *inputs: Any) -> Any:
+        loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+        *outs, tape = loss.forward(*inputs)
+        return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
 
     m = step.strategy.microbatches
-    uses, own = _counted(step, [(m, _traced(run, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes))])
-    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
+    inputs = (traced.variables, traced.rows, traced.key)
+    uses, own = _counted(step, [(m, _live(run, traced.leaves, *inputs, axes=traced.traced_axes))])
+    return _Run(uses, own, len(traced.outputs[0]), traced.counts, m == 1)
 
 
-def _piped(step: Step, batch: Any) -> _Run:
+def _piped(step: Step, traced: Traced) -> _Run:
     """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
-    schedule = step.local.schedule
+    schedule = traced.schedule
     assert schedule is not None
     m = schedule.microbatches
-    variables, rows, key = _abstract(step, batch)
-    program, out = step.local.program(variables, rows, key)
-    loss = positions(out)[0]["loss"]
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
     def tick(forward: bool, backward: bool, epilogue: bool) -> Any:
         def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
             keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-            marker, seeds = _Marker(step.layout.kept.units), {loss.total: jnp.float32(1)}
-            pipeline = step.local.pipeline(program, out, marker, leaves, variables, many, keys, seeds)
+            loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+            pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
             return pipeline.once(Phase(0, 1, forward, backward, epilogue))
 
-        return _traced(run, _leaves(step), variables, rows, key, axes=axes)
+        return _live(run, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
 
     alone = [
         (schedule.messages("F"), tick(True, False, False)),
         (schedule.messages("B"), tick(False, True, False)),
     ]
     uses, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
-    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), False)
+    return _Run(uses, own, len(traced.outputs[0]), traced.counts, False)
 
 
-def _traced(run: Any, *args: Any, axes: dict[str, int]) -> Any:
+def _live(run: Any, *args: Any, axes: dict[str, int]) -> Any:
     """A program without what nobody reads."""
     flat, _ = trace(run, *args, axes=axes)
     return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
-
-
-def _leaves(step: Step) -> list[Any]:
-    """The units as a program reads them: of a stage's own leaf this rank's layers."""
-    ranks = step.mesh.shape["pipe"]
-    units = [leaf.local for leaf in step.layout.kept.units]
-    shapes = [leaf.logical if leaf.layers is None else (_layers(leaf) // ranks, *leaf.logical[1:]) for leaf in units]
-    dtypes = [step.policy.computed(leaf.dtype) for leaf in units]
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Uses], list[Collective]]:

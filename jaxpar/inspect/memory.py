@@ -10,7 +10,7 @@ import jax
 from ..jaxprs import jaxpr as jx
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
-from .expected import _abstract, _leaves
+from ..step.tracing import Loss
 from .timeline.drawing import slot_bytes
 
 
@@ -86,8 +86,8 @@ def saved(step: Step, batch: Any) -> int:
     """Bytes that a device keeps of one microbatch's forward for its backward; of a pipeline, of all that its ring of
     slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
     """
-    if step.local.schedule is not None:
-        return step.local.schedule.slots * slot_bytes(step, batch)
+    if step.schedule is not None:
+        return step.schedule.slots * slot_bytes(step, batch)
     return forward(step, batch)[1]
 
 
@@ -97,15 +97,14 @@ def forward(step: Step, batch: Any) -> tuple[float, int]:
     Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
     each once, without weights and batch. Not for pipelines.
     """
-    rest = _abstract(step, batch)
-    program, _ = step.local.program(*rest)
+    loss = step.traced(batch)
 
-    def tape(leaves: list[Any], values: list[Any]) -> Any:
-        _, tape = program.forward(_Whole(), leaves, values, grad=True)
+    def tape(leaves: list[Any], *inputs: Any) -> Any:
+        *_, tape = Loss(loss, _Whole(), leaves).forward(*inputs)
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 
-    traced, _ = jx.trace(tape, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes)
+    traced, _ = jx.trace(tape, loss.leaves, loss.variables, loss.rows, loss.key, axes=loss.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
-    flops = 2.0 * sum(count for count, _ in jx.matmuls(program.eqns).values())
+    flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     return flops, sum(v.aval.size * v.aval.dtype.itemsize for v in kept)

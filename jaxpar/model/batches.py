@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,6 +24,28 @@ def batch_specs(batch: Any) -> Any:
         return PartitionSpec(ROWS)
 
     return jax.tree.map(spec, batch, is_leaf=_is_replicated)
+
+
+def microbatches(batch: Any, count: int) -> Any:
+    """Rows [m r, ...] -> [m, r, ...] for m microbatches; marked leaves are repeated."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Replicated):
+            return jax.tree.map(lambda v: jnp.broadcast_to(v, (count, *v.shape)), x)
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+    return jax.tree.map(leaf, batch, is_leaf=_is_replicated)
+
+
+def one_block(batch: Any, blocks: int) -> Any:
+    """Abstract rows of one of the blocks into which a batch is divided; marked leaves are whole."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Replicated):
+            return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), x)
+        return jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=_is_replicated)
 
 
 def hosts_of_rows(mesh: Mesh) -> int:

@@ -1,6 +1,6 @@
-"""Trace a loss, find its layer stacks, and cut it into pieces.
+"""Find the layer stacks of a traced loss, and cut it into pieces.
 
-The loss is traced once, on the rows of one microbatch of one replica. Its `scan`s whose scanned inputs are parameters
+The loss is that of the rows of one microbatch of one replica. Its `scan`s whose scanned inputs are parameters
 (`nnx.scan`, `nn.scan`, `lax.scan` give them) are the layer stacks; between two stacks lies a segment:
 
     segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
@@ -12,7 +12,8 @@ is kept from one piece to another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,64 +25,58 @@ from ..jaxprs import jaxpr as jx
 from ..jaxprs.hoist import split
 from .pieces import Segment, Stack, Unit
 from .program import Program
-from .rolling.loops import roll_loops
 from .slices import Chain, Slice, sliced
 
 
-def slice_program(
-    fun: Callable,
-    params: Sequence[Any],
-    rest: Any,
-    axes: dict[str, int],
-    sharded: Sequence[int | None],
-    remat: Any = "none",
-    own: Sequence[bool] = (),
-    families: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
-    rewrite: Callable[[jx.Flat], jx.Flat] = lambda flat: flat,
-    sequence: bool = False,
-) -> tuple[Program, Any]:
-    """Trace `fun(params, rest)` and cut it.
+@dataclass(frozen=True)
+class Slicing:
+    """What the slicer is told of a program's parameters, which are its first inputs, and of what to keep.
 
-    Args:
-      params: abstract parameter leaves, in the compute dtype.
-      rest: abstract pytree of everything else (mutable state, batch, key).
-      axes: mesh axes that the loss may reduce over, name -> size.
+    Attributes:
+      params: shapes of the whole parameter leaves, abstract.
       sharded: for each leaf, the dim that is sharded at rest, along which no stack can slice it; None for no dim.
+      own: for each leaf, whether the stages of a pipeline own its layers; empty without a pipeline. The stack with most
+        of them is cut into stages, and slices no others; no other stack slices them.
+      axes: mesh axes that the program may name, name -> size.
       remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
-      own: for each leaf, whether the stages of a pipeline own its layers. The stack with most of them is cut into
-        stages, and slices no others; no other stack slices them.
-      families: for each loop over alike layers, its leaves: the stack, which `fun` does not read, and its layers,
-        which it reads. Where the layers are the same program, the program has a stack instead.
-      rewrite: what the traced program is changed into before it is cut (the program of one tensor rank).
       sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
         its backward, but gathered again.
-
-    Returns the program, whose outputs are the flat leaves of what `fun` returns, and the abstract tree of those.
     """
-    flat, out = jx.trace(fun, list(params), rest, axes=axes)
-    flat, loops = roll_loops(flat, families, len(params), axes, own)
-    flat = rewrite(flat)
-    eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(params)]
-    index = {v: i for i, v in enumerate(leaves)}
-    active = jx.depends(eqns, leaves)
-    floating = _floating(eqns, leaves)
 
-    own = own or [False] * len(params)
-    scans = [e for e in eqns if e.primitive.name == "scan" and not any(v in floating for v in e.outvars)]
-    found = {id(e): sliced(e, floating, index) for e in scans}
-    layers: dict[int, int] = {}  # the dim along which all stacks slice a leaf
-    for one, _ in (x for e in scans for x in found[id(e)].values()):
-        if one.dim != sharded[one.leaf] and (one.dim == 0 or not own[one.leaf]):
-            layers.setdefault(one.leaf, one.dim)
-    found = {key: {p: x for p, x in xs.items() if layers.get(x[0].leaf) == x[0].dim} for key, xs in found.items()}
-    weight = {id(e): _weight({s for s, _ in found[id(e)].values()}, e.params["length"], params, own) for e in scans}
-    main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
-    if any(own):  # the stages own layers of one stack, which slices no others
-        found = {id(e): {p: x for p, x in found[id(e)].items() if own[x[0].leaf] == (e is main)} for e in scans}
+    params: Sequence[Any]
+    sharded: Sequence[int | None]
+    own: Sequence[bool] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
+    remat: Any = "none"
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a program's variables: the numbers of the leaves, which others depend on them, the equations of
+    those that depend on nothing else, and which are constants.
+    """
+
+    leaves: dict[Any, int]
+    active: set[Any]
+    floating: dict[Any, Any]
+    constants: set[Any]
+
+
+Reads = dict[int, tuple[Slice, Chain]]  # of a scan: what it reads of leaves, by the position among what it scans
+
+
+def slice_program(flat: jx.Flat, how: Slicing) -> Program:
+    """Cut a program into segments and layer stacks."""
+    eqns = jx.live(flat.eqns, flat.outvars)
+    leaves = flat.invars[: len(how.params)]
+    index = {v: i for i, v in enumerate(leaves)}
+    known = _Known(index, jx.depends(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
+    ordered = [e for e in eqns if not any(v in known.floating for v in e.outvars)]
+    found, main = _scanned([e for e in ordered if e.primitive.name == "scan"], known, how)
 
     groups: list[list[Any]] = [[]]
-    for eqn in (e for e in eqns if not any(v in floating for v in e.outvars)):
+    for eqn in ordered:
         if found.get(id(eqn)):
             groups += [[eqn], []]
         else:
@@ -94,29 +89,38 @@ def slice_program(
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, found[id(eqn)], index, active, axes, remat, sequence)
+            piece = _stack(eqn, found[id(eqn)], known, how)
             cut = piece if eqn is main else cut
         else:
             defined = {v for e in groups[number] for v in e.outvars}
-            # What comes from parameters alone and a stack reads whole is handed over by the segment before that stack.
-            outputs = [v for v in wanted if v in defined or v in index or v in floating]
+            # What comes from parameters alone and a stack reads whole is computed by the segment before that stack.
+            outputs = [v for v in wanted if v in defined or v in index or v in known.floating]
             epilogue = number > 0 and number == len(groups) - 1
-            piece = _segment(groups[number], outputs, floating, index, active, flat.constvars, epilogue)
+            piece = _segment(groups[number], outputs, known, epilogue)
         if piece is not None:
             wanted = {v: None for v in wanted if v not in set(piece.outputs)}
             wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
             pieces.insert(0, piece)
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(
-        tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut, tuple(loops)
-    ), out
+    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut)
 
 
-def positions(out: Any) -> Any:
-    """For each output of a program its position, in the tree of what the traced function returns."""
-    tree = jax.tree.structure(out)
-    return jax.tree.unflatten(tree, list(range(tree.num_leaves)))
+def _scanned(scans: Sequence[Any], known: _Known, how: Slicing) -> tuple[dict[int, Reads], Any]:
+    """What each scan, by the id of its equation, reads of leaves; and the scan whose layers are a pipeline's."""
+    own = how.own or [False] * len(how.params)
+    found = {id(e): sliced(e, known.floating, known.leaves) for e in scans}
+    dims: dict[int, int] = {}  # the dim along which all stacks slice a leaf
+    for one, _ in (x for e in scans for x in found[id(e)].values()):
+        if one.dim != how.sharded[one.leaf] and (one.dim == 0 or not own[one.leaf]):
+            dims.setdefault(one.leaf, one.dim)
+    found = {key: {p: x for p, x in xs.items() if dims.get(x[0].leaf) == x[0].dim} for key, xs in found.items()}
+    if not any(own):
+        return found, None
+    weight = {id(e): _weight({s for s, _ in found[id(e)].values()}, e.params["length"], how.params, own) for e in scans}
+    main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
+    # The stages own layers of one stack, which slices no others.
+    return {id(e): {p: x for p, x in found[id(e)].items() if own[x[0].leaf] == (e is main)} for e in scans}, main
 
 
 def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequence[bool]) -> int:
@@ -147,15 +151,8 @@ def _closure(wanted: Sequence[Any], floating: dict[Any, Any]) -> list[Any]:
     return list({id(e): e for e in floating.values() if id(e) in need}.values())
 
 
-def _segment(
-    eqns: list[Any],
-    outputs: list[Any],
-    floating: dict[Any, Any],
-    index: dict[Any, int],
-    active: set[Any],
-    constvars: Sequence[Any],
-    keep: bool,
-) -> Segment | None:
+def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool) -> Segment | None:
+    index, active, floating = known.leaves, known.active, known.floating
     if not outputs:
         return None
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
@@ -163,7 +160,7 @@ def _segment(
     free = jx.free(eqns, outputs)
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
-    pre, rest = split(eqns, leaves, inputs, outputs, set(constvars))
+    pre, rest = split(eqns, leaves, inputs, outputs, known.constants)
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
@@ -171,20 +168,13 @@ def _segment(
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
-def _stack(
-    eqn: Any,
-    found: dict[int, tuple[Slice, Chain]],
-    index: dict[Any, int],
-    active: set[Any],
-    axes: dict[str, int],
-    remat: Any,
-    sequence: bool,
-) -> Stack:
+def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
+    active, remat = known.active, how.remat
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     read = tuple(dict.fromkeys(one for one, _ in found.values()))  # one layer may be scanned twice
     leaves = tuple(one.leaf for one in read)
-    variables = list(index)
+    variables = list(known.leaves)
     body = jec.jaxpr_as_fun(parts.body)
 
     def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -202,9 +192,8 @@ def _stack(
     values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in found)]
     whole = [(variables[one.leaf].aval, one.dim) for one in read]
     slices = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in whole]
-    flat, _ = jx.trace(
-        layer, slices, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values], axes=axes, remats=remat != "none"
-    )
+    values = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values]
+    flat, _ = jx.trace(layer, slices, values, axes=dict(how.axes), remats=remat != "none")
 
     outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in found))
     mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
@@ -220,12 +209,12 @@ def _stack(
     fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
     pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
     consts = list(flat.consts)
-    if remat != "none" or sequence:
+    if remat != "none" or how.sequence:
         keep: Any = jax.checkpoint_policies.everything_saveable if remat == "none" else remat
         policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
             keep, keep
         )
-        policy = saves_no_gather(policy) if sequence and policy is not None else policy
+        policy = saves_no_gather(policy) if how.sequence and policy is not None else policy
         rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
     unit = Unit(
         leaves,

@@ -1,8 +1,9 @@
-"""The step: the one place where model, optimizer, strategy and layout meet."""
+"""The step: the one place where model, optimizer, strategy and layout meet. `Step._train` has it in one view."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
-from ..model.batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array
+from ..model.batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
@@ -31,15 +32,20 @@ from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
 from ..strategy import ROWS, Strategy
 from .fit import check_state, misfit, naming, shapes_of
-from .gradients import Local, Metrics, Sums, metrics_of
+from .gradients import Local, Metrics, metrics_of
 from .init import Start
+from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
 _HERE = PartitionSpec()
 
 
 class Step(Start):
-    """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
+    """A compiled training step; see `make_train_step`.
+
+    `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
+    rows are divided; and `schedule`, the pipeline's, or None.
+    """
 
     def __init__(
         self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
@@ -65,7 +71,9 @@ class Step(Start):
         self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
         self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
-        self.local = Local(model, self.layout, strategy, axes, schedule)
+        self.schedule, self.replicas = schedule, math.prod(axes.values())
+        self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
+        self.local = Local(self.tracing)
         self._jitted: dict[Any, Any] = {}
 
     def _home(self) -> Mesh:
@@ -129,6 +137,20 @@ class Step(Start):
         """The jaxpr of the training step for a batch of these shapes."""
         return self._function("train", batch).trace(self.abstract_state(), batch).jaxpr
 
+    def traced(self, batch: Any) -> Traced:
+        """The loss of one microbatch as the program that each device runs, and what it reads.
+
+        Args:
+          batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
+
+        Returns the record `Traced`, all of it abstract: `program` has the loss in pieces, `outputs` the positions of
+        its results, `schedule` and `axes` how a step runs it. Nothing is compiled; a loss is traced once for batches
+        of one shape. Raises ValueError where the strategy cannot run it, or the batch's rows do not fit.
+        """
+        self.check(batch)
+        state = self.abstract_state()
+        return self.tracing(state.variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
+
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
         leaves, tree = jax.tree.flatten(batch)
@@ -156,7 +178,7 @@ class Step(Start):
 
     def check(self, batch: Any) -> None:
         """Raise ValueError unless the batch's rows fit the strategy."""
-        check_rows(batch, self.local.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
+        check_rows(batch, self.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """The jitted function; `inside` a caller's `jit` nothing is donated."""
@@ -184,9 +206,36 @@ class Step(Start):
 
     # -- the programs, under jit ---------------------------------------------------------------------------------------
 
-    def _mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
-        """`fun(stored leaves, variables, batch, *replicated)` on local values: what it returns, none of which is
-        there before its collectives are done, and the token after these; that before them is of the step's number.
+    def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One training step, for `_function` to compile: all that is wrapped around a loss.
+
+        `Tracing` (step/tracing.py) has the first half: trace, roll, localise, slice. What it makes goes on here:
+
+            schedule    step/gradients.py   forwards and backwards, one microbatch after another or, in step/piped.py
+                                            and parallel/pipeline/, in the order of a schedule's table
+            rule        parallel/           within these, how parameters are fetched and gradients are reduced
+            place       layout/             that on every device, on its part of each leaf
+            update      step/update.py      the optimizer, on logical leaves that stay where they are
+        """
+        grads, variables, sums = self._gradients(state, batch)
+        return self.update(state, grads, variables, sums)
+
+    def _gradients(self, state: State, batch: Any) -> tuple[Any, Any, Sums]:
+        """Float32 gradients as `_unscaled` gives them, new variables, sums."""
+        scheduled = self.local.gradients
+        placed = self.mapped(scheduled, batch, (self.layout.specs("grads"), _HERE, _HERE))
+        scale = state.scale.scale if state.scale is not None else jnp.float32(1)
+        (grads, variables, sums), _ = placed(
+            state.step, self._weights(state), state.variables, state.key, state.step, scale
+        )
+        return self._unscaled(grads, state), variables, sums
+
+    def mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
+        """`fun` on every device, for a batch of these leaves: a function of the step's number, what is stored of the
+        weights, variables, batch and whatever is the same everywhere.
+
+        `fun(stored leaves, variables, batch, *replicated)` gets local values; its results have the specs `outs`. None
+        of them is there before its collectives are done, and the second result is the token after these.
         """
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
@@ -204,20 +253,17 @@ class Step(Start):
 
         return call
 
+    def _weights(self, state: State) -> Any:
+        """What a step's programs read of the parameters."""
+        return state.copy if self.layout.copied else state.params
+
     def _evaluate(self, state: State, batch: Any) -> Metrics:
-        stored = state.copy if self.layout.copied else state.params
-        sums, _ = self._mapped(self.local.evaluate, batch, _HERE)(state.step, stored, state.variables)
+        sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)
         return metrics_of(sums)
 
-    def _gradients(self, state: State, batch: Any) -> tuple[Any, Any, Sums]:
-        """Float32 gradients as `_unscaled` gives them, new variables, sums."""
-        outs = (self.layout.specs("grads"), _HERE, _HERE)
-        scale = state.scale.scale if state.scale is not None else jnp.float32(1)
-        stored = state.copy if self.layout.copied else state.params
-        (grads, variables, sums), _ = self._mapped(self.local.gradients, batch, outs)(
-            state.step, stored, state.variables, state.key, state.step, scale
-        )
-        return self._unscaled(grads, state), variables, sums
+    def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
+        grads, _, sums = self._gradients(state, batch)
+        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
     def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
         """Reduced gradients -> float32 gradients of the loss itself, without padding, in the tree of the leaves; None
@@ -227,10 +273,3 @@ class Step(Start):
         whole, tree = jax.tree.flatten(self.layout.to_logical(self.layout.unflatten(grads), "grads", as_kept=True))
         whole = [g.astype(Policy.master(leaf.dtype)) for leaf, g in zip(trainable, whole, strict=True)]
         return jax.tree.unflatten(tree, whole if state.scale is None else [g / state.scale.scale for g in whole])
-
-    def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        grads, _, sums = self._gradients(state, batch)
-        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
-
-    def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        return self.update(state, *self._gradients(state, batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,15 +14,15 @@ from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..slicing.program import Program
-from ..slicing.slicer import positions
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
+_LARGE = 1 << 20  # bytes that tensor ranks gather
 
 
-def check_pipe(program: Program, out: Any, layout: Layout, strategy: Strategy) -> None:
-    """Raises ValueError where a pipeline cannot run the model."""
+def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strategy) -> None:
+    """Raises ValueError where a pipeline cannot run the model; `variables` are the positions of its new variables."""
     ranks = layout.mesh.shape["pipe"]
     chunks = strategy.chunks
     stages = ranks * chunks
@@ -59,13 +60,22 @@ def check_pipe(program: Program, out: Any, layout: Layout, strategy: Strategy) -
     if program.main.reverse:
         raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
     given = set(program.inputs)
-    for path, at in jax.tree_util.tree_leaves_with_path(positions(out)[1]):
+    for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[at] not in given:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
                 f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
                 "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
             )
+
+
+def check_remat(program: Program, remat: Any) -> None:
+    """Raises ValueError where there is no layer to rematerialise."""
+    if remat != "none" and not program.stacks:
+        raise ValueError(
+            f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
+            "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
+        )
 
 
 def uneven_block(layout: Layout, index: int) -> str:
@@ -103,6 +113,17 @@ def warn_gathered(program: Program, layout: Layout) -> None:
         )
 
 
+def warn_no_rule(gathered: Mapping[str, int], ranks: int) -> None:
+    """Say so where tensor ranks gather large arrays for want of a rule: where, and bytes."""
+    for place, size in gathered.items():
+        if size >= _LARGE:
+            warnings.warn(
+                f"tensor={ranks}: {place} has no rule for split values and gathers {size:,} bytes on every "
+                "rank; leave the leaves that it uses whole (rules={...: None}), or wrap it by jp.local_kernel",
+                stacklevel=2,
+            )
+
+
 def warn_precision(program: Program, low: Any, name: str) -> None:
     """Say so where the low precision `name`, dtype `low`, does not reach the matmuls."""
     by_dtype = jx.matmuls(program.eqns)
@@ -117,19 +138,19 @@ def warn_precision(program: Program, low: Any, name: str) -> None:
         )
 
 
-def check_replicas(program: Program, out: Any, inputs: int, axes: frozenset[str]) -> None:
+def check_replicas(program: Program, outputs: Any, inputs: int, axes: frozenset[str]) -> None:
     """Raises ValueError where the result of a step would depend on how the rows are spread over `axes`.
 
-    The last `inputs` inputs of the program are variables, batch and key.
+    `outputs` are the positions of ({metric: Mean}, variables); the last `inputs` inputs of the program are variables,
+    batch and key.
     """
-    _, variables = out
-    at_tree = positions(out)
-    if program.depends(program.leaves, at_tree[0]["loss"].count):
+    sums, variables = outputs
+    if program.depends(program.leaves, sums["loss"].count):
         raise ValueError("the count of the loss's jp.Mean depends on the parameters; count rows or tokens of the batch")
     if not axes:
         return
     fed = program.inputs[-inputs:][len(jax.tree.leaves(variables)) :]  # batch and key differ from replica to replica
-    for (path, _), at in zip(jax.tree_util.tree_leaves_with_path(variables), jax.tree.leaves(at_tree[1]), strict=True):
+    for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.depends(fed, at, axes):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(

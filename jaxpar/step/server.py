@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,18 +12,16 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import collectives
 from ..collectives import order
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import batch_specs
-from ..parallel.access import Access
 from ..slicing.pieces import Saved
-from ..slicing.slicer import positions
 from ..strategy import AXES, ROWS
 from .core import Step
 from .fit import check_state
-from .gradients import Metrics, Sums, block_key, metrics_of
+from .gradients import Metrics, added, first, metrics_of
+from .tracing import Sums
 
 OF_REPLICAS = ("forward", "backward")  # the programs that run on every device; "loss" and "update" are the server's
 _HERE, _STACKED = PartitionSpec(), PartitionSpec(ROWS)
@@ -60,8 +59,8 @@ class ServerStep(Step):
     def _home(self) -> Mesh:
         if jax.process_count() > 1:
             raise ValueError(f"server=True runs in one process and there are {jax.process_count()}; use ddp")
-        first = np.array(self.mesh.devices.flat[0]).reshape((1,) * len(AXES))
-        return Mesh(first, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        server = np.array(self.mesh.devices.flat[0]).reshape((1,) * len(AXES))
+        return Mesh(server, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """`compile` and `trace` see the replicas' programs as one; the server's own are apart."""
@@ -125,50 +124,39 @@ class ServerStep(Step):
         return self._jitted[key]
 
     def _losses(self, state: State, batch: Any) -> Sums:
-        run = self._mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)
+        run = self.mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)
         return run(state.step, state.params, state.variables)[0]
 
     def _forward(self, state: State, batch: Any) -> Any:
         """Every replica's sums, stacked, with new variables, the same on all; and the tapes of all microbatches."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
-            program, out, access, batches = self._sliced(variables, batch, key)
-            stored = self.layout.kept.unit_values(stored)
-            m = self.strategy.microbatches
-            first = collectives.index(tuple(self.local.axes)) * m
-            keys = jax.vmap(lambda number: block_key(key, step, first + number))(jnp.arange(m))
+            loss, rows = self.local.bound(stored, variables, batch, key)
 
             def micro(variables: Any, block: Any) -> Any:
-                key, batch = block
-                outs, tape = program.forward(access, stored, jax.tree.leaves((variables, batch, key)), grad=True)
-                sums, variables = jax.tree.unflatten(jax.tree.structure(out), outs)
-                leaves, tree = jax.tree.flatten(tape)
-                where = tuple(next((i for i, w in enumerate(stored) if w is x), None) for x in leaves)
-                saved = Saved([x for x, at in zip(leaves, where, strict=True) if at is None], tree, where)
-                return variables, (sums, saved)
+                key, rows = block
+                sums, variables, tape = loss.forward(variables, rows, key)
+                return variables, (sums, _apart(tape, loss.stored))
 
-            variables, (sums, tapes) = lax.scan(micro, variables, (keys, batches))
-            return (_lift(jax.tree.map(lambda x: x.sum(0), sums)), variables), _lift(tapes)
+            variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step), rows))
+            return (_lift(added(sums)), variables), _lift(tapes)
 
-        run = self._mapped(local, batch, ((_STACKED, _HERE), _STACKED))
+        run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
     def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array | None]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Saved, seeds: jax.Array) -> Any:
-            program, out, access, _ = self._sliced(variables, batch, key)
-            stored = self.layout.kept.unit_values(stored)
-            loss = positions(out)[0]["loss"]
-            tapes = _first(tapes)
+            loss, _ = self.local.bound(stored, variables, batch, key)
+            tapes = first(tapes)
 
             def micro(grads: Any, tape: Saved) -> Any:
-                saved = tape.pull(tape.values, stored)
-                return program.backward(access, stored, saved, {loss.total: seeds[0]}, grads), None
+                return loss.backward(tape.pull(tape.values, loss.stored), seeds[0], grads), None
 
-            shapes = jax.eval_shape(lambda: micro([None] * len(stored), _first(tapes))[0])
+            shapes = jax.eval_shape(lambda: micro([None] * len(loss.stored), first(tapes))[0])
             grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
-            return _lift(self.local.finished(access, grads))
+            return _lift(self.local.finished(loss, grads))
 
         ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
         run = order.in_order(local, self.mesh)
@@ -180,11 +168,6 @@ class ServerStep(Step):
         (sums, variables), tapes = self._forward(state, batch)
         return self._backward(state, batch, tapes, self._seeds(sums, state.scale)), variables, sums
 
-    def _sliced(self, variables: Any, batch: Any, key: jax.Array) -> Any:
-        batches = self.local.split(batch)
-        program, out = self.local.program(variables, _first(batches), key)
-        return program, out, Access(self.layout, self.rule, program, self.strategy), batches
-
     # -- the server's --------------------------------------------------------------------------------------------------
 
     def _server(self, name: str) -> Any:
@@ -193,7 +176,7 @@ class ServerStep(Step):
                 "loss": self._seeds,
                 "train": self._serve,
                 "gradients": self._serve_gradients,
-                "report": lambda sums: metrics_of(_added(sums)),
+                "report": lambda sums: metrics_of(added(sums)),
             }[name]
             self._jitted[name] = jax.jit(fun, donate_argnums=(0,) if name == "train" else ())
         return self._jitted[name]
@@ -205,7 +188,7 @@ class ServerStep(Step):
 
     def _summed(self, state: State, gathered: Any) -> Any:
         grads, variables, sums = gathered
-        return self._unscaled(_added(grads), state), variables, _added(sums)
+        return self._unscaled(added(grads), state), variables, added(sums)
 
     def _serve(self, state: State, gathered: Any) -> tuple[State, Metrics]:
         return self.update(state, *self._summed(state, gathered))
@@ -215,12 +198,11 @@ class ServerStep(Step):
         return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
 
-def _added(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.sum(0), tree)
-
-
-def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
+def _apart(tape: Any, stored: Sequence[Any]) -> Saved:
+    """A tape without the stored leaves, which the backward program has itself."""
+    leaves, tree = jax.tree.flatten(tape)
+    where = tuple(next((i for i, w in enumerate(stored) if w is x), None) for x in leaves)
+    return Saved([x for x, at in zip(leaves, where, strict=True) if at is None], tree, where)
 
 
 def _lift(tree: Any) -> Any:

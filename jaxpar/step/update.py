@@ -25,7 +25,8 @@ from ..layout.leaves import Leaf
 from ..layout.precision import all_finite
 from ..layout.state import State
 from ..parallel import Rule, publish
-from .gradients import Metrics, Sums, metrics_of
+from .gradients import Metrics, metrics_of
+from .tracing import Sums
 
 
 @dataclass(frozen=True)

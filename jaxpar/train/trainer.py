@@ -261,7 +261,7 @@ def _all_finite(params: Any) -> jax.Array:
 
 def _check_rows(rows: int, step: Step) -> None:
     """Raise ValueError where a batch of so many rows does not split over replicas and microbatches."""
-    replicas, microbatches = step.local.replicas, step.strategy.microbatches
+    replicas, microbatches = step.replicas, step.strategy.microbatches
     if extra := rows % (blocks := replicas * microbatches):
         below = f"{rows - extra} or " if rows > blocks else ""
         raise ValueError(

@@ -25,7 +25,7 @@ from jaxpar.layout.layout import place_optimizer
 from jaxpar.layout.storage import place
 from jaxpar.parallel import DDP, rule_of
 from jaxpar.parallel.tensor import RULES
-from jaxpar.slicing.slicer import slice_program
+from jaxpar.slicing.slicer import Slicing, slice_program
 from jaxpar.step.core import Step
 from jaxpar.step.fit import misfit
 from jaxpar.step.gradients import Local
@@ -139,8 +139,8 @@ def not_reduced(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x
 
 
-def at_once(fun: Any, params: Any, rest: Any, axes: Any, sharded: Sequence[Any], *others: Any) -> Any:
-    return slice_program(fun, params, rest, axes, [0] * len(sharded), *others)
+def at_once(flat: Any, how: Slicing) -> Any:
+    return slice_program(flat, dataclasses.replace(how, sharded=[0] * len(how.sharded)))
 
 
 def leaf_whole(path: str, *others: Any) -> Any:
@@ -210,7 +210,7 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
     ),
     "all layers are gathered at once": (
         "zero3",
-        {"jaxpar.step.gradients.slice_program": at_once},
+        {"jaxpar.step.tracing.slice_program": at_once},
         [("MISSING", "layers", "up"), ("MISSING", "layers", "down")],
     ),
     "one leaf is not sharded": (
@@ -240,12 +240,12 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
     ),
     "tensor ranks gather weights": (
         "data=4,tensor=2",
-        {"jaxpar.step.gradients.RULES": {**RULES, "dot_general": gathered_operands}},
+        {"jaxpar.step.tracing.RULES": {**RULES, "dot_general": gathered_operands}},
         [("UNPROMISED", "tensor", "weights, ")],
     ),
     "tensor has no rule": (
         "data=4,tensor=2",
-        {"jaxpar.step.gradients.RULES": {**RULES, "dot_general": lambda *_: None}},
+        {"jaxpar.step.tracing.RULES": {**RULES, "dot_general": lambda *_: None}},
         [("UNPROMISED", "tensor", "for want of a rule, dot_general")],
     ),
 }

@@ -100,7 +100,7 @@ SERVES = {
 
 
 def found_devices(step: Any) -> int:
-    return step.local.replicas
+    return step.replicas
 
 
 def shown(found: Explanation) -> None:
@@ -168,9 +168,9 @@ def test_exchanges_are_those_that_run(microbatches: int, monkeypatch: pytest.Mon
 def test_saved_activations_by_hand(strategy: str, values: int) -> None:
     """Of one microbatch; besides, those at the end: the last layer's output and its square's derivative."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy)
-    row = 16 // step.local.replicas // step.strategy.microbatches * DIM * 4
+    row = 16 // step.replicas // step.strategy.microbatches * DIM * 4
     found = saved(step, BATCH) / row
-    assert values <= found <= values + (0 if step.local.schedule else 4)
+    assert values <= found <= values + (0 if step.schedule else 4)
     whole = saved(jp.make_train_step(MODEL, optax.sgd(0.1), strategy.replace("remat=layer", "remat=none")), BATCH) / row
     assert whole >= found + values  # the tanh of each layer too
 

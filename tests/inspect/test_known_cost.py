@@ -56,7 +56,7 @@ def compiled(name: str) -> Compiled:
     model = named("llama-tiny", **cell.sizes)
     text = f"{cell.strategy},precision=bf16,remat=layer"
     step = jp.make_train_step(model.model, optax.adamw(3e-4), text, gpu_topology(cell.target))
-    return Compiled.of(step, model.example(ROWS * step.local.replicas * step.strategy.microbatches, LENGTH))
+    return Compiled.of(step, model.example(ROWS * step.replicas * step.strategy.microbatches, LENGTH))
 
 
 def group(name: str) -> pytest.MarkDecorator:
@@ -80,7 +80,7 @@ def unread(step: Any, closed: Ledger) -> int:
     two ranks a single tick is left when the last forward is done: the compiler inlines a loop of one iteration, and
     then sees that its message is not read.
     """
-    if step.local.schedule is None or step.local.schedule.phases()[-1][1][-1].length > 1:
+    if step.schedule is None or step.schedule.phases()[-1][1][-1].length > 1:
         return 0
     return closed.total(kind="collective-permute") // closed.total("count", kind="collective-permute")
 
@@ -102,7 +102,7 @@ def test_collectives_are_those_of_the_closed_form(name: str) -> None:
 def test_arguments_are_those_of_the_layout(name: str) -> None:
     it = compiled(name)
     (tokens,) = jax.tree.leaves(it.batch)
-    rows = math.prod(tokens.shape) * tokens.dtype.itemsize // it.step.local.replicas
+    rows = math.prod(tokens.shape) * tokens.dtype.itemsize // it.step.replicas
     stored = it.step.layout.bytes
     closed = stored["params"] + stored["optimizer"]
     assert it.memory.argument_size_in_bytes - rows == pytest.approx(closed, rel=5e-3)

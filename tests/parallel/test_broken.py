@@ -20,7 +20,7 @@ from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.layout.layout import place_optimizer
 from jaxpar.layout.leaves import Leaf, place
-from jaxpar.slicing.slicer import slice_program
+from jaxpar.slicing.slicer import Slicing, slice_program
 from jaxpar.step.gradients import Local
 from jaxpar.step.server import ServerStep
 
@@ -131,10 +131,10 @@ def test_ledger_sees_a_whole_stack_at_once(strategy: str, kind: str, monkeypatch
     assert intact.by(*fields, value="count") == wanted.by(*fields, value="count")
     assert intact.total(kind=kind, in_loop=True) > 0
 
-    def at_once(fun: Any, params: Any, rest: Any, axes: Any, sharded: Sequence[Any], *others: Any) -> Any:
-        return slice_program(fun, params, rest, axes, [0] * len(sharded), *others)
+    def at_once(flat: Any, how: Slicing) -> Any:
+        return slice_program(flat, dataclasses.replace(how, sharded=[0] * len(how.sharded)))
 
-    monkeypatch.setattr("jaxpar.step.gradients.slice_program", at_once)
+    monkeypatch.setattr("jaxpar.step.tracing.slice_program", at_once)
     found = Ledger.from_jaxpr(made(strategy).trace(BATCH), made(strategy).mesh)
     ours, theirs = (ledger.by(*fields, value="count") for ledger in (found, wanted))
     assert {key[0] for key in theirs if ours[key] != theirs[key]} >= {kind}

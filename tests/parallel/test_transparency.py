@@ -118,7 +118,7 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     momentum = model.unwrap(logical(step, state.optimizer[0].trace))
     for _ in range(STEPS - 1):
         state, _ = compiled(state, batch)
-    grads, params = reference(name, *blocks(name, step.local.replicas, microbatches))
+    grads, params = reference(name, *blocks(name, step.replicas, microbatches))
     found = differences("gradient", momentum, grads) + differences(
         "parameter", model.unwrap(step.params(state)), params
     )

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxpar.jaxprs.jaxpr import trace
 from jaxpar.slicing.pieces import Segment, Stack
 from jaxpar.slicing.program import Program
-from jaxpar.slicing.slicer import slice_program
+from jaxpar.slicing.slicer import Slicing, slice_program
 
 LAYERS, DIM, ROWS = 4, 6, 5
 
@@ -55,8 +56,8 @@ def loss(leaves: list[jax.Array], rest: Any) -> list[jax.Array]:
 
 
 def sliced(remat: str = "none", whole: tuple[int, ...] = ()) -> Program:
-    program, _ = slice_program(loss, params(), rest(), {}, [0 if i in whole else None for i in range(6)], remat)
-    return program
+    flat, _ = trace(loss, params(), rest())
+    return slice_program(flat, Slicing(params(), [0 if i in whole else None for i in range(6)], remat=remat))
 
 
 def run(program: Program) -> tuple[list[jax.Array], list[Any], list[Any]]:
@@ -119,7 +120,7 @@ def test_a_leaf_scanned_twice_by_one_scan() -> None:
         return y.sum()
 
     w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
-    program, _ = slice_program(twice, [w], x, {}, [None])
+    program = slice_program(trace(twice, [w], x)[0], Slicing([w], [None]))
     assert program.stacks[0].unit.leaves == (0,)
     _, tape = program.forward(Whole(), [w], [x], grad=True)
     (ours,) = program.backward(Whole(), [w], tape, {0: jnp.ones(())}, [None])

@@ -14,7 +14,6 @@ from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import TOLERANCE, differences
 from jaxpar.layout.storage import own_leaves
-from jaxpar.slicing.pieces import Stack
 from jaxpar.step import refusals
 
 D, T, L = 6, 4, 6
@@ -129,8 +128,7 @@ def counted(step: Any) -> None:
 
 def lengths(step: Any) -> list[int]:
     """Rounds of the stacks of a step's program."""
-    (program, _) = next(iter(step.local._programs.values()))
-    return [piece.length for piece in program.pieces if isinstance(piece, Stack)]
+    return [stack.length for stack in step.traced(BATCH).program.stacks]
 
 
 def test_loops_that_run_layer_by_layer() -> None:

@@ -22,7 +22,7 @@ from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..compiled.kernels import Program
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
 from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
@@ -101,9 +101,10 @@ def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
 
 
 def _layers(step: Step, batch: Any) -> Iterator[Finding]:
-    if not step.local.axes:
+    traced = step.traced(batch)
+    if not traced.axes:
         return
-    program, _ = step.local.program(*_abstract(step, batch))
+    program = traced.program
     units = step.layout.kept.units
 
     def sizes(leaf: Leaf) -> tuple[int, int]:
@@ -131,7 +132,7 @@ def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled(step, closed, [Program(text, step.mesh)], jaxpr)
     if step.mesh.shape["tensor"] > 1:
-        yield from _tensor(step, jaxpr)
+        yield from _tensor(step, batch, jaxpr)
 
 
 def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
@@ -187,10 +188,10 @@ def _why(step: Step, here: Sequence[Move]) -> str:
     return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
 
 
-def _tensor(step: Step, jaxpr: Any) -> Iterator[Finding]:
+def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
     found = {
         "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
-        "for want of a rule": dict(step.local.gathered),
+        "for want of a rule": step.traced(batch).gathered,
     }
     large = {(what, at): n for what, places in found.items() for at, n in places.items() if n >= LARGE}
     for (what, at), n in large.items():

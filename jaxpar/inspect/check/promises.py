@@ -98,7 +98,7 @@ def not_by_layer(step: Step, program: Program) -> list[Leaf]:
 
     Not those that are sharded along their layers, nor beside a pipeline, whose stages take one stack alone.
     """
-    if step.local.schedule is not None:
+    if step.schedule is not None:
         return []
     index = {v: i for i, v in enumerate(program.leaves)}
     casts = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name in ("convert_element_type", "copy")}
@@ -169,7 +169,7 @@ class Bounds:
 
 def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
     """Those of one kind and axes, from what the closed form has of them: 1% about it, and what `ALLOWED` says."""
-    strategy, schedule = step.strategy, step.local.schedule
+    strategy, schedule = step.strategy, step.schedule
     cpu = step.mesh.devices.flat[0].platform == "cpu"
     promised, names, least, extra = 0, [], 0.99, 0
     for one in closed:

@@ -132,7 +132,7 @@ def cause(step: Step, move: Move) -> str:
         return (
             "the optimizer is shown leaves in the model's own shape, and the step keeps them in another (whole stages, "
             "loops as stacks); use one that works element by element, such as optax.adamw"
-            + (f", or a number of layers that {stages} divides" if step.local.schedule is not None else "")
+            + (f", or a number of layers that {stages} divides" if step.schedule is not None else "")
         )
     if move.spec is not None and (move.involuntary or move.operation in _ELEMENTWISE | _PLACES):
         asked = f" ({_text(move.wanted)})" if move.wanted is not None else ""
@@ -189,8 +189,8 @@ def _suggested(step: Step, move: Move) -> Move:
 
 def _specs(step: Step) -> dict[str, PartitionSpec]:
     """Of the optimizer's arrays, by path."""
-    places = jax.tree_util.tree_leaves_with_path(step._shardings.optimizer)
-    return {f"optimizer/{name_of(path)}": place.spec for path, place in places}
+    stored = jax.tree_util.tree_leaves_with_path(step.abstract_state().optimizer)
+    return {f"optimizer/{name_of(path)}": x.sharding.spec for path, x in stored}
 
 
 def _text(spec: PartitionSpec) -> str:

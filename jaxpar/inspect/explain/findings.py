@@ -20,7 +20,7 @@ from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
 from ..compiled.kernels import Program
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
 from ..transfers import Transfer, rehearse
@@ -48,8 +48,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     found, costs = Ledger.of(*programs), Costs.of(*programs)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
-    kept = step.layout.kept
-    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
+    kept, traced = step.layout.kept, step.traced(batch)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
@@ -64,8 +63,8 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
         notes=step.layout.notes,
-        gathered=dict(step.local.gathered),
-        loops=loops,
+        gathered=dict(traced.gathered),
+        loops=described(traced.program, kept),
         moves=tuple(moved),
         remarks=tuple(remarks),
     )
@@ -105,7 +104,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
 
 
 def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
-    schedule = step.local.schedule
+    schedule = step.schedule
     if schedule is not None:
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "

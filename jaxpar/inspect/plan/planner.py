@@ -272,7 +272,7 @@ class _Planner:
             "links": links,
             "exposed": exposed,
             "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
-            "bubble": float(step.local.schedule.bubble) if step.local.schedule else 0.0,
+            "bubble": float(step.schedule.bubble) if step.schedule else 0.0,
             "compile_seconds": seconds,
         }
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
-from ...parallel.access import Access
 from ...parallel.pipeline.schedules import Kind, Phase, Schedule
 from ...step.core import Step
+from ...step.piped import Piped
 from ...tables import TIME
 from ...text import size as bytes_of
 from .svg import INK, tint
@@ -144,24 +144,21 @@ def slot_bytes(step: Step, batch: Any) -> int:
 
     `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
     """
-    local, schedule = step.local, step.local.schedule
+    schedule = step.schedule
     assert schedule is not None
     state = step.abstract_state()
 
     def stash(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
-        batches, keys = local.split(batch), jax.random.split(key, schedule.microbatches)
-        program, out = local.program(variables, jax.tree.map(lambda x: x[0], batches), key)
-        loss = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))[0]["loss"]
-        access, seeds = Access(local.layout, step.rule, program, step.strategy), {loss.total: jnp.float32(1)}
-        values = local.layout.kept.unit_values(stored)
-        pipeline = local.pipeline(program, out, access, values, variables, batches, keys, seeds)
-        return pipeline.once(Phase(start=0, length=1, forward=True, backward=False, epilogue=False)).stash
+        loss, rows = step.local.bound(stored, variables, batch, key)
+        piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
+        phase = Phase(start=0, length=1, forward=True, backward=False, epilogue=False)
+        return piped.pipeline(jnp.float32(1)).once(phase).stash
 
     step.check(batch)
     stored = state.copy if step.layout.copied else state.params
 
     def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
-        return step._mapped(stash, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
+        return step.mapped(stash, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
 
     kept = jax.eval_shape(mapped, stored, state.variables, batch, state.key)
     return sum(x.size * x.dtype.itemsize for x in kept) // schedule.slots

@@ -130,7 +130,7 @@ def verify(
         for number in range(steps):
             shown(f"{name}: step {number + 1} of {steps}")
             state, _ = step(state, batch)
-        reference = Reference(model, strategy, step.local.replicas)
+        reference = Reference(model, strategy, step.replicas)
         shown("one device: gradients")
         expected_loss, expected_grads = reference.value_and_grad(key, batch)
         shown(f"one device: {steps} steps")
@@ -139,7 +139,7 @@ def verify(
         low = [strategy.precision, *reference.low(batch)]
         tolerance = max(TOLERANCE[dtype] for dtype in low)
         if strategy.reduce == "compute":
-            tolerance *= step.local.replicas
+            tolerance *= step.replicas
         pairs = (
             ("gradient", model.unwrap(grads), expected_grads),
             ("parameter", model.unwrap(step.params(state)), expected),

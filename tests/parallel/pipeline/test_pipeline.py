@@ -169,5 +169,5 @@ def test_cell(cell: Cell) -> None:
     strategy = jp.Strategy.parse(f"{text},{cell.beside}".rstrip(","))
     devices = jax.devices()[: strategy.pipe * strategy.data * strategy.fsdp]  # type: ignore[operator]
     step = jp.make_train_step(model, SGD, strategy, mesh=devices)
-    batch = batch_of(step.local.replicas * m)
-    check(step, model, one_device(cell.model).first, batch, STEPS, *reference(cell.model, step.local.replicas * m))
+    batch = batch_of(step.replicas * m)
+    check(step, model, one_device(cell.model).first, batch, STEPS, *reference(cell.model, step.replicas * m))

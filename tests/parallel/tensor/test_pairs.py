@@ -400,7 +400,7 @@ def test_groups_that_ranks_do_not_divide_are_gathered() -> None:
     """Where a rule asks for the split this is an error; nobody asked for one that was found."""
     step = jp.make_train_step(pictures(GROUP), SGD, "tensor=4,fsdp=1", jax.devices()[:4])
     step.trace(IMAGES)
-    assert [place.partition(" ")[0] for place in step.local.gathered] == ["reshape"]
+    assert [place.partition(" ")[0] for place in step.tracing.gathered] == ["reshape"]
     with pytest.raises(ValueError, match="whole heads"):
         jp.make_train_step(
             pictures(GROUP), SGD, "tensor=4,fsdp=1", jax.devices()[:4], rules={"second_last/kernel": -1}

@@ -1,0 +1,81 @@
+"""A device's microbatches as a pipeline (`parallel/pipeline/`): what each tick of it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..model.model import Replicated
+from ..parallel.pipeline.cut import shareable
+from ..parallel.pipeline.ticks import Pipeline
+from ..slicing.program import Program
+from .tracing import Loss, Tracing
+
+Values = Callable[[jax.Array], list[Any]]  # of a program's inputs, for the number of a microbatch
+
+
+@dataclass(frozen=True)
+class Piped:
+    """The microbatches of one pipe rank: `rows` are [m, r, ...], `keys` [m], or None in an evaluation."""
+
+    tracing: Tracing
+    loss: Loss
+    variables: Any
+    rows: Any
+    keys: jax.Array | None
+
+    def pipeline(self, seed: jax.Array | None) -> Pipeline:
+        """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
+        without one, of an evaluation: forwards alone.
+        """
+        schedule, traced = self.tracing.schedule, self.loss.traced
+        assert schedule is not None
+        seeds = None if seed is None else {traced.total: seed}
+        shared, part = self._shared(schedule.ranks)
+        if shared is not None and seeds and not traced.counts:
+            # Counts that are constants: one for a mean over the rows of each part, or the size of an array of rows.
+            programs = ((traced.program, self._values), (shared, part))
+            whole, mine = (program.only(traced.count)(values(jnp.int32(0))) for program, values in programs)
+            seeds = {i: x * whole / (mine * schedule.ranks) for i, x in seeds.items()}
+        # Cast once, not in every tick.
+        stored = [x.astype(leaf.dtype) for x, leaf in zip(self.loss.stored, traced.leaves, strict=True)]
+        summed = range(len(jax.tree.leaves(traced.outputs[0])))
+        schedule = schedule if seeds is not None else schedule.forwards
+        return Pipeline(traced.program, schedule, self.loss.access, stored, self._values, summed, seeds, shared, part)
+
+    def _values(self, microbatch: jax.Array) -> list[Any]:
+        at = lambda x: x[microbatch]
+        rows, key = jax.tree.map(at, self.rows), None if self.keys is None else at(self.keys)
+        return jax.tree.leaves((self.variables, rows, key))
+
+    def _shared(self, ranks: int) -> tuple[Program | None, Values]:
+        """The loss on one rank's part of a microbatch's rows, by which the ranks share the epilogue, and the values of
+        its inputs; no program where they cannot share it.
+        """
+
+        def inputs(microbatch: jax.Array) -> Any:
+            def leaf(x: Any) -> Any:
+                if isinstance(x, Replicated):
+                    return jax.tree.map(lambda v: v[microbatch], x)
+                each = x.shape[1] // ranks
+                return lax.dynamic_slice_in_dim(x[microbatch], lax.axis_index("pipe") * each, each)
+
+            rows = jax.tree.map(leaf, self.rows, is_leaf=lambda x: isinstance(x, Replicated))
+            return self.variables, rows, None if self.keys is None else self.keys[microbatch]
+
+        values: Values = lambda microbatch: jax.tree.leaves(inputs(microbatch))
+        rows = jax.tree.leaves(self.rows, is_leaf=lambda x: isinstance(x, Replicated))
+        if any(not isinstance(x, Replicated) and x.shape[1] % ranks for x in rows):
+            return None, values
+        try:
+            part = self.tracing(*jax.eval_shape(inputs, jax.ShapeDtypeStruct((), jnp.int32))).program
+        except (TypeError, ValueError):  # on whole microbatches it went: the loss has their number of rows written down
+            return None, values
+        program = self.loss.traced.program
+        random = program.inputs[len(program.inputs) - 1 :] if self.keys is not None else ()
+        return part if shareable(program, part, random, ranks) else None, values

@@ -1,0 +1,216 @@
+"""A model's loss as one device runs it: traced, rolled, localised, sliced, and checked against its strategy.
+
+The loss is that of one microbatch of one replica (a block of rows). It is traced once for batches of one shape, before
+anything runs, and every part of a step works on the program that comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..jaxprs import jaxpr as jx
+from ..layout.layout import Layout
+from ..layout.leaves import Leaf
+from ..model.model import Mean, Model, couplings
+from ..parallel.pipeline.schedules import Schedule
+from ..parallel.tensor import RULES, localise
+from ..rows import check_coupling
+from ..slicing.program import Program
+from ..slicing.rolling.loops import roll_loops
+from ..slicing.slicer import Slicing, slice_program
+from ..slicing.stacks import described
+from ..strategy import Strategy
+from .refusals import check_pipe, check_remat, check_replicas, warn_gathered, warn_no_rule, warn_precision
+
+Sums = dict[str, Mean]  # of each metric, over some rows
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The loss of one microbatch as the program of one device, and the abstract values that it reads.
+
+    Attributes:
+      program: the loss in pieces, segments and layer stacks (`slicing/program.py`).
+      outputs: `({metric: Mean}, variables)`, with each output's position among the program's in its place.
+      leaves: what the program reads of each parameter, as `jax.ShapeDtypeStruct`: in the compute dtype, a tensor rank's
+        part, and of layers that pipeline stages own one rank's.
+      variables, rows, key: its other inputs: the model's variables, rows of one microbatch of one replica [rows, ...],
+        and the key of dropout.
+      axes: the mesh axes over which rows are spread and that have several devices, name -> size.
+      traced_axes: the mesh axes that the program may name: these, and `tensor`.
+      schedule: the pipeline's; None without one.
+      gathered: what tensor ranks gather for want of a rule, in all of this step's programs so far: where, and bytes.
+    """
+
+    program: Program
+    outputs: tuple[Sums, Any]
+    leaves: Sequence[jax.ShapeDtypeStruct]
+    variables: Any
+    rows: Any
+    key: Any
+    axes: Mapping[str, int]
+    traced_axes: dict[str, int]
+    schedule: Schedule | None
+    gathered: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The position of the output that is differentiated: the loss's sum over rows."""
+        return self.outputs[0]["loss"].total  # type: ignore[return-value]
+
+    @property
+    def count(self) -> int:
+        """The position of what that sum is divided by, once it is over all rows."""
+        return self.outputs[0]["loss"].count  # type: ignore[return-value]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss counts rows or tokens of the batch: a plain mean counts one a microbatch."""
+        return self.program.depends(self.program.inputs, self.count)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A traced loss beside what this device stores: the forward and the backward of one microbatch.
+
+    `access` is a rule applied to the leaves (`parallel/access.py`), or what takes its place, with `fetch` and `give`.
+    """
+
+    traced: Traced
+    access: Any
+    stored: Sequence[jax.Array]
+
+    def forward(self, variables: Any, rows: Any, key: Any, grad: bool = True) -> tuple[Sums, Any, list[Any]]:
+        """The sums of each metric, new variables, and the tape that `backward` reads."""
+        values = jax.tree.leaves((variables, rows, key))
+        outs, tape = self.traced.program.forward(self.access, self.stored, values, grad)
+        return *jax.tree.unflatten(jax.tree.structure(self.traced.outputs), outs), tape
+
+    def backward(self, tape: Any, seed: jax.Array, into: Sequence[jax.Array | None]) -> list[Any]:
+        """`into` with the gradients of one microbatch added; `seed` is that of the step's loss with respect to its
+        sum.
+        """
+        return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into)
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`."""
+
+    model: Model
+    layout: Layout
+    strategy: Strategy
+    axes: dict[str, int]
+    schedule: Schedule | None = None
+    gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """The number of tensor ranks."""
+        return self.layout.mesh.shape["tensor"]
+
+    @property
+    def traced_axes(self) -> dict[str, int]:
+        """The mesh axes that a program may name: what it is on one rank of `tensor`."""
+        return self.axes | ({"tensor": self.ranks} if self.ranks > 1 else {})
+
+    def __call__(self, variables: Any, rows: Any, key: jax.Array | None) -> Traced:
+        """The loss for one microbatch (abstract or not). Traced once."""
+        leaves, tree = jax.tree.flatten((variables, rows, key))
+        kind = (tree, *((jnp.shape(x), x.dtype) for x in leaves))
+        if kind not in self._traced:
+            abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            self._traced[kind] = self._wrapped(*jax.tree.map(abstract, (variables, rows, key)))
+        return self._traced[kind]
+
+    def _wrapped(self, variables: Any, rows: Any, key: Any) -> Traced:
+        """What becomes of a loss of these abstract values, in order; `Step._train` goes on from here.
+
+        trace       jaxprs/             the model's code runs once and leaves its equations
+        roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
+        localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
+        slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
+        check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
+        """
+        units, families = self.layout.kept.units, self.layout.kept.families
+        own = [leaf.layers is not None for leaf in units]
+        sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
+        with couplings() as noted:
+            whole, out = self._trace((variables, rows, key), self.axes)
+        rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
+        local = self._localised(rolled)
+        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+        program = slice_program(local, how)
+        program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(program.eqns))
+        tree = jax.tree.structure(out)
+        outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
+        self._check(rolled, program, outputs, (variables, rows, key))
+        inputs = (self._leaves, variables, rows, key)
+        return Traced(program, outputs, *inputs, self.axes, self.traced_axes, self.schedule, self.gathered)
+
+    @property
+    def _params(self) -> list[jax.ShapeDtypeStruct]:
+        """What a loss sees of each parameter: the whole of it, in the compute dtype."""
+        computed = self.layout.policy.computed
+        return [jax.ShapeDtypeStruct(leaf.logical, computed(leaf.dtype)) for leaf in self.layout.kept.units]
+
+    @property
+    def _leaves(self) -> list[jax.ShapeDtypeStruct]:
+        """What the program of one device reads of each parameter."""
+        stages = self.layout.mesh.shape["pipe"]
+
+        def shape(leaf: Leaf) -> tuple[int, ...]:
+            if leaf.layers is None:
+                return leaf.logical
+            return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
+
+        units = zip(self.layout.kept.units, self._params, strict=True)
+        return [jax.ShapeDtypeStruct(shape(leaf.local), param.dtype) for leaf, param in units]
+
+    def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
+        """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
+
+        Its first inputs are the parameters as a layout keeps them, of which the model gets its own.
+        """
+        kept = self.layout.kept
+
+        def loss(leaves: Sequence[Any], rest: Any) -> Any:
+            variables, rows, key = rest
+            return self.model.call(kept.of_units(leaves), variables, rows, key, tuple(axes))
+
+        return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
+
+    def _localised(self, flat: jx.Flat) -> jx.Flat:
+        """The program of one tensor rank."""
+        if self.ranks == 1:
+            return flat
+        units = self.layout.kept.units
+        dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
+        fun, gathered = localise(flat, dims, self.layout.ruled, self.ranks, self.strategy.sequence, RULES)
+        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+        parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
+        local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
+        self.gathered.update(gathered)
+        warn_no_rule(gathered, self.ranks)
+        return local
+
+    def _check(self, rolled: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
+        """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
+        self.layout.loops.update(described(program, self.layout.kept))
+        if self.schedule is not None:
+            check_pipe(program, outputs[1], self.layout, self.strategy)
+        warn_gathered(program, self.layout)
+        check_remat(program, self.strategy.remat)
+        check_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
+        warn_precision(program, self.layout.policy.compute, self.strategy.precision)
+        alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
+        known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
+        if self.model.rows is None and not alone and not known:
+            check_coupling(rolled, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)
