@@ -1,13 +1,8 @@
-"""The collectives that a strategy should cost: the papers' closed forms, summed over leaves and their uses.
+"""The collectives that a strategy should cost: what its rule promises, summed over leaves and their uses.
 
-For a leaf of S stored elements, f uses forwards, b backwards (a bias, say, is not read there) and g gradients in one
-microbatch, m microbatches, n devices on `fsdp` (Rajbhandari et al. 2020, section 7; `parallel/` has each strategy):
-
-    ddp      all-reduce g S once                                                   over data and fsdp
-    zero1    reduce-scatter S once, all-gather S once
-    zero2    reduce-scatter m g S, all-gather S once
-    zero3    all-gather m (f + b) S, reduce-scatter m g S
-    with data replicas, an all-reduce of S/n once; leaves that are not sharded, as in ddp
+Each rule says beside its functions what it sends for one leaf (`parallel/`: `Promise.sends`), from the papers. Here is
+how often one step fetches a leaf and gives its gradients, counted in the sliced loss; and what all rules have in
+common: losses, what stages of a pipeline send, and the model's own collectives.
 
 A stack counts its layers: one use of a leaf [L, ...] is L collectives of S/L elements.
 
@@ -35,7 +30,9 @@ from ..jaxprs.jaxpr import build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..layout.precision import Policy
 from ..model.model import Replicated
+from ..parallel import DDP, Sent, Times, Uses, rule_of
 from ..parallel.pipeline.schedules import Phase
+from ..parallel.server import exchanged
 from ..slicing.slicer import positions
 from ..step.core import Step
 from ..strategy import ROWS
@@ -43,8 +40,8 @@ from .ledger import Collective, Ledger
 
 
 @dataclass(frozen=True)
-class Uses:
-    """How one step uses a leaf: executions of fetches and of gradients, [whole, layer by layer]."""
+class _Runs:
+    """How often one step fetches a leaf and gives its gradient, [whole, layer by layer]."""
 
     fetched: tuple[int, int] = (0, 0)
     given: tuple[int, int] = (0, 0)
@@ -61,13 +58,15 @@ def expected(step: Step, batch: Any) -> Ledger:
     found = list(run.own)
     program, _ = step.local.program(*_abstract(step, batch))
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-    for i, (leaf, use) in enumerate(zip(step.layout.kept.units, run.uses, strict=True)):
-        found += _leaf(step, leaf, use, run.last and program.uses[i] in ((True,), (False,)), dims.get(i, 0))
-    for leaf in step.layout.leaves:
-        found += _published(step, leaf)
+    promise = rule_of(step.strategy).promise
+    for i, (leaf, runs) in enumerate(zip(step.layout.kept.units, run.runs, strict=True)):
+        found += _between_stages(step, leaf, runs)
+        uses = _uses(step, i, runs, run.once and program.uses[i] == (True,), dims.get(i, 0))
+        sends = promise.sends if leaf.dim is not None or not promise.holds else DDP.promise.sends
+        found += [_entry(one) for one in sends(uses) if one.axes and one.count]
     rows = tuple(step.local.axes)
     axes = ("pipe", *rows) if step.local.schedule else rows
-    if axes and not step.strategy.server:
+    if axes and promise.sums:
         found.append(Collective("all-reduce", axes, "float32", 1, 4 * 2 * run.metrics))
         if run.counts and rows:
             found.append(Collective("all-reduce", rows, "float32", 1, 4))
@@ -77,89 +76,76 @@ def expected(step: Step, batch: Any) -> Ledger:
 def exchanges(step: Step, batch: Any) -> dict[str, int]:
     """Bytes through the links of a central server in one training step, by what is sent; {} without a server.
 
-    Of n devices, n - 1 get their rows, all weights and variables, and one float32 for the gradient of their loss; they
-    return a sum and a count for each metric, and their gradients.
+    The shapes of the step and the batch in the closed form of `parallel/server.py`.
     """
     if not step.strategy.server:
         return {}
     state, n = step.abstract_state(), step.local.replicas
     _, out = step.local.program(*_abstract(step, batch))
     marked = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
-    per_device = [jax.eval_shape(lambda x: x, x) for x in marked]
-    rows = sum(_bytes(x) if isinstance(x, Replicated) else _bytes(x) // n for x in per_device)
+    rows = sum(_bytes(jax.eval_shape(lambda x: x, x)) // (1 if isinstance(x, Replicated) else n) for x in marked)
     sent = (state.step, state.params, state.variables, state.scale, state.key)
     reduced = sum(step.policy.reduced(f.dtype).itemsize * math.prod(f.shape) for f in step.layout.leaves if f.trainable)
-    return {
-        "rows of the batch": (n - 1) * rows,
-        "weights": (n - 1) * _bytes(sent),
-        "losses": (n - 1) * 4 * 2 * len(out[0]),
-        "gradients of the losses": (n - 1) * 4,
-        "gradients": (n - 1) * reduced,
-    }
+    return exchanged(n, rows, _bytes(sent), len(out[0]), reduced)
 
 
 def _bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _entry(kind: str, axes: tuple[str, ...], dtype: Any, count: int, elements: int) -> Collective:
-    return Collective(kind, axes, jnp.dtype(dtype).name, count, elements * jnp.dtype(dtype).itemsize)
+def _entry(one: Sent) -> Collective:
+    return Collective(one.kind, one.axes, jnp.dtype(one.dtype).name, one.count, one.bytes)
 
 
-def _leaf(step: Step, leaf: Leaf, use: Uses, last: bool, dim: int) -> Iterator[Collective]:
-    """What is sent for one leaf, whose layers are on dim `dim`. With `last`, its use is the only one, and reduces at
-    once.
-    """
-    strategy, shape = step.strategy, step.mesh.shape
-    mine = leaf.layers is not None  # of a stage
-    n = math.prod(shape[a] for a in leaf.shard)
-    ranks, layers = (shape["pipe"] if mine else 1), _layers(leaf, dim)
-    leaf = leaf.local
+def _uses(step: Step, index: int, runs: _Runs, last: bool, dim: int) -> Uses:
+    """A unit and its uses, in numbers; its layers are on dim `dim`."""
+    leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
+    of_a_stage = leaf.layers is not None
+    ranks = shape["pipe"] if of_a_stage else 1
+    compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
     stored = math.prod(leaf.stored)
-    sharded = shape["fsdp"] > 1 and leaf.dim is not None
-    compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
-    used_by = [a for a in (ROWS if mine else ("pipe", *ROWS)) if shape[a] > 1]
-    rest = tuple(a for a in used_by if not (sharded and a in leaf.shard))
-    shard = tuple(a for a in leaf.shard if shape[a] > 1)
-    if strategy.server:
-        return
-    if mine and use.fetched[0]:  # all of it outside the stack
-        whole = stored // n if sharded and strategy.zero < 3 else stored
-        yield _entry("all-gather", ("pipe",), compute, use.fetched[0], use.fetched[0] * whole)
-    if mine and use.given[0] and leaf.trainable:
-        yield _entry("reduce-scatter", ("pipe",), reduce, use.given[0], use.given[0] * stored)
-    if sharded and strategy.zero == 3:
-        (whole, sliced), part = use.fetched, stored // ranks
-        yield _entry("all-gather", shard, compute, whole + sliced, whole * part + sliced * stored // layers)
-    whole, sliced = use.given
-    if not leaf.trainable or not whole + sliced:
-        return
-    at_use = last and (whole == 0 or use.given == (1, 0)) and (whole == 0) == (use.fetched[0] == 0)
-    all_reduces, reduced = (
-        (whole + sliced, whole * stored + sliced * stored // layers) if at_use else (1, stored // ranks)
+    elements, layer = stored // ranks, stored // max(1, _layers(leaf, dim))
+    given, updated = (), ()
+    if leaf.trainable:
+        n = math.prod(shape[a] for a in leaf.shard)
+        whole, sliced = runs.given
+        given = (Times(whole, elements, _pieces(leaf, None, n, compute, reduce) if whole else 1),)
+        given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
+    if leaf.trainable and leaf.dim is not None and index < len(step.layout.leaves):  # not the layers of a kept stack
+        count = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
+        updated = (Times(count, elements // count),)
+    shard = leaf.shard if leaf.dim is not None else ()
+    used_by = ROWS if of_a_stage else ("pipe", *ROWS)
+    return Uses(
+        elements=elements,
+        fetched=_some(Times(runs.fetched[0], elements), Times(runs.fetched[1], layer)),
+        given=_some(*given),
+        updated=updated,
+        last=last,
+        shard=tuple(a for a in shard if shape[a] > 1),
+        rest=tuple(a for a in used_by if shape[a] > 1 and a not in shard),
+        sizes=dict(shape),
+        compute=compute,
+        reduce=reduce,
+        stored=compute if step.layout.copied else Policy.master(leaf.dtype),
     )
-    if not sharded:
-        if rest:
-            yield _entry("all-reduce", rest, reduce, all_reduces, reduced)
-        return
-    every = strategy.zero > 1 or at_use
-    pieces = whole * _pieces(leaf, None, n, compute, reduce) + sliced * _pieces(leaf, dim, n, compute, reduce)
-    elements = whole * (stored // ranks) + sliced * stored // layers if every else stored // ranks
-    yield _entry("reduce-scatter", shard, reduce, pieces if every else 1, elements)
-    if rest:
-        yield _entry("all-reduce", rest, reduce, all_reduces, reduced // n)
 
 
-def _published(step: Step, leaf: Leaf) -> Iterator[Collective]:
-    """What ZeRO-1 and 2 gather of an updated leaf."""
-    shape, mine = step.mesh.shape, leaf.layers is not None
-    if step.strategy.server or shape["fsdp"] == 1 or leaf.dim is None or not leaf.trainable or step.strategy.zero == 3:
+def _some(*times: Times) -> tuple[Times, ...]:
+    return tuple(each for each in times if each.count)
+
+
+def _between_stages(step: Step, leaf: Leaf, runs: _Runs) -> Iterator[Collective]:
+    """What a use outside the stack sends of a leaf whose layers are spread over `pipe`: all of them."""
+    if leaf.layers is None:
         return
-    dtype = step.policy.computed(leaf.dtype) if step.layout.copied else Policy.master(leaf.dtype)
-    ranks = shape["pipe"] if mine else 1
-    shard = tuple(a for a in leaf.shard if shape[a] > 1)
-    count = _layers(leaf.local) // ranks if leaf.by_layer else 1
-    yield _entry("all-gather", shard, dtype, count, math.prod(leaf.local.stored) // ranks)
+    (fetched, _), (given, _) = runs.fetched, runs.given
+    compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
+    elements = math.prod(leaf.local.shape)
+    if fetched:
+        yield _entry(Sent("all-gather", ("pipe",), compute, fetched, fetched * elements))
+    if given and leaf.trainable:
+        yield _entry(Sent("reduce-scatter", ("pipe",), reduce, given, given * elements))
 
 
 def _layers(leaf: Leaf, dim: int = 0) -> int:
@@ -226,16 +212,16 @@ def _abstract(step: Step, batch: Any) -> tuple[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one step does with parameters: uses of each leaf, the model's own collectives, the number of metrics,
-    whether the loss counts rows or tokens (then a count is summed before the backward), and whether a leaf's only
-    gradient is the last.
+    """What one step does with parameters: runs of each unit's uses, the model's own collectives, the number of metrics,
+    whether the loss counts rows or tokens (then a count is summed before the backward), and whether each use is run
+    once: one microbatch, no pipeline.
     """
 
-    uses: list[Uses]
+    runs: list[_Runs]
     own: list[Collective]
     metrics: int
     counts: bool
-    last: bool
+    once: bool
 
 
 def _run(step: Step, batch: Any) -> _Run:
@@ -249,8 +235,8 @@ def _run(step: Step, batch: Any) -> _Run:
         return outs, program.backward(marker, leaves, tape, {loss.total: jnp.float32(1)}, [None] * len(leaves))
 
     m = step.strategy.microbatches
-    uses, own = _counted(step, [(m, _traced(run, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes))])
-    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
+    runs, own = _counted(step, [(m, _traced(run, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes))])
+    return _Run(runs, own, len(out[0]), program.depends(program.inputs, loss.count), m == 1)
 
 
 def _piped(step: Step, batch: Any) -> _Run:
@@ -273,8 +259,8 @@ def _piped(step: Step, batch: Any) -> _Run:
         return _traced(run, _leaves(step), variables, rows, key, axes=axes)
 
     alone = [(ticks, tick(True, False, False)), (ticks, tick(False, True, False))]
-    uses, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
-    return _Run(uses, own, len(out[0]), program.depends(program.inputs, loss.count), False)
+    runs, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
+    return _Run(runs, own, len(out[0]), program.depends(program.inputs, loss.count), False)
 
 
 def _traced(run: Any, *args: Any, axes: dict[str, int]) -> Any:
@@ -292,7 +278,7 @@ def _leaves(step: Step) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Uses], list[Collective]]:
+def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[_Runs], list[Collective]]:
     """Uses of each leaf, and the collectives that stand in programs, each of which runs so many times."""
     found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.kept.units]
     own = []
@@ -302,5 +288,5 @@ def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Uses], list
         for one in Ledger.from_jaxpr(jaxpr, step.mesh):
             assert one.count is not None
             own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
-    uses = [Uses((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]
-    return uses, [one for one in Ledger(own) if one.count]
+    runs = [_Runs((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]
+    return runs, [one for one in Ledger(own) if one.count]

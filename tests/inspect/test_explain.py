@@ -19,7 +19,8 @@ from test_known_cost import compiled, group
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.hlo import arrays
-from jaxpar.inspect.explain.explanation import Explanation, explain, leaves_host
+from jaxpar.inspect.explain.explanation import Explanation
+from jaxpar.inspect.explain.findings import explain, leaves_host
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.memory import saved

@@ -14,7 +14,8 @@ import pytest
 import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.inspect.plan.candidates import Estimator, candidates
-from jaxpar.inspect.plan.line import RESERVE, Line, Plan, ranked
+from jaxpar.inspect.plan.line import RESERVE, Line, ranked
+from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.inspect.text import WIDTH
@@ -259,7 +260,7 @@ def test_what_the_command_says_and_exits_with(
         lines = [dataclasses.replace(line, usable=changes.get("usable", line.usable)) for line in SHOWN.lines]
         return dataclasses.replace(SHOWN, lines=ranked(lines), interrupted=changes.get("interrupted", False))
 
-    monkeypatch.setattr("jaxpar.inspect.plan.text.plan", planned)
+    monkeypatch.setattr("jaxpar.cli.plan.plan", planned)
     words = ["plan", "--strategy", "fsdp", "--strategy", "ddp", "--json"]
     if code is None:
         main(words)

@@ -13,7 +13,8 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar import models
-from jaxpar.inspect.timeline.drawing import Options, draw, main, slot_bytes, summary
+from jaxpar.cli.timeline import Options, main
+from jaxpar.inspect.timeline.drawing import draw, slot_bytes, summary
 from jaxpar.inspect.timeline.svg import svg
 from jaxpar.parallel.pipeline.schedules import Schedule
 
