@@ -10,8 +10,8 @@ import jax
 from ..jaxprs import jaxpr as jx
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
-from .expected import _abstract, _leaves
 from .timeline.drawing import slot_bytes
+from .uses import abstract, unit_shapes
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def forward(step: Step, batch: Any) -> tuple[float, int]:
     Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
     each once, without weights and batch. Not for pipelines.
     """
-    rest = _abstract(step, batch)
+    rest = abstract(step, batch)
     program, _ = step.local.program(*rest)
 
     def tape(leaves: list[Any], values: list[Any]) -> Any:
@@ -105,7 +105,7 @@ def forward(step: Step, batch: Any) -> tuple[float, int]:
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 
-    traced, _ = jx.trace(tape, _leaves(step), jax.tree.leaves(rest), axes=step.local.traced_axes)
+    traced, _ = jx.trace(tape, unit_shapes(step), jax.tree.leaves(rest), axes=step.local.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(program.eqns).values())
     return flops, sum(v.aval.size * v.aval.dtype.itemsize for v in kept)

@@ -23,9 +23,10 @@ from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..compiled.hlo import read
 from ..compiled.involuntary import heard
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..transfers import rehearse
+from ..uses import abstract
 from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
@@ -107,7 +108,7 @@ def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
 def _layers(step: Step, batch: Any) -> Iterator[Finding]:
     if not step.local.axes:
         return
-    program, _ = step.local.program(*_abstract(step, batch))
+    program, _ = step.local.program(*abstract(step, batch))
     units = step.layout.kept.units
 
     def sizes(leaf: Leaf) -> tuple[int, int]:

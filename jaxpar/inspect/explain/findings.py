@@ -20,11 +20,12 @@ from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
 from ..compiled.involuntary import heard
-from ..expected import _abstract, expected
+from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
 from ..text import size
 from ..transfers import Transfer, rehearse
+from ..uses import abstract
 from .explanation import Check, Explanation
 
 
@@ -51,7 +52,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for text in texts for move in moves(step, text, SCALARS, said)]
     kept = step.layout.kept
-    loops = described(step.local.program(*_abstract(step, batch))[0], kept)
+    loops = described(step.local.program(*abstract(step, batch))[0], kept)
     remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
