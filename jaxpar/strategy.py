@@ -14,7 +14,7 @@ from .text import did_you_mean
 AXES = ("pipe", "data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the axes that share the rows of a batch
 
-_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "single": {"single": True},
     "dp": {"data": -1, "server": True},
     "ddp": {"data": -1},
@@ -55,6 +55,8 @@ class Strategy:
         gathers it again.
       single: one device, whatever else is attached: the reference of every other strategy.
       server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
+      rule: a rule of one's own for `data` and `fsdp`, in place of plain replicas, `zero` and `server`: the name under
+        which `jaxpar.parallel.register` knows it.
       microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with
         `pipe` they are what the ranks work on at the same time.
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
@@ -80,6 +82,7 @@ class Strategy:
     sequence: bool = False
     single: bool = False
     server: bool = False
+    rule: str = ""
     microbatches: int = 1
     precision: str = "f32"
     reduce: str = "f32"
@@ -122,6 +125,12 @@ class Strategy:
                 raise ValueError(
                     f"server=True with {axis}={size}: a central server shards nothing; use data={size} alone"
                 )
+        if not isinstance(self.rule, str) or not (self.rule.isidentifier() or not self.rule):
+            raise ValueError(
+                f"rule={self.rule!r} is not the name of a rule; use that of a registered one, as in 'int8'"
+            )
+        if self.rule and (self.server or self.single or self.zero != 3):
+            raise ValueError(f"{self}: server, single and zero choose rules of jaxpar's own; leave them out, or rule")
         if self.single and (any(getattr(self, axis) != 1 for axis in AXES) or self.server):
             raise ValueError(
                 f"single=True with {self._text(skip='single')}: one device has no axes; leave one of the two out"
@@ -141,13 +150,13 @@ class Strategy:
         for number, part in enumerate(p.strip() for p in text.split(",")):
             name, equals, value = (s.strip() for s in part.partition("="))
             if number == 0 and not equals:
-                if name not in _PRESETS:
-                    known = (*_PRESETS, *fields)
+                if name not in PRESETS:
+                    known = (*PRESETS, *fields)
                     raise ValueError(
-                        f"strategy {name!r} is unknown; use one of {', '.join(_PRESETS)}, or name=value"
+                        f"strategy {name!r} is unknown; use one of {', '.join(PRESETS)}, or name=value"
                         f"{did_you_mean(name, known)}"
                     )
-                values.update(_PRESETS[name])
+                values.update(PRESETS[name])
             elif name not in fields:
                 raise ValueError(
                     f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"

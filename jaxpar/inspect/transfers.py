@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from ..model.model import Replicated
+from ..parallel.server import exchanged
 from ..step.server import ServerStep
-from .expected import exchanges
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Transfer:
       kind: "scatter" and "broadcast" leave the server, "gather" comes to it.
       what: what is sent, in words.
       arrays: the number of arrays in it.
-      expected: bytes of the closed form, `expected.exchanges`.
+      expected: bytes of the closed form, `exchanges`.
       found: bytes that the other devices together receive or send, which pass through the server's links.
     """
 
@@ -78,3 +79,21 @@ def rehearse(step: ServerStep, batch: Any) -> Rehearsal:
     rehearsal = Rehearsal(step.layout.mesh.devices.flat[0], exchanges(step, batch))
     step.carry(rehearsal, "train", step.abstract_home(), jax.eval_shape(lambda x: x, batch))
     return rehearsal
+
+
+def exchanges(step: ServerStep, batch: Any) -> dict[str, int]:
+    """Bytes through the links of a central server in one training step, by what is sent.
+
+    The closed form of `parallel/server.py`, for the shapes of the step and the batch.
+    """
+    state, n = step.abstract_state(), step.replicas
+    out = step.traced(batch).outputs
+    marked = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Replicated))
+    rows = sum(_bytes(jax.eval_shape(lambda x: x, x)) // (1 if isinstance(x, Replicated) else n) for x in marked)
+    sent = (state.step, state.params, state.variables, state.scale, state.key)
+    reduced = sum(step.policy.reduced(f.dtype).itemsize * math.prod(f.shape) for f in step.layout.leaves if f.trainable)
+    return exchanged(n, rows, _bytes(sent), len(out[0]), reduced)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -31,12 +31,13 @@ class Access:
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]
         used_by = ROWS if leaf.layers is not None else ("pipe", *ROWS)
-        rest = used_by if leaf.dim is None or self.rules[index] is DDP else [a for a in used_by if a not in leaf.shard]
+        sharded = leaf.dim is not None and self.rules[index].sharded
+        rest = [a for a in used_by if a not in leaf.shard] if sharded else used_by
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:
             dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
-        return Use(dim, leaf.shard, tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
+        return Use(dim, leaf.shard if sharded else (), tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""

@@ -10,10 +10,12 @@ once (3.2.4). In plain JAX: `experiments/naive/ddp.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 
 from ..collectives import all_reduce
-from .contract import Rule, Use
+from .contract import Promise, Rule, Sent, Use, Uses
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
@@ -29,4 +31,10 @@ def _finish(x: jax.Array, use: Use) -> jax.Array:
     return x if use.last else all_reduce(x, use.rest)
 
 
-DDP = Rule("ddp", frozenset(), _fetch, _give, _finish)
+def _sends(leaf: Uses) -> Iterator[Sent]:
+    """The closed form: an all-reduce of P, once."""
+    for each in leaf.once:
+        yield Sent("all-reduce", leaf.rest, leaf.reduce, each.count, each.total)
+
+
+DDP = Rule("ddp", frozenset(), _fetch, _give, _finish, Promise(frozenset(), _sends))

@@ -13,15 +13,31 @@ In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 
 from ..collectives import all_gather
-from .contract import Rule, Use
-from .zero import finish, scatter
+from .contract import Promise, Rule, Sent, Use, Uses
+from .zero import finish, scatter, scattered
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
     return all_gather(x, use.shard, use.dim)
 
 
-ZERO3 = Rule("zero3", frozenset({"params", "grads", "optimizer"}), _fetch, scatter, finish)
+def _sends(leaf: Uses) -> Iterator[Sent]:
+    """The closed form: an all-gather at every use, forwards and backwards; a reduce-scatter of every gradient."""
+    for each in leaf.fetched:
+        yield Sent("all-gather", leaf.shard, leaf.compute, each.count, each.total)
+    yield from scattered(leaf, leaf.given)
+
+
+ZERO3 = Rule(
+    "ZeRO-3",
+    frozenset({"params", "grads", "optimizer"}),
+    _fetch,
+    scatter,
+    finish,
+    Promise(frozenset({"params", "optimizer"}), _sends),
+)

@@ -16,14 +16,14 @@ In plain JAX: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax import lax
 
 from ..collectives import all_gather, all_reduce, reduce_scatter_as
 from ..layout.leaves import Leaf
-from .contract import Rule, Use
+from .contract import Promise, Rule, Sent, Times, Use, Uses
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
@@ -90,5 +90,32 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[j
     return out
 
 
-ZERO1 = Rule("zero1", frozenset({"optimizer", "grads"}), _fetch, _give_at_last, _finish_all, True)
-ZERO2 = Rule("zero2", frozenset({"optimizer", "grads"}), _fetch, scatter, finish, True)
+def scattered(leaf: Uses, gradients: Sequence[Times]) -> Iterator[Sent]:
+    """The closed form of `scatter` and `finish`: a reduce-scatter of each of the `gradients`, and an all-reduce of the
+    leaf's shard over the rest.
+    """
+    for each in gradients:
+        yield Sent("reduce-scatter", leaf.shard, leaf.reduce, each.count * each.pieces, each.total)
+    for each in leaf.once:
+        yield Sent("all-reduce", leaf.rest, leaf.reduce, each.count, each.total // leaf.shards)
+
+
+def _published(leaf: Uses) -> Iterator[Sent]:
+    """The closed form of `publish`: an all-gather of the updated leaf."""
+    for each in leaf.updated:
+        yield Sent("all-gather", leaf.shard, leaf.stored, each.count, each.total)
+
+
+def _sends_1(leaf: Uses) -> Iterator[Sent]:
+    yield from scattered(leaf, leaf.once)
+    yield from _published(leaf)
+
+
+def _sends_2(leaf: Uses) -> Iterator[Sent]:
+    yield from scattered(leaf, leaf.given)
+    yield from _published(leaf)
+
+
+_SHARDED, _HELD = frozenset({"optimizer", "grads"}), frozenset({"optimizer"})
+ZERO1 = Rule("ZeRO-1", _SHARDED, _fetch, _give_at_last, _finish_all, Promise(_HELD, _sends_1), published=True)
+ZERO2 = Rule("ZeRO-2", _SHARDED, _fetch, scatter, finish, Promise(_HELD, _sends_2), published=True)

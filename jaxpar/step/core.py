@@ -54,7 +54,7 @@ class Step(Start):
         self.optimizer = taking_value(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
-        shards = 1 if strategy.server else mesh.shape["fsdp"]
+        shards = mesh.shape["fsdp"]
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]

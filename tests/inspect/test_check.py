@@ -356,8 +356,8 @@ def words(tmp_path: Path) -> list[str]:
 def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     main([*words, "--strategy", "zero1"])
     assert "promises kept" in capsys.readouterr().out
-    for name in ("step", "gradients"):
-        monkeypatch.setattr(f"jaxpar.{name}.rule_of", unsharded)
+    for name in ("core", "gradients"):
+        monkeypatch.setattr(f"jaxpar.step.{name}.rule_of", unsharded)
     with pytest.raises(SystemExit) as exit_:
         main([*words, "--strategy", "zero1", "--json"])
     assert exit_.value.code == 1

@@ -1,7 +1,7 @@
 """What a strategy promises of a step: the bytes of every array of the state, layers one at a time, collectives.
 
-It follows from the strategy's numbers, the mesh and the shapes of leaves, not from the rule or the specs that the step
-was built with: a rule that shards nothing does not change what was promised.
+It follows from what the strategy's rule says of itself (`parallel/`: `Promise`), the mesh and the shapes of leaves, not
+from the specs that the step was built with: a step that shards nothing does not change what was promised.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...collectives.order import is_token, needed
 from ...jaxprs import jaxpr as jx
 from ...layout.leaves import PAD_FROM, Leaf
 from ...model.paths import name_of
+from ...parallel import rule_of
 from ...slicing.program import Program
 from ...step.core import Step
 from ..ledger import PRIMITIVES, Collective
@@ -52,17 +53,16 @@ class Share:
 def shares(step: Step, state: Any) -> list[Share]:
     """A share for each array of an abstract state: parameters, their copy, the optimizer's.
 
-    ZeRO-1 and 2 share out the optimizer's state over `fsdp`, with the float32 master where a copy in low precision is
-    stored beside it; ZeRO-3 shares out the parameters too (Rajbhandari et al. 2020, section 5). `pipe` shares out the
-    layers, `tensor` the leaves that rules name. What the layout reports as too small to be sharded is whole.
+    `fsdp` shares out the trees that the rule `holds` in shards; where a copy in low precision is stored, the float32
+    masters live with the optimizer. `pipe` shares out the layers, `tensor` the leaves that rules name. What the layout
+    reports as too small to be sharded is whole.
     """
-    zero = step.strategy.zero if step.mesh.shape["fsdp"] > 1 and not step.strategy.server else 0
-    sizes: Mapping[str, int] = dict.fromkeys(step.mesh.shape, 1) if step.strategy.server else step.mesh.shape
+    holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
     leaves, kept = step.layout.leaves, step.layout.kept
     seen = [leaf for leaf in (leaves if step.update.as_kept else kept.models) if leaf.trainable]
     found = []
     parts = {
-        "parameters": (state.params, zero == 3 or (zero > 0 and state.copy is not None)),
+        "parameters": (state.params, "params" in holds or ("optimizer" in holds and state.copy is not None)),
         "copy of parameters": (state.copy, False),
     }
     for kind, (tree, sharded) in parts.items():
@@ -73,7 +73,7 @@ def shares(step: Step, state: Any) -> list[Share]:
         # The parameter that an array is like: a momentum's path ends with the parameter's.
         like = [f for f in seen if f"/{name}".endswith(f"/{f.path}") and tuple(x.shape) in (f.shape, f.stored)]
         leaf = max(like, key=lambda f: len(f.path), default=None)
-        elements = x.size if leaf is None else _elements(leaf, sizes, zero > 0)
+        elements = x.size if leaf is None else _elements(leaf, sizes, "optimizer" in holds)
         found.append(Share("optimizer state", name, elements * x.dtype.itemsize))
     return found
 
@@ -181,7 +181,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
     ticks = 1 if schedule is None else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
         least, names = 0.99 - 1 / ticks, [*names, "last message"]
-    if cpu and kind == "all-gather" and strategy.zero == 3 and step.mesh.shape["fsdp"] > 1:
+    if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.mesh.shape["fsdp"] > 1:
         # Once, in place of twice in every microbatch or tick.
         least, names = 0.49 / (strategy.microbatches if schedule is None else ticks), [*names, "merged"]
     if cpu and kind in ("all-reduce", "reduce-scatter"):

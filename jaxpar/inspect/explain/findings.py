@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from ...model.batches import batch_specs, is_array
 from ...model.paths import name_of
+from ...parallel import rule_of
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
@@ -99,7 +100,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
     if axes == ("pipe",):
         return "pipeline"
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
-        return f"ZeRO-{step.strategy.zero}"
+        return rule_of(step.strategy).name
     return "data parallel"
 
 

@@ -22,10 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ...layout.precision import Policy
 from ...make import make_train_step
 from ...model.batches import rows_of
 from ...model.model import Model, Replicated
+from ...parallel import Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
 from ...step.core import Step
 from ...strategy import Strategy
@@ -185,7 +188,7 @@ class Estimator:
         return step
 
     def _facts_of(self, strategy: Strategy) -> _Facts:
-        changes = {"data": 1, "fsdp": 1, "pipe": 1, "microbatches": 1, "chunks": 1}
+        changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "chunks": 1}
         strategy = dataclasses.replace(strategy, **changes)
         step = self._step(strategy, self.target.devices[: strategy.tensor])
         one, two = (_with_rows(self.batch, n) for n in (1, 2))
@@ -199,22 +202,31 @@ class Estimator:
         return _Facts(flops, second - first, max(0, 2 * first - second), sent)
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], state: dict[str, int]) -> float:
-        """Seconds in which weights and gradients are sent: the table of `expected`, a leaf being used once forwards and
-        once backwards.
+        """Seconds in which weights and gradients are sent: what the rule promises of all leaves as one, which is used
+        once forwards and once backwards.
         """
-        fsdp, data, m = shape["fsdp"], shape["data"], s.microbatches
-        wide = 4 if s.reduce == "f32" or s.precision == "f32" else 2
-        narrow = 4 if s.precision == "f32" else 2
-        whole = state["grads"] / wide * (fsdp if s.zero > 1 and fsdp > 1 else 1)  # elements that a rank computes with
+        rule, policy, m = rule_of(s), Policy.of(s), s.microbatches
+        compute, reduce = (in_which(jnp.dtype(jnp.float32)) for in_which in (policy.computed, policy.reduced))
+        # The elements that a rank computes with, and how often it fetches them: idle ranks do too.
+        whole = state["grads"] // reduce.itemsize * (shape["fsdp"] if "grads" in rule.sharded else 1)
+        ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
+        uses = Uses(
+            elements=whole,
+            fetched=(Times(2 * ticks, whole),),
+            given=(Times(m, whole),),
+            updated=(Times(1, whole),),
+            last=False,
+            shard=("fsdp",) if shape["fsdp"] > 1 else (),
+            rest=("data",) if shape["data"] > 1 else (),
+            sizes=shape,
+            compute=compute,
+            reduce=reduce,
+            stored=compute,
+        )
         seconds = 0.0
-        if fsdp > 1:
-            gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[s.zero]
-            if shape["pipe"] > 1 and s.zero == 3:  # idle ranks gather too
-                gathers = 2 * (m + math.ceil((shape["pipe"] - 1) / s.chunks))
-            seconds += gathers * self._seconds("all-gather", whole * narrow, shape, "fsdp")
-            seconds += scatters * self._seconds("reduce-scatter", whole * wide, shape, "fsdp")
-        if data > 1:
-            seconds += self._seconds("all-reduce", whole / fsdp * wide, shape, "data")
+        for one in rule.promise.sends(uses):
+            if one.axes:
+                seconds += one.count * self._seconds(one.kind, one.bytes / one.count, shape, one.axes[0])
         return seconds
 
     def _seconds(self, kind: str, size: float, shape: dict[str, int], axis: str) -> float:
@@ -238,7 +250,7 @@ def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
 
 def _places(s: Strategy) -> tuple[Any, ...]:
     """What the layout of a state depends on."""
-    return s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.tensor, s.precision, s.reduce
+    return s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.tensor, s.precision, s.reduce
 
 
 def _with_rows(batch: Any, rows: int) -> Any:

@@ -1,0 +1,218 @@
+"""How one step uses its leaves, counted in its sliced loss: what the closed forms of rules are functions of.
+
+One use of a stacked leaf [L, ...] is L fetches of a layer.
+
+A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs a chunk of L / (p v) layers in every tick of
+its schedule that has a forward, and again in every one that has a backward, idle ranks included, with the prologue
+beside it, and the epilogue in m ticks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from ..collectives import scatter_pieces
+from ..jaxprs.jaxpr import build, live, opened, trace
+from ..layout.leaves import Leaf
+from ..layout.precision import Policy
+from ..parallel import Times, Uses
+from ..parallel.pipeline.schedules import Phase
+from ..step.core import Step
+from ..step.piped import Piped
+from ..step.tracing import Loss, Traced
+from ..strategy import ROWS
+from .ledger import Collective, Ledger
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How often one step fetches a leaf and gives its gradient, [whole, layer by layer]."""
+
+    fetched: tuple[int, int] = (0, 0)
+    given: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one step does with parameters.
+
+    Attributes:
+      runs: of each unit of the layout (`Kept.units`).
+      own: the model's own collectives.
+      metrics: their number, the loss among them.
+      counts: whether the loss counts rows or tokens; then a count is summed before the backward.
+      once: whether each use is run once: one microbatch, no pipeline.
+    """
+
+    runs: list[Runs]
+    own: list[Collective]
+    metrics: int
+    counts: bool
+    once: bool
+
+
+def count(step: Step, traced: Traced) -> Counted:
+    """What one training step does with parameters."""
+    return _piped(step, traced) if traced.schedule else _plain(step, traced)
+
+
+def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
+    """Each unit and its uses, in numbers."""
+    program = traced.program
+    dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
+    for i, runs in enumerate(counted.runs):
+        yield _uses(step, i, runs, counted.once and program.uses[i] == (True,), dims.get(i, 0))
+
+
+def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
+    """A unit and its uses, in numbers; its layers are on dim `dim`."""
+    leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
+    of_a_stage = leaf.layers is not None
+    ranks = shape["pipe"] if of_a_stage else 1
+    compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
+    stored = math.prod(leaf.stored)
+    elements, layer = stored // ranks, stored // max(1, _layers(leaf, dim))
+    given, updated = (), ()
+    if leaf.trainable:
+        n = math.prod(shape[a] for a in leaf.shard)
+        whole, sliced = runs.given
+        given = (Times(whole, elements, _pieces(leaf, None, n, compute, reduce) if whole else 1),)
+        given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
+    if leaf.trainable and leaf.dim is not None and index < len(step.layout.leaves):  # not the layers of a kept stack
+        parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
+        updated = (Times(parts, elements // parts),)
+    shard = leaf.shard if leaf.dim is not None else ()
+    used_by = ROWS if of_a_stage else ("pipe", *ROWS)
+    return Uses(
+        elements=elements,
+        fetched=_some(Times(runs.fetched[0], elements), Times(runs.fetched[1], layer)),
+        given=_some(*given),
+        updated=updated,
+        last=last,
+        shard=tuple(a for a in shard if shape[a] > 1),
+        rest=tuple(a for a in used_by if shape[a] > 1 and a not in shard),
+        sizes=dict(shape),
+        compute=compute,
+        reduce=reduce,
+        stored=compute if step.layout.copied else Policy.master(leaf.dtype),
+    )
+
+
+def _some(*times: Times) -> tuple[Times, ...]:
+    return tuple(each for each in times if each.count)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+# An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.
+_MARK = jec.Primitive("jaxpar_mark")
+_MARK.def_abstract_eval(lambda x, **_: x)
+
+
+class _Marker:
+    def __init__(self, leaves: tuple[Leaf, ...]):
+        self.leaves = [leaf.local for leaf in leaves]
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
+        leaf = self.leaves[index]
+        whole = sliced or leaf.layers is None
+        return value if whole else jnp.broadcast_to(value[:1], leaf.logical)
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        leaf = self.leaves[index]
+        if not leaf.trainable:
+            return None
+        cotangent = _MARK.bind(cotangent, what="given", index=index, sliced=sliced)
+        return cotangent if sliced or leaf.layers is None else cotangent[: _layers(leaf)]
+
+
+def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
+    """Every mark in a program: what, leaf, sliced, and how often it runs."""
+    for eqn in opened(jaxpr)[0].eqns:
+        if eqn.primitive is _MARK:
+            yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], times
+        for inner in jec.jaxprs_in_params(eqn.params):
+            yield from _marks(inner, times * eqn.params["length"] if eqn.primitive.name == "scan" else times)
+
+
+def _plain(step: Step, traced: Traced) -> Counted:
+    """One microbatch after another."""
+
+    def run(leaves: list[Any], *inputs: Any) -> Any:
+        loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+        *outs, tape = loss.forward(*inputs)
+        return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
+
+    m = step.strategy.microbatches
+    inputs = (traced.variables, traced.rows, traced.key)
+    runs, own = _counted(step, [(m, _live(run, traced.leaves, *inputs, axes=traced.traced_axes))])
+    return Counted(runs, own, len(traced.outputs[0]), traced.counts, m == 1)
+
+
+def _piped(step: Step, traced: Traced) -> Counted:
+    """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
+    schedule = traced.schedule
+    assert schedule is not None
+    m = schedule.microbatches
+    axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
+
+    def tick(forward: bool, backward: bool, epilogue: bool) -> Any:
+        def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+            keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
+            loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+            pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
+            return pipeline.once(Phase(0, 1, forward, backward, epilogue))
+
+        return _live(run, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
+
+    alone = [
+        (schedule.messages("F"), tick(True, False, False)),
+        (schedule.messages("B"), tick(False, True, False)),
+    ]
+    runs, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
+    return Counted(runs, own, len(traced.outputs[0]), traced.counts, False)
+
+
+def _live(run: Any, *args: Any, axes: dict[str, int]) -> Any:
+    """A program without what nobody reads."""
+    flat, _ = trace(run, *args, axes=axes)
+    return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+
+
+def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list[Collective]]:
+    """Uses of each leaf, and the collectives that stand in programs, each of which runs so many times."""
+    found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.kept.units]
+    own = []
+    for times, jaxpr in parts:
+        for what, index, sliced, runs in _marks(jaxpr):
+            found[index][what][sliced] += times * runs
+        for one in Ledger.from_jaxpr(jaxpr, step.mesh):
+            assert one.count is not None
+            own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
+    runs = [Runs((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]
+    return runs, [one for one in Ledger(own) if one.count]
+
+
+def _layers(leaf: Leaf, dim: int = 0) -> int:
+    """The layers of a leaf that is a stack along a dim, padding of the stages included."""
+    return math.prod(leaf.shape[: leaf.stage + 1]) if dim == 0 else leaf.shape[dim]
+
+
+def _pieces(leaf: Leaf, dim: int | None, n: int, dtype: Any, wider: Any) -> int:
+    """The number of reduce-scatters of one gradient, of a layer on `dim` or of the whole: several pieces of a very
+    large one.
+    """
+    if dim is None:
+        return scatter_pieces(leaf.stored, dtype, leaf.inner(False), n, wider)
+    shape = (*leaf.stored[:dim], *leaf.stored[dim + 1 :]) if dim else leaf.stored[leaf.stage + 1 :]
+    return scatter_pieces(shape, dtype, leaf.inner(True, dim), n, wider)
