@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
+import jax.extend.core as jec
 
 from ..jaxprs.collectives import KINDS, PRIMITIVES
-from ..jaxprs.jaxpr import live
+from ..jaxprs.jaxpr import live, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Place, merged, whole
@@ -52,7 +53,7 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: a collective runs over an axis that `mesh` lacks.
         """
-        return cls(_from_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), mesh, Place()))
+        return cls(_from_jaxpr(opened(jaxpr)[0], mesh, Place()))
 
     @classmethod
     def from_hlo(cls, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
@@ -160,12 +161,9 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> It
             sent = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
             yield from place.collectives(kind, axes, sent)
         elif name == "cond":
-            walks = [functools.partial(_from_jaxpr, branch.jaxpr, mesh) for branch in eqn.params["branches"]]
+            walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
             yield from place.branches(walks)
         else:
             inner = place.loop(eqn.params.get("length")) if name in ("scan", "while") else place
-            for value in eqn.params.values():
-                for sub in value if isinstance(value, tuple) else (value,):
-                    sub = getattr(sub, "jaxpr", sub)
-                    if hasattr(sub, "eqns"):
-                        yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
+            for sub in jec.jaxprs_in_params(eqn.params):
+                yield from _from_jaxpr(opened(sub)[0], mesh, inner, name == "shard_map")
