@@ -62,9 +62,8 @@ def _number(step: Any) -> str:
 def _held(leaves: Sequence[Any]) -> str:
     """The bytes of some arrays on each of their devices; of all together where they have none."""
     size = lambda x, shape: math.prod(shape) * x.dtype.itemsize
-    places = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves]
-    devices = frozenset().union(*(place.device_set for place in places if place is not None))
-    if None in places or not devices:
+    if any(isinstance(x, Tracer) or getattr(x, "sharding", None) is None for x in leaves):
         return f"{sum(size(x, x.shape) for x in leaves):,} bytes"
-    held = sum(size(x, place.shard_shape(x.shape)) for x, place in zip(leaves, places, strict=True))
+    devices = frozenset().union(*(x.sharding.device_set for x in leaves))
+    held = sum(size(x, x.sharding.shard_shape(x.shape)) for x in leaves)
     return f"{held:,} bytes on each of {len(devices)} x {next(iter(devices)).platform}"

@@ -102,7 +102,7 @@ def test_verify_sees_a_mean_that_is_missing_or_taken_twice(
 ) -> None:
     def scaled(step: ServerStep, state: Any, gathered: Any) -> Any:
         grads, variables, sums = summed(step, state, gathered)
-        return [g * factor for g in grads], variables, sums
+        return jax.tree.map(lambda g: g * factor, grads), variables, sums
 
     monkeypatch.setattr(ServerStep, "_summed", scaled)
     monkeypatch.setattr(Local, "_count", lambda *args: count(*args) / factor)
