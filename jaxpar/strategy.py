@@ -11,8 +11,41 @@ from typing import Any, Literal
 from .tables import SCHEDULES
 from .text import did_you_mean
 
-AXES = ("pipe", "data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # the axes that share the rows of a batch
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh.
+
+    Attributes:
+      name: its name, and that of the field of `Strategy` that gives its size.
+      rows: whether its ranks share the rows of a batch; else each of them sees all rows.
+      sums: over which leaves' gradients it sums; a leaf that the axis shards is scattered instead.
+    """
+
+    name: str
+    rows: bool
+    sums: Literal["every leaf", "leaves of no stage", "no leaf"]
+
+
+# Outermost to innermost.
+MESH = (
+    Axis("pipe", rows=False, sums="leaves of no stage"),
+    Axis("data", rows=True, sums="every leaf"),
+    Axis("fsdp", rows=True, sums="every leaf"),
+    Axis("tensor", rows=False, sums="no leaf"),  # the program of one rank sums what ranks have in parts
+)
+AXES = tuple(axis.name for axis in MESH)
+ROWS = tuple(axis.name for axis in MESH if axis.rows)  # those that share the rows of a batch
+
+
+def summed_over(of_a_stage: bool) -> tuple[str, ...]:
+    """The axes over which the gradient of a leaf is summed, where a stage of a pipeline owns it or not.
+
+    >>> summed_over(of_a_stage=False), summed_over(of_a_stage=True)
+    (('pipe', 'data', 'fsdp'), ('data', 'fsdp'))
+    """
+    return tuple(axis.name for axis in MESH if axis.sums == "every leaf" or (axis.sums != "no leaf" and not of_a_stage))
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "single": {"single": True},
@@ -120,8 +153,8 @@ class Strategy:
             raise ValueError(
                 "sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out"
             )
-        for axis in ("fsdp", "pipe", "tensor"):
-            if self.server and (size := getattr(self, axis)) != 1:
+        for axis in AXES:
+            if axis != "data" and self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(
                     f"server=True with {axis}={size}: a central server shards nothing; use data={size} alone"
                 )
@@ -176,7 +209,7 @@ class Strategy:
         if self.single:
             return dict.fromkeys(AXES, 1)
         data: int = max(hosts, 2 if devices > 1 else 1) if self.data == "hosts" else self.data  # type: ignore[assignment]
-        known = {"pipe": self.pipe, "data": data, "fsdp": self.fsdp, "tensor": self.tensor}
+        known = {axis: getattr(self, axis) for axis in AXES} | {"data": data}
         given = ", ".join(f"{k}={v}" for k, v in known.items() if v not in (1, -1)) or "data=1, fsdp=1"
         free = [k for k, v in known.items() if v == -1]
         product = math.prod(v for v in known.values() if v != -1)
@@ -186,10 +219,10 @@ class Strategy:
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make pipe x data x fsdp x tensor = "
+                f"{given} needs {product} devices and there are {devices}; make {' x '.join(AXES)} = "
                 f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
-        return {axis: known[axis] for axis in AXES}
+        return known
 
     def _text(self, skip: str = "") -> str:
         parts = []

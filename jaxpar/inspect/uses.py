@@ -28,7 +28,7 @@ from ..parallel.pipeline.schedules import Phase
 from ..step.core import Step
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced
-from ..strategy import ROWS
+from ..strategy import summed_over
 from .ledger import Collective, Ledger
 
 
@@ -90,7 +90,6 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
         parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
         updated = (Times(parts, elements // parts),)
     shard = leaf.shard if leaf.dim is not None else ()
-    used_by = ROWS if of_a_stage else ("pipe", *ROWS)
     return Uses(
         elements=elements,
         fetched=_some(Times(runs.fetched[0], elements), Times(runs.fetched[1], layer)),
@@ -98,7 +97,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
         updated=updated,
         last=last,
         shard=tuple(a for a in shard if shape[a] > 1),
-        rest=tuple(a for a in used_by if shape[a] > 1 and a not in shard),
+        rest=tuple(a for a in summed_over(of_a_stage) if shape[a] > 1 and a not in shard),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,

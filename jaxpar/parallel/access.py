@@ -8,7 +8,7 @@ from .. import collectives
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
 from ..slicing.program import Program
-from ..strategy import ROWS, Strategy
+from ..strategy import Strategy, summed_over
 from . import DDP, Rule, Use
 
 
@@ -30,7 +30,7 @@ class Access:
 
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]
-        used_by = ROWS if leaf.layers is not None else ("pipe", *ROWS)
+        used_by = summed_over(leaf.layers is not None)
         sharded = leaf.dim is not None and self.rules[index].sharded
         rest = [a for a in used_by if a not in leaf.shard] if sharded else used_by
         if sliced:
