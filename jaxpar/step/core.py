@@ -217,18 +217,31 @@ class Step(Start):
             place       layout/             that on every device, on its part of each leaf
             update      step/update.py      the optimizer, on logical leaves that stay where they are
         """
-        grads, variables, sums = self._gradients(state, batch)
-        return self.update(state, grads, variables, sums)
-
-    def _gradients(self, state: State, batch: Any) -> tuple[Any, Any, Sums]:
-        """Float32 gradients as `_unscaled` gives them, new variables, sums."""
         scheduled = self.local.gradients
-        placed = self.mapped(scheduled, batch, (self.layout.specs("grads"), _HERE, _HERE))
-        scale = state.scale.scale if state.scale is not None else jnp.float32(1)
-        (grads, variables, sums), _ = placed(
-            state.step, self._weights(state), state.variables, state.key, state.step, scale
-        )
-        return self._unscaled(grads, state), variables, sums
+        placed = self._placed(scheduled, batch)
+        return self.update(state, *placed(state))
+
+    def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
+        grads, _, sums = self._placed(self.local.gradients, batch)(state)
+        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
+
+    def _evaluate(self, state: State, batch: Any) -> Metrics:
+        sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)
+        return metrics_of(sums)
+
+    def _placed(self, gradients: Callable, batch: Any) -> Callable[[State], tuple[Any, Any, Sums]]:
+        """From the gradients of one device's rows to those of all: a function of the state, which returns float32
+        gradients as `_unscaled` gives them, new variables and sums.
+        """
+        run = self.mapped(gradients, batch, (self.layout.specs("grads"), _HERE, _HERE))
+
+        def placed(state: State) -> tuple[Any, Any, Sums]:
+            scale = state.scale.scale if state.scale is not None else jnp.float32(1)
+            weights, variables = self._weights(state), state.variables
+            (grads, variables, sums), _ = run(state.step, weights, variables, state.key, state.step, scale)
+            return self._unscaled(grads, state), variables, sums
+
+        return placed
 
     def mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
         """`fun` on every device, for a batch of these leaves: a function of the step's number, what is stored of the
@@ -256,14 +269,6 @@ class Step(Start):
     def _weights(self, state: State) -> Any:
         """What a step's programs read of the parameters."""
         return state.copy if self.layout.copied else state.params
-
-    def _evaluate(self, state: State, batch: Any) -> Metrics:
-        sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)
-        return metrics_of(sums)
-
-    def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        grads, _, sums = self._gradients(state, batch)
-        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
     def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
         """Reduced gradients -> float32 gradients of the loss itself, without padding, in the tree of the leaves; None
