@@ -34,11 +34,12 @@ train: setup
 compare: setup
 	$(BIN)/python experiments/compare.py
 
-test: lint types docs $(VENV)/.packages
+test: $(VENV)/.packages
+	@$(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync PYTHON="$(PYTHON)" lint types docs
 	$(PYTEST)
 
 battery: setup
-	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
+	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_gpu.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
 
 soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
