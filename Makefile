@@ -39,7 +39,7 @@ test: $(VENV)/.packages
 	$(PYTEST)
 
 battery: setup
-	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_gpu.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
+	$(PYTEST) --battery tests/test_transparency.py tests/test_pipeline.py tests/test_tensor.py tests/test_localise.py tests/test_broken.py tests/test_collectives.py tests/test_check.py tests/test_cost.py tests/test_gpu.py tests/test_plan.py tests/test_zero_table.py tests/test_megatron_memory.py tests/test_known_cost.py
 
 soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
