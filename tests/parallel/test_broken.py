@@ -91,12 +91,18 @@ def test_verify_sees_a_dropped_reduction(strategy: str, monkeypatch: pytest.Monk
     assert report.loss == pytest.approx(report.expected_loss)  # which says nothing about gradients
 
 
+FACTORS = ("missing", 8, "x8: a mean over replicas"), ("twice", 1 / 8, "x1/8: a sum over replicas")
+
+
 @pytest.mark.parametrize(
-    ("factor", "hint"),
-    [(8, "x8: a mean over replicas"), (1 / 8, "x1/8: a sum over replicas")],
-    ids=["missing", "twice"],
+    ("strategy", "factor", "hint"),
+    [
+        # Every strategy with one of the two; with the other in the battery.
+        pytest.param(strategy, factor, hint, marks=[pytest.mark.battery] * ((i + j) % 2), id=f"{strategy}-{name}")
+        for i, strategy in enumerate(STRATEGIES)
+        for j, (name, factor, hint) in enumerate(FACTORS)
+    ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_verify_sees_a_mean_that_is_missing_or_taken_twice(
     strategy: str, factor: float, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def piped(strategy: str) -> int:
 
 
 @pytest.mark.xdist_group("gpu pipe")
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.battery)])  # both, for CPUs: test_stages.py
 def test_memory_of_a_pipeline_is_flat_in_microbatches(chunks: int) -> None:
     few, many = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
     assert many <= 1.05 * few

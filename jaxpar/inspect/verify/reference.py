@@ -32,6 +32,7 @@ class Reference:
         self.model, self.strategy, self.replicas = model, strategy, replicas
         self._grad = jax.jit(jax.value_and_grad(self._objective, has_aux=True, allow_int=True))
         self._create = jax.jit(model.create)
+        self._updates: dict[int, tuple[Any, Any, Any]] = {}
 
     def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
         m, n = self.strategy.microbatches, self.replicas
@@ -39,6 +40,7 @@ class Reference:
         declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
         params = jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
         sums: list[Mean] = []
+        drawn: bool | None = None  # whether the loss depends on its key: to be traced once, not for every microbatch
         for i in range(m):
 
             def rows(
@@ -48,7 +50,8 @@ class Reference:
 
             blocks = jax.tree.map(rows, batch, is_leaf=_marked)
             keys = jax.vmap(lambda r, i=i: block_key(key, step, r * m + i))(jnp.arange(n))
-            if self._draws(params, variables, blocks, keys):
+            drawn = self._draws(params, variables, blocks, keys) if drawn is None else drawn
+            if drawn:
                 axes = jax.tree.map(lambda x: None if _marked(x) else 0, blocks, is_leaf=_marked)
 
                 def block(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
@@ -109,20 +112,30 @@ class Reference:
     ) -> Any:
         """Parameters after some steps on one batch; `done()` is called after each."""
         params, variables = self._start(key, nudge, sample)
-        tuned = taking_value(optimizer)
+        tuned, update = self._tuned(optimizer)
         state = tuned.init(_trained(params))
-
-        @jax.jit
-        def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
-            changes, state = tuned.update(_trained(grads), state, _trained(params), value=loss)
-            moved = optax.apply_updates(_trained(params), changes)
-            return jax.tree.map(lambda new, old: old if new is None else new, moved, params, is_leaf=_is_none), state
-
         for step in range(steps):
             (loss, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
             params, state = update(grads, state, params, loss)
             done()
         return params
+
+    def _tuned(self, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
+        """The transformation, and its update under `jit`: `rounding` trains four times, and compiles it once."""
+        if id(optimizer) not in self._updates:
+            tuned = taking_value(optimizer)
+
+            @jax.jit
+            def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
+                changes, state = tuned.update(_trained(grads), state, _trained(params), value=loss)
+                moved = optax.apply_updates(_trained(params), changes)
+                return jax.tree.map(
+                    lambda new, old: old if new is None else new, moved, params, is_leaf=_is_none
+                ), state
+
+            self._updates[id(optimizer)] = tuned, update, optimizer  # held, so that its id stays its own
+        tuned, update, _ = self._updates[id(optimizer)]
+        return tuned, update
 
     def rounding(
         self,
