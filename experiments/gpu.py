@@ -85,16 +85,16 @@ class Profile(Common):
 
 def train(options: Train) -> None:
     from jaxpar.cli import commands as cli
-    from jaxpar.cli.options import Options
+    from jaxpar.cli.options import TrainOptions
     from jaxpar.layout.distributed import attach
-    from jaxpar.train.report import read
+    from jaxpar.train.recorder import read
 
     attach(1 if options.tiny else None, default=1)
     record, devices = Record(options.out, "train", options.budget), 1 if _is_cpu() else None
     steps = 4 if options.tiny else options.steps
     for strategy in ("single", "fsdp", "fsdp,precision=bf16"):
         folder = options.out / f"train-{strategy.replace(',', '-').replace('=', '-')}"
-        run = Options(
+        run = TrainOptions(
             model="llama-tiny",
             strategy=strategy,
             out=folder,

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from .. import __version__
 from ..data import Text
-from ..data.feed import training
+from ..data.streams import training
 from ..layout import distributed
 from ..make import make_train_step
 from ..strategy import Strategy
@@ -29,7 +29,7 @@ from ..text import did_you_mean
 from ..train.loop import Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
-from .options import PASSING, CheckOptions, Options, model_of, optimizer_of, read, trainer_of
+from .options import PASSING, CheckOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
 
 _USAGE = """usage: jaxpar COMMAND [OPTIONS]
 
@@ -86,21 +86,21 @@ def run(words: list[str]) -> None:
         case ["--version"]:
             print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
         case ["train", *rest]:
-            train(_parse(Options, "train", rest, _default(rest)))
+            train(_parse(TrainOptions, "train", rest, _default(rest)))
         case ["check", *rest]:
             check(_parse(CheckOptions, "check", rest, _default(rest, CheckOptions)))
         case ["plan", *rest]:
             from . import plan  # only this command needs it
 
-            plan.main(_parse(plan.Options, "plan", rest))
+            plan.main(_parse(plan.PlanOptions, "plan", rest))
         case ["timeline", *rest]:
             from . import timeline
 
-            timeline.main(_parse(timeline.Options, "timeline", rest))
+            timeline.main(_parse(timeline.TimelineOptions, "timeline", rest))
         case ["bench", "collectives", *rest]:
             from ..inspect.bench import bandwidth
 
-            bandwidth.main(_parse(bandwidth.Options, "bench collectives", rest))
+            bandwidth.main(_parse(bandwidth.BenchOptions, "bench collectives", rest))
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
@@ -117,7 +117,7 @@ def _unknown(given: str, known: list[str]) -> NoReturn:
     raise ValueError(f"there is no command {given!r}{near}")
 
 
-def _default(words: list[str], cls: type[Options] = Options) -> Options:
+def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainOptions:
     """What the command line adds to: the options of --config, or with --resume those of the run in --out."""
     look = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--out"):
@@ -133,7 +133,7 @@ def _default(words: list[str], cls: type[Options] = Options) -> Options:
     return cls() if path is None else cls(**read(cls, path))
 
 
-def train(options: Options) -> None:
+def train(options: TrainOptions) -> None:
     """`jaxpar train`: builds what the options name, trains it, and shows what it has learnt."""
     Strategy.parse(options.strategy)  # before anything that takes time
     distributed.join(options.coordinator, options.processes, options.process)
@@ -183,7 +183,7 @@ def check(options: CheckOptions) -> None:
         sys.exit(1)
 
 
-def _placed(options: Options) -> Options:
+def _placed(options: TrainOptions) -> TrainOptions:
     """The options with a folder to write to: a new one, the same in every process, unless one is named."""
     if options.out is not None or options.steps == 0:
         return options
@@ -193,20 +193,20 @@ def _placed(options: Options) -> Options:
     return dataclasses.replace(options, out=Path("runs") / f"{name}-{stamp}")
 
 
-def _keep_config(options: Options, trainer: Trainer, metrics: dict[str, float]) -> None:
+def _keep_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, float]) -> None:
     """Writes config.yaml beside the run, and says what a resumed run has changed in it."""
     if jax.process_index():
         return
     assert options.out is not None
     path = options.out / "config.yaml"
-    before = Options.load(path) if path.exists() else options
-    for name in (field.name for field in dataclasses.fields(Options) if field.name not in PASSING):
+    before = TrainOptions.load(path) if path.exists() else options
+    for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in PASSING):
         if getattr(before, name) != getattr(options, name):
             trainer.progress.say(f"{name} is now {getattr(options, name)}, and was {getattr(before, name)}")
     path.write_text(options.dump())
 
 
-def _sample(trainer: Trainer, options: Options, prompt: np.ndarray, generate: Callable[..., jax.Array]) -> str:
+def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generate: Callable[..., jax.Array]) -> str:
     """The prompt, bytes uint8 [n], and what the model writes after it."""
     module, key = trainer.step.model(trainer.state), jax.random.key(options.seed)
     tokens = generate(module, prompt[None], options.sample, key, window=options.length)

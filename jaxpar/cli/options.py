@@ -31,7 +31,7 @@ FREE = ("out", "strategy", "devices", "steps", "evaluate_every", "evaluate_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Loop):
+class TrainOptions(Loop):
     """Train a model by name under any parallelism strategy.
 
     Without --data, models of text learn from Python's own source, and models of images from handwritten digits. Without
@@ -86,7 +86,7 @@ class Options(Loop):
         return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
 
     @classmethod
-    def load(cls, path: Path | str) -> Options:
+    def load(cls, path: Path | str) -> TrainOptions:
         """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
         return cls(**read(cls, path))
 
@@ -102,7 +102,7 @@ class Options(Loop):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(Options):
+class CheckOptions(TrainOptions):
     """Prove that a strategy takes effect, with the words of `jaxpar train`: nothing is trained.
 
     The training step is compiled, and every promise of the strategy compared with the program: bytes of each array of
@@ -156,7 +156,7 @@ def _is_number(value: Any) -> bool:
 # -- what options make -------------------------------------------------------------------------------------------------
 
 
-def model_of(options: Options) -> tuple[Named, data.Text | images.Images]:
+def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
     """The model and the data. Raises ValueError for an unknown model or size, and where data is missing or unfit."""
     model = named_of(options.model, options.length)
     if model.kind == "text":
@@ -201,7 +201,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
 
 
-def optimizer_of(options: Options) -> optax.GradientTransformation:
+def optimizer_of(options: TrainOptions) -> optax.GradientTransformation:
     """AdamW behind clipping, on a warm-up and a cosine over all steps."""
     warmup = min(options.warmup, options.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
@@ -210,7 +210,7 @@ def optimizer_of(options: Options) -> optax.GradientTransformation:
     )
 
 
-def units_of(options: Options, model: Named, source: data.Text | images.Images) -> Units:
+def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:
     """What is counted: bytes in bits, tokens in nats, images."""
     flops = model.flops(options.rows, options.length)
     if isinstance(source, images.Images):
@@ -221,7 +221,9 @@ def units_of(options: Options, model: Named, source: data.Text | images.Images) 
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(options: Options, model: Named, source: data.Text | images.Images, hooks: Iterable[Any] = ()) -> Trainer:
+def trainer_of(
+    options: TrainOptions, model: Named, source: data.Text | images.Images, hooks: Iterable[Any] = ()
+) -> Trainer:
     """The trainer that `jaxpar train` runs."""
     units = units_of(options, model, source)
     about = {**options.about, "data": source.description}

@@ -18,7 +18,7 @@ from .options import named_of
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Ranks strategies for a model on devices that need not be here: what fits, how fast, and why the others lose.
 
     The best few by closed forms are compiled; nothing runs. What was compiled is kept for the next time.
@@ -51,7 +51,7 @@ class Options:
                 raise ValueError(f"--{name} {getattr(self, name)}: use a whole number from 1")
 
 
-def main(options: Options) -> None:
+def main(options: PlanOptions) -> None:
     """Plans and prints. Exits with 1 where nothing fits, 130 after Ctrl-C."""
     for text in options.strategy:
         Strategy.parse(text)  # before anything that takes time

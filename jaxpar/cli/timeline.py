@@ -26,7 +26,7 @@ _WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items
 
 
 @dataclass(frozen=True)
-class Options:
+class TimelineOptions:
     """Draws a pipeline's schedule: forwards, backwards, idle time, and what each rank holds."""
 
     pipe: int = 4
@@ -52,7 +52,7 @@ class Options:
     """write cells such as 0F0 (stage, kind, microbatch) that torch.distributed.pipelining reads as compute_only"""
 
 
-def main(options: Options, console: Console | None = None) -> None:
+def main(options: TimelineOptions, console: Console | None = None) -> None:
     """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
     schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
     size = None if options.model is None else _slot_of(options)
@@ -69,7 +69,7 @@ def main(options: Options, console: Console | None = None) -> None:
         console.print("written: " + ", ".join(written), soft_wrap=True)
 
 
-def _slot_of(options: Options) -> int:
+def _slot_of(options: TimelineOptions) -> int:
     """Bytes of one slot when the named model is trained so."""
     assert options.model is not None
     with contextlib.suppress(RuntimeError):  # jax may be running already, perhaps with devices enough

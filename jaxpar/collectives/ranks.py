@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..text import did_you_mean
 
-Options = ParamSpec("Options")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
 
 
 def collective(
-    inside: Callable[Concatenate[Any, Axes, Options], jax.Array],
-) -> Callable[Concatenate[Any, Axes, Options], jax.Array]:
+    inside: Callable[Concatenate[Any, Axes, P], jax.Array],
+) -> Callable[Concatenate[Any, Axes, P], jax.Array]:
     """Makes a function of one device's `x` and of axis names take `on(mesh)` as well; it gets only axes that count."""
 
     @functools.wraps(inside)
-    def call(x: Any, axes: Axes, *args: Options.args, **options: Options.kwargs) -> jax.Array:
+    def call(x: Any, axes: Axes, *args: P.args, **options: P.kwargs) -> jax.Array:
         x = jnp.asarray(x)
         if not isinstance(axes, Ranks):
             return inside(x, spanned(axes), *args, **options)

@@ -30,7 +30,7 @@ from ..jaxprs.jaxpr import live, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Place, merged, whole
-from .compiled.kernels import Choice, Done, Kernel, Loop, Operation, Program, Start
+from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
@@ -66,10 +66,10 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: the program is for another number of devices, or has a form of groups or a dtype not known here.
         """
-        return cls.of(Program(text, mesh))
+        return cls.of(Executable(text, mesh))
 
     @classmethod
-    def of(cls, *programs: Program) -> Self:
+    def of(cls, *programs: Executable) -> Self:
         """The same of programs that were read before, with their mesh."""
         return cls(one for program in programs for one in collectives(program.operations, Place()))
 
@@ -132,14 +132,14 @@ def collectives(operations: Sequence[Operation], place: Place) -> Iterator[Colle
             hidden = not one.waits and any(map(_computes, until))
             here = dataclasses.replace(place, asynchronous=not one.waits, overlapped=hidden)
             yield from here.collectives(one.kind, one.axes, one.sent)
-        elif isinstance(one, Loop):
+        elif isinstance(one, While):
             yield from collectives(one.body, place.loop(one.trips))
         elif isinstance(one, Choice):
             yield from place.branches([functools.partial(collectives, branch) for branch in one.branches])
 
 
 def _computes(one: Operation) -> bool:
-    inside = one.body if isinstance(one, Loop) else itertools.chain(*one.branches) if isinstance(one, Choice) else ()
+    inside = one.body if isinstance(one, While) else itertools.chain(*one.branches) if isinstance(one, Choice) else ()
     return one.computes if isinstance(one, Kernel) else any(map(_computes, inside))
 
 

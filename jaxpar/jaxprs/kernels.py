@@ -18,12 +18,12 @@ from typing import Any
 import jax
 
 Dims = tuple[int | None, ...]
-_kernels: dict[str, Kernel] = {}
+_kernels: dict[str, LocalKernel] = {}
 _names: dict[Any, str] = {}
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LocalKernel:
     """A function of arrays that computes the parts of its result from the parts of its arguments.
 
     Attributes:
@@ -80,7 +80,7 @@ def local_kernel(
         if wrong := [d for d in dims if d is not None and (not isinstance(d, int) or d < 0)]:
             raise ValueError(f"kernel {name}: {which}={dims} holds {wrong[0]!r}; use dims from 0, or None")
 
-    by_ranks: dict[tuple[int, ...], Kernel] = {}
+    by_ranks: dict[tuple[int, ...], LocalKernel] = {}
 
     @functools.wraps(fun, updated=())
     def call(*arrays: Any, **keywords: Any) -> Any:
@@ -110,7 +110,7 @@ def local_kernel(
     return call
 
 
-def of(eqn: Any) -> Kernel | None:
+def of(eqn: Any) -> LocalKernel | None:
     """The kernel that an equation of a traced program calls, or None.
 
     None also where JAX has made something else of it: a batched kernel has other dims, a differentiated one is
@@ -132,7 +132,7 @@ def of(eqn: Any) -> Kernel | None:
     return kernel if len(eqn.outvars) == len(kernel.out_dims) else _of_some_results(kernel, eqn)
 
 
-def _of_some_results(kernel: Kernel, eqn: Any) -> Kernel | None:
+def _of_some_results(kernel: LocalKernel, eqn: Any) -> LocalKernel | None:
     """The kernel of an equation from which JAX has dropped the results that nobody uses."""
     jaxpr = eqn.params["jaxpr"]
     paths = getattr(jaxpr, "jaxpr", jaxpr).debug_info.result_paths or ()
@@ -143,7 +143,7 @@ def _of_some_results(kernel: Kernel, eqn: Any) -> Kernel | None:
     return dataclasses.replace(kernel, fun=some, out_dims=tuple(kernel.out_dims[i] for i in kept))
 
 
-def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple[int, ...]) -> Kernel:
+def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple[int, ...]) -> LocalKernel:
     """The kernel of these parts, registered under its name; another one each time where `fun` cannot be hashed."""
     parts = (_identity(fun), in_dims, out_dims, ranks)
     try:
@@ -157,7 +157,7 @@ def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple
             return fun(*arrays)
 
         named.__name__ = named.__qualname__ = known
-        _kernels[known] = Kernel(fun, in_dims, out_dims, ranks, jax.jit(named))
+        _kernels[known] = LocalKernel(fun, in_dims, out_dims, ranks, jax.jit(named))
     return _kernels[known]
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..jaxprs.kernels import local_kernel
-from .flash import Options, dot, even, refusal, visible
+from .flash import AttentionOptions, dot, even, refusal, visible
 
 IMPLEMENTATIONS = (None, "cudnn", "xla")
 
@@ -79,13 +79,15 @@ def attention(
     given = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
     more = {name: x for name, x in given.items() if x is not None}
     scale = None if scale is None else float(scale)
-    options = Options(causal, window, scale, implementation, len(more) - ("mask" in more), "mask" in more)
+    options = AttentionOptions(causal, window, scale, implementation, len(more) - ("mask" in more), "mask" in more)
     split = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
     in_dims = (2, 2, 2, *(split.get(name) for name in more))
     return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *more.values())
 
 
-def _attention(options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+def _attention(
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+) -> jax.Array:
     refused = "" if options.implementation == "xla" else refusal(query.shape, key.shape, query.dtype.name)
     if refused and options.implementation == "cudnn":
         raise ValueError(

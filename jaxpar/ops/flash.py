@@ -23,7 +23,7 @@ Name = Literal["cudnn", "xla"]
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """What is static in a call, and which arrays follow query, key and value."""
 
     causal: bool
@@ -36,7 +36,7 @@ class Options:
 
 
 def dot(
-    name: Name, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+    name: Name, options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
 ) -> jax.Array:
     """JAX's attention, by one of its implementations. A query that sees no key gets the mean of some values."""
     if name == "xla" and query.dtype == jnp.float16:
@@ -48,7 +48,7 @@ def dot(
 
 
 def _dot(
-    name: Name, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+    name: Name, options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
 ) -> jax.Array:
     mask, window, lengths = None, None, None
     if more:
@@ -70,7 +70,7 @@ def _dot(
     )
 
 
-def visible(options: Options, t: int, s: int, *more: jax.Array) -> jax.Array:
+def visible(options: AttentionOptions, t: int, s: int, *more: jax.Array) -> jax.Array:
     """The keys that each query may see but for causality, bool [B or 1, H or 1, T, S]."""
     i, j = jnp.arange(t)[:, None], jnp.arange(s)
     visible = jnp.full((1, 1, t, s), True)
@@ -85,7 +85,7 @@ def visible(options: Options, t: int, s: int, *more: jax.Array) -> jax.Array:
     return visible
 
 
-def even(options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+def even(options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
     """Flash attention of even lengths, which cuDNN's backward demands: a query is added and dropped, a key hidden."""
     t, s = query.shape[1], key.shape[1]
     if t % 2 or s % 2:
@@ -101,7 +101,7 @@ def even(options: Options, query: jax.Array, key: jax.Array, value: jax.Array, *
 
 
 @functools.cache
-def _flash(options: Options) -> Callable[..., jax.Array]:
+def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     """cuDNN's attention where the program is compiled for CUDA, XLA's elsewhere, with one set of residuals for both.
 
     What XLA saw, it computes again in the backward pass: all that a cuDNN program would have to hold of XLA's side are
@@ -126,21 +126,21 @@ def _flash(options: Options) -> Callable[..., jax.Array]:
     return flash
 
 
-def _pull(name: Name, options: Options, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+def _pull(name: Name, options: AttentionOptions, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
     return jax.vjp(lambda *qkv: dot(name, options, *qkv, *arrays[3:]), *arrays[:3])
 
 
-def _xla_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _xla_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     return dot("xla", options, *arrays), jnp.zeros(_statistics(arrays[0]), jnp.float32)
 
 
 def _xla_backward(
-    options: Options, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
+    options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     return _pull("xla", options, arrays)[1](given)
 
 
-def _cudnn_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     out, pull = _pull("cudnn", options, arrays)
     # What the backward pass needs beside arguments and result: the logarithm of the softmax's denominator.
     (statistics,) = (x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(arrays[0]), jnp.float32))
@@ -148,7 +148,7 @@ def _cudnn_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax
 
 
 def _cudnn_backward(
-    options: Options, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
+    options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
     # first take the place of its own, and the compiler drops what nobody reads.
@@ -187,7 +187,7 @@ def _in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[
 def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
     """Why JAX would not let cuDNN compute this, in its own words; "" where it would."""
     even = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
-    plain = Options(False, None, None, None, 0, False)
+    plain = AttentionOptions(False, None, None, None, 0, False)
     try:
         jax.eval_shape(functools.partial(_cudnn_forward, plain), even(query), even(key), even(key))
     except RuntimeError as error:  # how JAX's checks say what cuDNN does not take; there is nothing else to ask

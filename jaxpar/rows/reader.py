@@ -20,22 +20,22 @@ import numpy as np
 from ..jaxprs import jaxpr as jx
 from .values import ODD, Note, Value, coupled, reasons
 
-Rule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]
-RULES: dict[str, Rule] = {}  # what an equation makes of rows and sums over rows
-WHOLE: dict[str, Rule] = {}  # what it makes of whole values alone
-ALWAYS: dict[str, Rule] = {}  # whatever it is given: calls and collectives
-APART: dict[str, Rule] = {}  # what it makes of coupled values that come apart again
+PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]
+RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows and sums over rows
+WHOLE: dict[str, PrimitiveRule] = {}  # what it makes of whole values alone
+ALWAYS: dict[str, PrimitiveRule] = {}  # whatever it is given: calls and collectives
+APART: dict[str, PrimitiveRule] = {}  # what it makes of coupled values that come apart again
 _EYES = frozenset(("eq", "convert_element_type", "copy"))  # what leaves a diagonal where it is
 _VALID = _EYES | {"ne", "is_finite", "not", "reduce_sum", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
 _LARGE = 1 << 16  # elements of a constant that nobody wants to look through
 
 
-def rule(*names: str, table: dict[str, Rule] = RULES) -> Callable[[Rule], Rule]:
+def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[PrimitiveRule], PrimitiveRule]:
     """Registers a function as the rule of some primitives: (reader, equation, its twin or None, inputs) -> outputs,
     one value if they are all alike, or None where it knows no better than that rows may be coupled.
     """
 
-    def register(fun: Rule) -> Rule:
+    def register(fun: PrimitiveRule) -> PrimitiveRule:
         table.update(dict.fromkeys(names, fun))
         return fun
 

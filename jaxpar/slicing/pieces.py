@@ -207,8 +207,8 @@ class Stack:
     ) -> tuple[list[Any], Any]:
         """Outputs, and what `backward` needs of each layer, stacked (None without `grad`).
 
-        The iterations are those from number `start`. Where `real` [layers] is false, a layer only hands on
-        what it gets.
+        The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
+        identity layer: its outputs are its inputs.
         """
         consts, init, xs = self.parts(inputs)
 

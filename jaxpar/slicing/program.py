@@ -117,7 +117,7 @@ def backward(
         active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
         if not any(v in cts for v in active):
             continue
-        # Taken, not read: what two stacks read whole is handed over twice, each time for the cotangents of one.
+        # pop: a value that two pieces write (what two stacks read whole) has a cotangent for each, to be used once.
         given = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
         totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
         for i, total in zip(piece.unit.leaves, totals, strict=True):

@@ -31,7 +31,7 @@ from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
 from ..strategy import ROWS, Strategy
-from .fit import check_state, misfit, naming, shapes_of
+from .checks import check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import Start
 from .tracing import Sums, Traced, Tracing

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..model.model import Replicated
-from ..parallel.pipeline.cut import shareable
+from ..parallel.pipeline.chunks import shareable
 from ..parallel.pipeline.ticks import Pipeline
 from ..slicing.program import Program
 from .tracing import Loss, Tracing

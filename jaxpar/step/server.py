@@ -18,8 +18,8 @@ from ..layout.state import State
 from ..model.batches import batch_specs
 from ..slicing.pieces import Saved
 from ..strategy import AXES, ROWS
+from .checks import check_state
 from .core import Step
-from .fit import check_state
 from .gradients import Metrics, added, first, metrics_of
 from .tracing import Sums
 

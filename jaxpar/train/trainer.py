@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..data.feed import Data, held_out, training, weight_of
+from ..data.streams import Data, held_out, training, weight_of
 from ..layout.distributed import Stop, spread
 from ..layout.state import State
 from ..make import make_train_step
@@ -27,7 +27,7 @@ from ..strategy import Strategy
 from .checkpoint import Checkpoints
 from .loop import Loop, Units, checked, claimed
 from .progress import Progress
-from .report import Report
+from .recorder import Recorder
 
 _HOPELESS = 32  # float16 steps skipped in a row: halved so often, the loss scale is 1, and it was not the scale
 
@@ -38,7 +38,7 @@ class Trainer:
     Args:
       model, optimizer, strategy, mesh, trainable, rules: as for `make_train_step`.
       data: global batches: a `jaxpar.data.Source`; or a function `data(start)` of an iterator that begins with batch
-        `start`; or an iterable (see `feed.training`). With several hosts, all must yield the same batches.
+        `start`; or an iterable (see `streams.training`). With several hosts, all must yield the same batches.
       loop: how long, where to, and when to evaluate and save.
       held_out: what to evaluate on: a `Source`, a list of batches, or a function that returns an iterator of them; None
         for nothing but `data`'s own, if it is a `Source`. Batches' means are weighed by their "mask", else their rows.
@@ -76,7 +76,7 @@ class Trainer:
         self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules)
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
             _check_rows(self.loop.rows, self.step)
-        self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Report()
+        self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
         self.state: Any = None  # a State, once it runs

@@ -15,9 +15,9 @@ import yaml
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.cli.options import Options, model_of, units_of
+from jaxpar.cli.options import TrainOptions, model_of, units_of
 from jaxpar.inspect.targets.devices import peak_flops
-from jaxpar.train.report import read
+from jaxpar.train.recorder import read
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
 
@@ -122,7 +122,7 @@ def test_mistakes_are_named_in_one_message(
 
 
 def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    def diverge(options: Options) -> None:
+    def diverge(options: TrainOptions) -> None:
         raise FloatingPointError("step 4: loss is nan; try a lower learning rate")
 
     monkeypatch.setattr("jaxpar.cli.commands.train", diverge)
@@ -157,7 +157,7 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
         main(["train", "--help"])
     assert exit_.value.code == 0
     shown = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().out).split())
-    for field in dataclasses.fields(Options):
+    for field in dataclasses.fields(TrainOptions):
         option = f"--{field.name.replace('_', '-')}"
         assert re.search(rf"{option}[ \w{{}}|-]* .*?\(default: {re.escape(str(field.default))}\)", shown), option
     main([])
@@ -169,14 +169,14 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
 
 
 def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: Path) -> None:
-    options = Options(steps=7, lr=2e-4, data=Path("some/folder"), out=Path("o"), print_every=3, model=TINY)
+    options = TrainOptions(steps=7, lr=2e-4, data=Path("some/folder"), out=Path("o"), print_every=3, model=TINY)
     path = tmp_path / "run.yaml"
     path.write_text(options.dump())
-    assert Options.load(path) == options
+    assert TrainOptions.load(path) == options
     from jaxpar.cli.commands import _default, _parse
 
     words = ["--config", str(path), "--steps", "9"]
-    found = _parse(Options, "train", words, _default(words))
+    found = _parse(TrainOptions, "train", words, _default(words))
     assert found == dataclasses.replace(options, steps=9, config=path)
 
 
@@ -196,13 +196,13 @@ def test_yaml_that_is_wrong_is_refused(yaml: str, says: str, tmp_path: Path) -> 
     path = tmp_path / "run.yaml"
     path.write_text(yaml)
     with pytest.raises(ValueError, match=re.escape(says)):
-        Options.load(path)
+        TrainOptions.load(path)
 
 
 def test_yaml_takes_numbers_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("lr: 3e-4\nclip: 1\n")  # PyYAML reads the first as text
-    options = Options.load(path)
+    options = TrainOptions.load(path)
     assert (options.lr, options.clip) == (3e-4, 1.0)
     assert isinstance(options.clip, float)
 
@@ -229,7 +229,7 @@ def test_ctrl_c_saves_and_the_command_shown_goes_on(text: Path, tmp_path: Path, 
 
 
 def test_flops_and_peaks_make_the_mfu() -> None:
-    options = Options(model="llama-tiny", rows=16, length=64)
+    options = TrainOptions(model="llama-tiny", rows=16, length=64)
     model, source = model_of(options)
     assert units_of(options, model, source).flops == model.flops(16, 64)
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12

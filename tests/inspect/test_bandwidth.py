@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxpar import collectives
-from jaxpar.inspect.bench.bandwidth import Options, bytes_of, main
+from jaxpar.inspect.bench.bandwidth import BenchOptions, bytes_of, main
 from jaxpar.inspect.bench.timing import Effort, Op, busbw_factor, measure
 
 ONCE = Effort(iterations=2, repeats=2, warmup=1, seconds=0.1)
@@ -58,12 +58,14 @@ def test_wrong_results_are_counted(op: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert measure(op, 256, "float32", mesh(2), ONCE).wrong == 2
     if op == "gather":
         with pytest.raises(RuntimeError, match="8 elements are wrong"):
-            main(Options(ops=(op,), largest="1k", out=tmp_path))
+            main(BenchOptions(ops=(op,), largest="1k", out=tmp_path))
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    options = Options(*(("all_reduce", "all_gather"), "1k", "5k"), repeats=1, iterations=1, seconds=0.01, out=tmp_path)
+    options = BenchOptions(
+        *(("all_reduce", "all_gather"), "1k", "5k"), repeats=1, iterations=1, seconds=0.01, out=tmp_path
+    )
     rows = main(options)
     assert [(row.op, row.bytes) for row in rows] == [(op, n) for op in options.ops for n in (1024, 4096)]
     text = capsys.readouterr().out
@@ -79,8 +81,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_sizes() -> None:
     assert [bytes_of(text) for text in ("1", "1k", "4KB", "256M", "2 GiB")] == [1, 1024, 4096, 2**28, 2**31]
-    assert Options(smallest="1k", largest="256M").sizes == [4**i * 1024 for i in range(10)]
-    assert Options(smallest="100", largest="350", factor=2).sizes == [100, 200]
+    assert BenchOptions(smallest="1k", largest="256M").sizes == [4**i * 1024 for i in range(10)]
+    assert BenchOptions(smallest="100", largest="350", factor=2).sizes == [100, 200]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,11 @@ def test_sizes() -> None:
 )
 def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        BenchOptions(**options)
 
 
 def test_one_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: alone)
     with pytest.raises(ValueError, match=r"needs two devices, and there is 1 \(cpu\); try devices=8"):
-        main(Options())
+        main(BenchOptions())

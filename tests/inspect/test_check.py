@@ -26,8 +26,8 @@ from jaxpar.layout.storage import place
 from jaxpar.parallel import DDP, rule_of
 from jaxpar.parallel.tensor import RULES
 from jaxpar.slicing.slicer import Slicing, slice_program
+from jaxpar.step.checks import misfit
 from jaxpar.step.core import Step
-from jaxpar.step.fit import misfit
 from jaxpar.step.gradients import Local
 from jaxpar.step.update import Update
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.inspect.compiled.cost import Costs
 from jaxpar.inspect.compiled.hlo import Module, nbytes
-from jaxpar.inspect.compiled.kernels import Kernel, Loop, Program, Start, traffic
+from jaxpar.inspect.compiled.kernels import Executable, Kernel, Start, While, traffic
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets.devices import target
 from jaxpar.models import named
@@ -332,16 +332,16 @@ def test_a_program_has_the_collectives_of_its_ledger() -> None:
                 size = math.prod(mesh.shape[axis] for axis in one.axes)
                 assert {len(group) for group in one.groups} == {size}
                 assert one.waits  # the CPU's collectives are synchronous
-            elif isinstance(one, Loop):
+            elif isinstance(one, While):
                 walk(one.body, times * (one.trips or 1))
 
-    walk(Program(text, mesh).operations, 1)
+    walk(Executable(text, mesh).operations, 1)
     assert found == Ledger.from_hlo(text, mesh).by("kind", "axes")
     assert found["all-gather", ("fsdp",)] == 3 * X.nbytes // 2
 
 
 def test_kernels_say_where_they_come_from() -> None:
-    operations = Program(text_of(lambda x: jnp.tanh(x @ x), jnp.ones((9, 9)))).operations
+    operations = Executable(text_of(lambda x: jnp.tanh(x @ x), jnp.ones((9, 9)))).operations
     kernels = [one for one in operations if isinstance(one, Kernel)]
     assert [kernel.kind for kernel in kernels if kernel.products] == ["matmul"]
     assert any("dot_general" in kernel.source for kernel in kernels)

@@ -10,7 +10,7 @@ import published_throughput
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Loop, Operation, Start
+from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from jaxpar.inspect.compiled.products import Product
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
@@ -245,23 +245,23 @@ def test_a_synchronous_collective_stops_kernels() -> None:
 
 @pytest.mark.parametrize(("trips", "seconds", "waited"), [(3, 10, 4), (5, 10, 0), (7, 12, 0), (1000, 1005, 0)])
 def test_a_loop_hides_a_collective_that_began_before_it(trips: int, seconds: int, waited: int) -> None:
-    got, clock = clocked(start(10), Loop("w", trips, (kernel(size=1),)), Done("s"))
+    got, clock = clocked(start(10), While("w", trips, (kernel(size=1),)), Done("s"))
     assert (got, exposed(clock)) == (pytest.approx(seconds, abs=2e-3), pytest.approx(waited, abs=1e-2))
     assert [part.executions for part in clock.parts] == [1, trips]
 
 
 def test_collectives_of_a_loop() -> None:
     body = (start(4), kernel(size=1), Done("s"))
-    seconds, clock = clocked(Loop("outer", 3, (Loop("inner", 5, body), kernel(size=2, name="last"))))
+    seconds, clock = clocked(While("outer", 3, (While("inner", 5, body), kernel(size=2, name="last"))))
     assert (seconds, exposed(clock)) == (near(3 * (5 * 4 + 2)), near(15 * 2))
     # A collective from before the loop delays its first iteration alone.
-    seconds, clock = clocked(start(10, "early"), Loop("w", 3, body), Done("early"))
+    seconds, clock = clocked(start(10, "early"), While("w", 3, body), Done("early"))
     assert seconds == near(10 + 4 + 2 * 4)
 
 
 def test_what_is_not_known_is_said() -> None:
     slow, fast = kernel(size=5, name="slow"), kernel(size=1, name="fast")
-    seconds, clock = clocked(Loop("w", None, (fast,)), Choice("c", ((fast,), (slow,))))
+    seconds, clock = clocked(While("w", None, (fast,)), Choice("c", ((fast,), (slow,))))
     assert seconds == near(6)
     assert {part.name: part.executions for part in clock.parts} == {"fast": 1, "slow": 1}
     assert len(clock.notes) == 2

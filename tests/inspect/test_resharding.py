@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpar as jp
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.check.resharding import cause
+from jaxpar.step.checks import indivisible
 from jaxpar.step.core import Step
-from jaxpar.step.fit import indivisible
 
 HERE = Path(__file__)
 MESHED = "data=2,fsdp=2,tensor=2"

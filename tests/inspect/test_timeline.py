@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar import models
-from jaxpar.cli.timeline import Options, main
+from jaxpar.cli.timeline import TimelineOptions, main
 from jaxpar.inspect.timeline.drawing import draw, slot_bytes, summary
 from jaxpar.inspect.timeline.svg import svg
 from jaxpar.parallel.pipeline.schedules import Schedule
@@ -33,7 +33,7 @@ def lanes(schedule: Schedule, color: bool = False, width: int = 10_000) -> list[
     return out
 
 
-def shown(options: Options, **console: object) -> str:
+def shown(options: TimelineOptions, **console: object) -> str:
     file = io.StringIO()
     main(options, Console(file=file, width=80, highlight=False, **console))  # type: ignore[arg-type]
     return file.getvalue()
@@ -90,11 +90,11 @@ def test_the_middle_of_a_long_schedule_is_left_out() -> None:
 
 
 def test_colours_only_where_there_are_some() -> None:
-    plain = shown(Options())
+    plain = shown(TimelineOptions())
     assert "\x1b" not in plain
     assert "F0F1F2F3....F4" in plain
     assert max(map(len, plain.splitlines())) <= 80
-    colored = shown(Options(chunks=2), force_terminal=True, color_system="truecolor")
+    colored = shown(TimelineOptions(chunks=2), force_terminal=True, color_system="truecolor")
     assert len(set(re.findall(r"48;2;(\d+;\d+;\d+)m", colored))) == 4  # forward and backward, two shades each
 
 
@@ -138,7 +138,7 @@ def test_svg(schedule: Schedule) -> None:
 
 def test_files(tmp_path: Path) -> None:
     schedule = Schedule("gpipe", 2, 4)
-    options = Options(pipe=2, microbatches=4, schedule="gpipe", svg=tmp_path / "a.svg", csv=tmp_path / "a.csv")
+    options = TimelineOptions(pipe=2, microbatches=4, schedule="gpipe", svg=tmp_path / "a.svg", csv=tmp_path / "a.csv")
     printed = shown(options)
     assert "a.svg" in printed
     assert "a.csv" in printed
@@ -147,7 +147,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_picture_of_the_docs_is_what_the_command_draws(tmp_path: Path) -> None:
-    shown(Options(chunks=2, svg=tmp_path / "drawn.svg"))
+    shown(TimelineOptions(chunks=2, svg=tmp_path / "drawn.svg"))
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / "assets" / "pipe.svg").read_text()
 
 
@@ -166,15 +166,15 @@ def test_a_slot_holds_the_inputs_of_its_layers(precision: str, width: int, chunk
 
 
 def test_model_by_name() -> None:
-    options = Options(pipe=4, microbatches=8, model="llama-tiny", rows=16, length=32, remat="layer")
+    options = TimelineOptions(pipe=4, microbatches=8, model="llama-tiny", rows=16, length=32, remat="layer")
     size = 16 // 8 * 32 * TINY.config.dim * 4
     assert f"7 ({7 * size / 1e3:.0f} kB), 5 ({5 * size / 1e3:.0f} kB)" in shown(options)
     with pytest.raises(ValueError, match="pipe=64 ranks need as many devices, and jax already runs on 8"):
-        shown(Options(pipe=64, model="llama-tiny"))
+        shown(TimelineOptions(pipe=64, model="llama-tiny"))
 
 
 def test_errors() -> None:
     with pytest.raises(ValueError, match="microbatches=6 is no multiple of it; use 8 microbatches, or chunks=1"):
-        shown(Options(microbatches=6, chunks=2))
+        shown(TimelineOptions(microbatches=6, chunks=2))
     with pytest.raises(ValueError, match="pipe=0 is not a count"):
-        shown(Options(pipe=0))
+        shown(TimelineOptions(pipe=0))

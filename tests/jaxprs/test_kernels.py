@@ -26,7 +26,7 @@ def wrapped(**options: Any) -> Callable[..., Any]:
     return jp.local_kernel(functools.partial(scaled, **options), in_dims=(1, None), out_dims=(1, 0))
 
 
-def found(fun: Callable[..., Any], *args: Any) -> list[tuple[str, kernels.Kernel]]:
+def found(fun: Callable[..., Any], *args: Any) -> list[tuple[str, kernels.LocalKernel]]:
     eqns = jax.make_jaxpr(fun)(*args).eqns
     return [(e.params["name"], kernel) for e in eqns if (kernel := kernels.of(e))]
 

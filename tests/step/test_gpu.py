@@ -14,7 +14,7 @@ from cells import Compiled
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.entry import Collective, Place
-from jaxpar.inspect.compiled.kernels import Loop, Operation, Program
+from jaxpar.inspect.compiled.kernels import Executable, Operation, While
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import collectives
 from jaxpar.inspect.targets.devices import gpu_topology
@@ -28,12 +28,12 @@ class Loops(Compiled):
     def loops(self, trips: int) -> list[list[Collective]]:
         """The collectives, each for itself, of every loop of so many iterations."""
 
-        def within(operations: Sequence[Operation]) -> Iterator[Loop]:
+        def within(operations: Sequence[Operation]) -> Iterator[While]:
             for one in operations:
-                if isinstance(one, Loop):
+                if isinstance(one, While):
                     yield from (one, *within(one.body))
 
-        place, found = Place(times=trips, in_loop=True), within(Program(self.text, self.step.mesh).operations)
+        place, found = Place(times=trips, in_loop=True), within(Executable(self.text, self.step.mesh).operations)
         return [list(collectives(loop.body, place)) for loop in found if loop.trips == trips]
 
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from test_processes import model
 
 import jaxpar as jp
-from jaxpar.data.feed import held_out, training
+from jaxpar.data.streams import held_out, training
 from jaxpar.train.progress import Progress
-from jaxpar.train.report import read
+from jaxpar.train.recorder import read
 
 STEPS = 6
 

@@ -25,7 +25,7 @@ _GREY = "#768390"  # reads on white and on black
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """Measures collectives over all devices, and checks their results."""
 
     ops: tuple[Op, ...] = get_args(Op)
@@ -94,7 +94,7 @@ def bytes_of(text: str) -> int:
     return int(found[1]) * 1024 ** " KMG".index(found[2].upper() or " ")
 
 
-def main(options: Options) -> list[Row]:
+def main(options: BenchOptions) -> list[Row]:
     """Measure and print a table; write collectives.json and collectives.png to `options.out`.
 
     Raises:

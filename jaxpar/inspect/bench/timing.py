@@ -69,7 +69,7 @@ def busbw_factor(op: str, n: int) -> float:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure; see `Options` in `bandwidth.py`."""
+    """How long to measure; see `BenchOptions` in `bandwidth.py`."""
 
     iterations: int
     repeats: int

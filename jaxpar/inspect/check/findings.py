@@ -21,7 +21,7 @@ import jax
 from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
-from ..compiled.kernels import Program
+from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
@@ -130,7 +130,7 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
 def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, [Program(text, step.mesh)], jaxpr)
+    yield from _compiled(step, closed, [Executable(text, step.mesh)], jaxpr)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 
@@ -154,7 +154,7 @@ def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
 
 
-def _compiled(step: Step, closed: Ledger, programs: Sequence[Program], jaxpr: Any) -> Iterator[Finding]:
+def _compiled(step: Step, closed: Ledger, programs: Sequence[Executable], jaxpr: Any) -> Iterator[Finding]:
     found, moved = Ledger.of(*programs), None
     keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
     for kind, axes in keys:
@@ -216,7 +216,7 @@ def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
         note = note and "a central server passes on neither more nor less; see parallel/server.py"
         yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
-    programs = [Program(text, step.mesh) for text in texts]
+    programs = [Executable(text, step.mesh) for text in texts]
     yield from _compiled(step, expected(step, batch), programs, step.trace(batch))  # the model's own, as BatchNorm's
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))

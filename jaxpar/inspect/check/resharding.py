@@ -29,7 +29,7 @@ from ...model.paths import name_of
 from ...step.core import Step
 from ...text import size
 from ..compiled.hlo import Instruction, Module, arrays, short
-from ..compiled.kernels import MOVES, Program
+from ..compiled.kernels import MOVES, Executable
 
 # What gives an array another sharding and no other value, besides what works element by element.
 _PLACES = frozenset({"sharding_constraint", "reshard", "copy", "shard_map", "device_put"})
@@ -92,7 +92,7 @@ class Move:
         return plain | specs | {"axes": list(self.axes), "shape": list(self.shape), "message": self.message}
 
 
-def moves(step: Step, program: Program, jaxpr: Any, least: int) -> list[Move]:
+def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]:
     """Those of `least` bytes or more in a compiled program of a step, the largest first, and of equal ones those whose
     parameter is known. `jaxpr`: of the step, `step.trace(batch)`.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from .kernels import Choice, Kernel, Loop, Operation, Program
+from .kernels import Choice, Executable, Kernel, Operation, While
 from .products import Product
 
 
@@ -40,10 +40,10 @@ class Costs(tuple[Cost, ...]):
         >>> Costs.from_hlo(program.as_text()).flops
         {'float32': 210}
         """
-        return cls.of(Program(text))
+        return cls.of(Executable(text))
 
     @classmethod
-    def of(cls, *programs: Program) -> Self:
+    def of(cls, *programs: Executable) -> Self:
         """The same of programs that were read before, one after the other."""
         return cls(cost for program in programs for cost in _counted(program.operations, 1, False))
 
@@ -94,7 +94,7 @@ def _counted(operations: Iterable[Operation], times: int | None, conditional: bo
     for one in operations:
         if isinstance(one, Kernel):
             yield Cost(one, times, conditional)
-        elif isinstance(one, Loop):
+        elif isinstance(one, While):
             yield from _counted(
                 one.body, None if times is None or one.trips is None else times * one.trips, conditional
             )

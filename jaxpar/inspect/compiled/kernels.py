@@ -86,7 +86,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Loop:
+class While:
     """A `while`: condition and body, `trips` times; None where XLA does not know how often."""
 
     name: str
@@ -102,10 +102,10 @@ class Choice:
     branches: tuple[tuple[Operation, ...], ...]
 
 
-Operation = Kernel | Start | Done | Loop | Choice
+Operation = Kernel | Start | Done | While | Choice
 
 
-class Program:
+class Executable:
     """A compiled program.
 
     Args:
@@ -150,7 +150,7 @@ class Program:
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
             # GPUs do not run the condition of a loop whose length is known.
             parts = parts if i.trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
-            yield Loop(i.name, i.trips, tuple(operation for part in parts for operation in self._block(part)))
+            yield While(i.name, i.trips, tuple(operation for part in parts for operation in self._block(part)))
         elif i.opcode == "conditional":
             yield Choice(i.name, tuple(self._block(branch) for branch in i.branches))
         elif i.opcode == "call":

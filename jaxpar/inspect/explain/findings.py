@@ -20,7 +20,7 @@ from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
-from ..compiled.kernels import Program
+from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
@@ -45,7 +45,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         if compiled is None:
             compiled = step.compile(batch)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
-    programs = [Program(text, step.mesh) for text in texts]
+    programs = [Executable(text, step.mesh) for text in texts]
     found, costs = Ledger.of(*programs), Costs.of(*programs)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]

@@ -21,7 +21,7 @@ class Line:
     """A compiled strategy. Bytes and seconds are those of one device and one step.
 
     Attributes:
-      strategy: it.
+      strategy: what was compiled.
       estimate: its closed forms; None where `strategies` named it.
       usable: bytes that a program may take.
       memory: as `Memory` has it, by name.

@@ -24,7 +24,7 @@ from ...model.model import Model
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
 from ...text import size
-from ..compiled.kernels import Program
+from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
 from ..memory import of_step
@@ -253,7 +253,7 @@ class _Planner:
         step = make_train_step(self.model, self.optimizer, strategy, mesh=self.target.devices, rules=self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
-        program = Program(compiled.as_text() or "", step.mesh)
+        program = Executable(compiled.as_text() or "", step.mesh)
         (memory,) = of_step(step, self.batch, compiled).values()
         found = predict(program, step, self.batch, self.target.hardware, self.flops)
         ledger, closed = Ledger.of(program), expected(step, self.batch)

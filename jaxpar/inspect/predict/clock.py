@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..compiled.kernels import Choice, Done, Kernel, Loop, Operation, Start
+from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
 from .links import Way, collective_seconds
@@ -96,7 +96,7 @@ class Clock:
                     now += self._wait(queue, one.name, times) if one.waits else 0.0
                 case Done():
                     now += self._wait(queue, one.name, times)
-                case Loop():
+                case While():
                     spent, queue = self._loop(one, queue, times)
                     now += spent
                 case Choice():
@@ -108,7 +108,7 @@ class Clock:
                     self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
         return now, queue
 
-    def _loop(self, loop: Loop, queue: Queue, times: int) -> tuple[float, Queue]:
+    def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:
         trips, total = loop.trips, 0.0
         if trips is None:
             trips = 1

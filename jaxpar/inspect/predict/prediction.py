@@ -21,7 +21,7 @@ import jax
 
 from ...model.batches import rows_of
 from ...step.core import Step
-from ..compiled.kernels import Program
+from ..compiled.kernels import Executable
 from ..targets.hardware import Hardware
 from .clock import Clock, Part
 
@@ -126,7 +126,7 @@ class Prediction:
 
 
 def predict(
-    compiled: jax.stages.Compiled | Program | str,
+    compiled: jax.stages.Compiled | Executable | str,
     step: Step,
     batch: Any,
     hardware: Hardware,
@@ -135,7 +135,7 @@ def predict(
     """How long a step takes on `hardware`. Nothing runs.
 
     Args:
-      compiled: `step.compile(batch)`, its text, or that text read as a `Program`, on devices of that hardware.
+      compiled: `step.compile(batch)`, its text, or that text read as an `Executable`, on devices of that hardware.
       step: gives the mesh; its devices say which of them share a host.
       batch: arrays or `jax.ShapeDtypeStruct`, global.
       hardware: what the devices can do, as `target(...).hardware`.
@@ -149,8 +149,8 @@ def predict(
             f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
             "has not; print(step.explain(batch)) says what they hold and send"
         )
-    if not isinstance(compiled, Program):
-        compiled = Program(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
+    if not isinstance(compiled, Executable):
+        compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = [device.process_index for device in step.mesh.devices.flat]
     clock = Clock(hardware, hosts)
     seconds = clock.time(compiled.operations)

@@ -32,7 +32,7 @@ from ... import collectives
 from ...jaxprs import jaxpr as jx
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
-from .cut import AXIS, Cotangents, Cut, Message, after, before
+from .chunks import AXIS, Cotangents, Cut, Message, after, before
 from .schedules import Kind, Phase
 
 

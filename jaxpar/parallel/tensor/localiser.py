@@ -59,7 +59,7 @@ class Placed:
 
 
 Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
-Rule = Callable[["Localiser", Any, Sequence[Placed]], Found | None]
+PrimitiveRule = Callable[["Localiser", Any, Sequence[Placed]], Found | None]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Localiser:
 
     ranks: int
     sequence: bool
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, PrimitiveRule]
     gathered: dict[str, int] = field(default_factory=dict)
 
     # -- edges ---------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def localise(
     names: Sequence[str],
     ranks: int,
     sequence: bool,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, PrimitiveRule],
 ) -> tuple[Callable[..., list[Any]], dict[str, int]]:
     """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
 

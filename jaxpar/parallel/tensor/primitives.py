@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...jaxprs import jaxpr as jx
-from .localiser import Found, Localiser, Placed, Rule
+from .localiser import Found, Localiser, Placed, PrimitiveRule
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, PrimitiveRule] = {}
 
 # Elementwise, of operands of one shape, or with 1 in its place, or scalars.
 ELEMENTWISE = """
@@ -25,10 +25,10 @@ shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square 
 """.split()
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[PrimitiveRule], PrimitiveRule]:
     """Registers a function as the rule of some primitives."""
 
-    def register(fun: Rule) -> Rule:
+    def register(fun: PrimitiveRule) -> PrimitiveRule:
         RULES.update(dict.fromkeys(names, fun))
         return fun
 

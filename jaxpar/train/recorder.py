@@ -17,7 +17,7 @@ from .loop import Run, Units
 _INK, _LINE, _POINTS = "#808080", "#5b8dd9", "#e07b39"
 
 
-class Report:
+class Recorder:
     """A hook that writes `metrics.jsonl`, TensorBoard events if tensorboardX is installed, and `loss.png`.
 
     Each line of `metrics.jsonl` is one step or one evaluation, losses as the model returns them (nats), what is not
