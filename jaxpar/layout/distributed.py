@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.extend.backend import clear_backends
 from jax.sharding import Mesh, NamedSharding
 
-from ..model.batches import batch_specs
+from ..model.batches import batch_shardings
 from .mesh import simulate
 
 # What launchers set in each process that they start, where there are several: srun, and Open MPI's mpirun.
@@ -65,11 +65,11 @@ def spread(batch: Any, mesh: Mesh) -> Any:
     if jax.process_count() == 1:
         return batch
 
-    def place(x: Any, spec: Any) -> jax.Array:
+    def spread(x: Any, place: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
 
-    return jax.tree.map(place, batch, batch_specs(batch))
+    return jax.tree.map(spread, batch, batch_shardings(batch, mesh))
 
 
 class Stop:

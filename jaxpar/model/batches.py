@@ -48,6 +48,12 @@ def one_block(batch: Any, blocks: int) -> Any:
     return jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=_is_replicated)
 
 
+def batch_shardings(batch: Any, mesh: Mesh) -> Any:
+    """Where every leaf of a batch goes: `batch_specs` on a mesh."""
+    on_mesh = lambda spec: NamedSharding(mesh, spec)
+    return jax.tree.map(on_mesh, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
 def hosts_of_rows(mesh: Mesh) -> int:
     """How many hosts' rows make a batch. Hosts that hold the same rows, stages of one pipeline, count once."""
     if jax.process_count() == 1:  # whatever hosts devices that are not there would have
@@ -126,17 +132,17 @@ def globalise(batch: Any, mesh: Mesh) -> Any:
     here = jax.process_count() == 1 or _is_global(batch)
     if here and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
         return batch
-    specs = batch_specs(batch)
+    places = batch_shardings(batch, mesh)
     if here:
-        return jax.tree.map(lambda x, spec: _moved(x, NamedSharding(mesh, spec)), batch, specs)
+        return jax.tree.map(_moved, batch, places)
     hosts = hosts_of_rows(mesh)
 
-    def made(x: Any, spec: PartitionSpec) -> jax.Array:
+    def made(x: Any, place: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        shape = x.shape if spec == PartitionSpec() else (x.shape[0] * hosts, *x.shape[1:])
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), x, shape)
+        shape = x.shape if place.spec == PartitionSpec() else (x.shape[0] * hosts, *x.shape[1:])
+        return jax.make_array_from_process_local_data(place, x, shape)
 
-    return jax.tree.map(made, batch, specs)
+    return jax.tree.map(made, batch, places)
 
 
 def _is_global(batch: Any) -> bool:

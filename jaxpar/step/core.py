@@ -23,7 +23,7 @@ from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
-from ..model.batches import batch_specs, check_rows, globalise, hosts_of_rows, is_array, one_block
+from ..model.batches import batch_shardings, batch_specs, check_rows, globalise, hosts_of_rows, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
@@ -186,10 +186,7 @@ class Step(Start):
         key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
             self.check(batch)
-            rows = jax.tree.map(
-                self.layout.sharding, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec)
-            )
-            state = self._shardings
+            state, rows = self._shardings, batch_shardings(batch, self.layout.mesh)
             fun, outs, donate = {
                 "train": (self._train, (state, None), (0,)),
                 "evaluate": (self._evaluate, None, ()),

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..collectives import order
 from ..layout.precision import LossScale
 from ..layout.state import State
-from ..model.batches import batch_specs
+from ..model.batches import batch_shardings, batch_specs
 from ..slicing.pieces import Saved
 from ..strategy import AXES, ROWS
 from .checks import check_state
@@ -90,12 +90,7 @@ class ServerStep(Step):
         """One step: "train", "evaluate" or "gradients". All that moves between devices moves here."""
         programs, home = self._programs(batch), self.layout.sharding(_HERE)
         everywhere, stacked = NamedSharding(self.mesh, _HERE), NamedSharding(self.mesh, _STACKED)
-        places = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec),
-            batch_specs(batch),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-        rows = by.move("scatter", "rows of the batch", batch, places)
+        rows = by.move("scatter", "rows of the batch", batch, batch_shardings(batch, self.mesh))
         # The optimizer's state stays at home: replicas get weights, variables and keys.
         sent = State(state.step, state.params, None, None, state.variables, state.scale, state.key)
         weights = by.move("broadcast", "weights", sent, everywhere)

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from ...model.batches import batch_specs, is_array
+from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
 from ...slicing.stacks import described
@@ -131,12 +130,12 @@ def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> I
 
 def _elsewhere(step: Step, batch: Any) -> Iterator[str]:
     """Arrays of the batch that every step would move first."""
-    specs = batch_specs(batch)
-    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(batch), jax.tree.leaves(specs), strict=True):
-        if is_array(x) and x.committed and not x.sharding.is_equivalent_to(NamedSharding(step.mesh, spec), x.ndim):
+    places = jax.tree.leaves(batch_shardings(batch, step.mesh))
+    for (path, x), place in zip(jax.tree_util.tree_leaves_with_path(batch), places, strict=True):
+        if is_array(x) and x.committed and not x.sharding.is_equivalent_to(place, x.ndim):
             yield (
                 f"The batch's {name_of(path) or 'array'} {list(x.shape)} lies as {x.sharding}, and a step moves it to "
-                f"{spec} first: put it there by jax.device_put, or pass NumPy arrays."
+                f"{place.spec} first: put it there by jax.device_put, or pass NumPy arrays."
             )
 
 
