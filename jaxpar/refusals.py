@@ -57,7 +57,7 @@ def check_pipe(program: Program, out: Any, layout: Layout, strategy: Strategy) -
             f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
         )
     if program.main.reverse:
-        raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
+        raise ValueError(f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards")
     given = set(program.inputs)
     for path, at in jax.tree_util.tree_leaves_with_path(positions(out)[1]):
         if program.outputs[at] not in given:

@@ -24,6 +24,7 @@ def described(program: Program, kept: Kept) -> dict[str, str]:
         if any(_name(units[s.leaf]) in found for s in stack.slices):
             continue
         path = posixpath.commonpath([units[s.leaf].path for s in stack.slices])
+        path = path.partition("*")[0] + "*" if "*" in path else path
         found[path or units[stack.slices[0].leaf].path] = f"{stack.length} layers, scanned by the model: one stack"
     for path, why in uneven(kept).items():
         found[path] = f"{found[path]}; other blocks are not alike: {why}" if path in found else why
@@ -52,9 +53,8 @@ def _runs(loop: Loop) -> str:
 
 
 def _part(span: Span) -> str:
-    if span.period == 1:
-        return f"layers {span.start} to {span.stop - 1} scanned"
-    return f"layers {span.start} to {span.stop - 1} scanned in {span.count} rounds of {span.period}"
+    layers = f"layers {span.number(span.start)} to {span.number(span.stop - 1)} scanned"
+    return layers if span.period == 1 else f"{layers} in {span.count} rounds of {span.period}"
 
 
 def uneven(kept: Kept) -> dict[str, str]:

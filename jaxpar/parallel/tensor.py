@@ -8,8 +8,8 @@
 The first of these that names a leaf decides: the user's `rules`; the model's own table; Flax's annotations, if the
 model has any that speak of this axis; `presets.py`, if the model has neither table nor annotations. A bias that none
 names follows its kernel. Where presets know no layer of the model and rules split nothing, `pairs.py` finds products
-that follow one another: convolutions, dense layers by any name. A vocabulary that the ranks do not divide stays whole, unless
-`rules` ask for it.
+that follow one another: convolutions, dense layers by any name. A vocabulary that the ranks do not divide stays whole,
+unless `rules` ask for it.
 
 A rule is `{path: dim}`: the path a regular expression for whole components at the end of a leaf's path, and the dim
 perhaps counted from the end, so that it holds for a layer and for a stack of layers [L, ...]; None: whole. Or it is
@@ -83,10 +83,10 @@ def tensor_dims(
         seek = all(dim is None for dim in chosen.values())
         chosen = _presets(shapes) | chosen
 
-    for path, dim in chosen.items():
-        vocabulary = "vocab" in _flat(axes.get(path, ())[dim or 0 :][:1]) or _is_end(path)
-        if dim is not None and shapes[path][dim] % size and vocabulary and path not in asked:
-            chosen[path] = None
+    for path, at in chosen.items():
+        if at is not None and shapes[path][at] % size and path not in asked:
+            vocabulary = "vocab" in _flat(axes.get(path, ())[at : at + 1]) or _is_end(path)
+            chosen[path] = None if vocabulary else at
     _check_division(chosen, shapes, size)
     chosen = _biases(shapes, chosen) | chosen
     more = _pairs(shapes, size, chosen, order) if seek and size > 1 else {}
