@@ -12,7 +12,7 @@ from jax import lax
 
 from ..jaxprs import jaxpr as jx
 from .pieces import Access, Segment, Stack, add
-from .rolling.loops import Loop
+from .rolling.loops import RolledLoop
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Program:
     outputs: tuple[Any, ...]
     uses: tuple[tuple[bool, ...], ...]
     main: Stack | None = None
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[RolledLoop, ...] = ()
     coupled: bool = False
 
     @property

@@ -10,7 +10,7 @@ from ..layout.leaves import Leaf
 from ..layout.storage import Kept, list_name, uneven
 from .pieces import Segment, Stack
 from .program import Program
-from .rolling.loops import Loop
+from .rolling.loops import RolledLoop
 from .rolling.roll import Span
 
 
@@ -23,13 +23,14 @@ def described(program: Program, kept: Kept) -> dict[str, str]:
         if any(list_name(units[s.leaf]) in found for s in stack.slices):
             continue
         path = posixpath.commonpath([units[s.leaf].path for s in stack.slices])
+        path = path.partition("*")[0] + "*" if "*" in path else path
         found[path or units[stack.slices[0].leaf].path] = f"{stack.length} layers, scanned by the model: one stack"
     for path, why in uneven(kept).items():
         found[path] = f"{found[path]}; other blocks are not alike: {why}" if path in found else why
     return found
 
 
-def _runs(loop: Loop) -> str:
+def _runs(loop: RolledLoop) -> str:
     if loop.why is None and {(s.start, s.period) for s in loop.spans} == {(0, 1)}:
         times = len(loop.spans)
         return "one stack" if times == 1 else f"run {times} times: one stack"
@@ -45,9 +46,8 @@ def _runs(loop: Loop) -> str:
 
 
 def _part(span: Span) -> str:
-    if span.period == 1:
-        return f"layers {span.start} to {span.stop - 1} scanned"
-    return f"layers {span.start} to {span.stop - 1} scanned in {span.count} rounds of {span.period}"
+    layers = f"layers {span.number(span.start)} to {span.number(span.stop - 1)} scanned"
+    return layers if span.period == 1 else f"{layers} in {span.count} rounds of {span.period}"
 
 
 def gathered(pieces: Sequence[Segment | Stack], leaves: Sequence[Leaf]) -> tuple[int, list[Leaf]]:

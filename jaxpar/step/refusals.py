@@ -58,7 +58,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
             f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
         )
     if program.main.reverse:
-        raise ValueError(f"pipe={ranks} and the model's stack is scanned in reverse; scan it forwards")
+        raise ValueError(f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards")
     given = set(program.inputs)
     for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[at] not in given:

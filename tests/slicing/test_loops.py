@@ -1,5 +1,7 @@
 """Python loops over layers that real models have: each runs layer by layer, with the gradients of one device."""
 
+import inspect
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -86,16 +88,31 @@ def twice(p: Any, x: jax.Array) -> jax.Array:
     return x - y
 
 
-LOOPS = (skips, mixed, alternating, zipped, rows, twice)
+def backwards(p: Any, x: jax.Array) -> jax.Array:
+    """From the last block to the first, beside rows of a constant that are read from the first, and all states."""
+    outs = []
+    for number, block in enumerate(reversed(p["backwards"])):
+        x = layer(x * MASK[number], block)
+        outs.append(x)
+    return x + jnp.einsum("l,lbtd->btd", p["mix"], jnp.stack(outs))
+
+
+def stacked(p: Any, x: jax.Array) -> jax.Array:
+    """Blocks of a list, stacked within the loss and then scanned."""
+    blocks = jax.tree.map(lambda *x: jnp.stack(x), *p["stacked"])
+    return jax.lax.scan(lambda x, block: (layer(x, block), None), x, blocks)[0]
+
+
+LOOPS = (skips, mixed, alternating, zipped, rows, twice, backwards)
 
 
 def init(key: jax.Array) -> Any:
-    lists = draw(key, "skips", "mixed", "zipped", "beside", "twice")
-    stacked = {"w": 0.4 * jax.random.normal(key, (L, D, D)), "b": jnp.ones((D, L)) * jnp.arange(L) / L}
+    lists = draw(key, "skips", "mixed", "zipped", "beside", "twice", "backwards")
+    weights = {"w": 0.4 * jax.random.normal(key, (L, D, D)), "b": jnp.ones((D, L)) * jnp.arange(L) / L}
     return {
         **lists,
         **draw(key, "alternating", n=10),
-        "rows": stacked,
+        "rows": weights,
         "mix": jnp.linspace(0.0, 1.0, L),
         "gates": jnp.linspace(0.9, 1.1, L),
     }
@@ -134,9 +151,9 @@ def lengths(step: Any) -> list[int]:
 def test_loops_that_run_layer_by_layer() -> None:
     """All were one flat segment: the whole model was gathered at once, and `pipe` refused it."""
     step = parity(jp.Model(init, loss), "fsdp=2")
-    assert sorted(lengths(step)) == sorted([3, 3, L, 2, 2, L, L, L, L - 2])
+    assert sorted(lengths(step)) == sorted([3, 3, L, 2, 2, L, L, L, L - 2, L])
     loops = step.layout.loops
-    assert loops["mixed/*"] == f"{L} layers of a Python loop, one stack"
+    assert loops["mixed/*"] == loops["backwards/*"] == f"{L} layers of a Python loop, one stack"
     assert "layers 0 to 7 scanned in 2 rounds of 4; layers 8 to 9 scanned" in loops["alternating/*"]
     assert "test_loops.py" in loops["skips/*"]
     assert "layers 0 to 2 scanned; layers 3 to 5 scanned" in loops["skips/*"]
@@ -169,6 +186,43 @@ def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
         jp.make_train_step(
             jp.Model(list_of(6), chained), optax.sgd(0.1), "pipe=2,microbatches=2", mesh=jax.devices()[:2]
         ).trace(BATCH)
+
+
+def test_a_pipeline_spreads_layers_that_the_loss_stacks() -> None:
+    """A pipeline refused blocks that a loss stacks before it scans them, and a list that runs from its end for the
+    wrong reason.
+    """
+    of = lambda run, name="stacked": jp.Model(
+        lambda key: {**draw(key, name, n=4), "mix": jnp.ones(4)},
+        lambda params, batch, key: (run(params, batch["x"]) ** 2).mean(),
+    )
+    cast = lambda p, x: stacked({"stacked": jax.tree.map(lambda w: w.astype("bfloat16"), p["stacked"])}, x)
+    strategy, devices = "pipe=2,microbatches=2", jax.devices()[:2]
+    step = parity(of(stacked), strategy)
+    assert lengths(step) == [4]
+    assert step.layout.loops["stacked/*"] == "4 layers, scanned by the model: one stack"
+    step = jp.make_train_step(of(cast), optax.sgd(0.1), strategy, mesh=devices)
+    step.trace(BATCH)
+    assert lengths(step) == [4]
+    with pytest.raises(ValueError, match="run from its last layer to its first; run it forwards"):
+        jp.make_train_step(of(backwards, "backwards"), optax.sgd(0.1), strategy, mesh=devices).trace(BATCH)
+
+
+def test_what_is_said_of_a_loop_from_the_end() -> None:
+    """It named no block and no line, only that none is read after another."""
+
+    def other(p: Any, x: jax.Array) -> jax.Array:
+        for number, block in reversed([*enumerate(p["layers"])]):
+            x = jnp.sin(layer(x, block)) if number == 3 else layer(x, block)  # here
+        return x
+
+    model = jp.Model(lambda key: draw(key, "layers"), lambda p, batch, key: (other(p, batch["x"]) ** 2).mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
+    step.trace(BATCH)
+    lines, first = inspect.getsourcelines(test_what_is_said_of_a_loop_from_the_end)
+    line = next(first + i for i, text in enumerate(lines) if text.rstrip().endswith("# here"))
+    assert "layers 2 to 0 scanned" in step.layout.loops["layers/*"]
+    assert re.search(rf"block 3 has 1 operations more than block 5, at sin .*test_loops\.py:{line}\b", str(step.layout))
 
 
 def test_a_pipeline_names_blocks_of_unequal_width() -> None:

@@ -85,10 +85,10 @@ def tensor_dims(
         seek = all(dim is None for dim in chosen.values())
         chosen = _presets(shapes) | chosen
 
-    for path, dim in chosen.items():
-        vocabulary = "vocab" in _flat(axes.get(path, ())[dim or 0 :][:1]) or _is_end(path)
-        if dim is not None and shapes[path][dim] % size and vocabulary and path not in asked:
-            chosen[path] = None
+    for path, at in chosen.items():
+        if at is not None and shapes[path][at] % size and path not in asked:
+            vocabulary = "vocab" in _flat(axes.get(path, ())[at : at + 1]) or _is_end(path)
+            chosen[path] = None if vocabulary else at
     _check_division(chosen, shapes, size)
     chosen = _biases(shapes, chosen) | chosen
     more = _pairs(shapes, size, chosen, order) if seek and size > 1 else {}

@@ -1,8 +1,9 @@
 """Find the loops over alike blocks in a traced program, and roll them into scans.
 
-A loop may run over several lists at once (`zip(layers, ffs)`), over rows of one stacked parameter (`weights[i]`),
-twice in one loss, over a part of a list, or over blocks that alternate with a period of at most 8: then so many blocks
-are one round of the scan. Blocks that fill no round stay as they are written, or are a scan of their own.
+A loop may run over several lists at once (`zip(layers, ffs)`), over rows of one stacked parameter (`weights[i]`), twice
+in one loss, over a part of a list, from its end (`reversed(layers)`), or over blocks that alternate with a period of at
+most 8: then so many blocks are one round of the scan. Blocks that fill no round stay as they are written, or are a scan
+of their own.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 import jax
 
 from ...jaxprs import jaxpr as jx
+from .joined import Family, join
 from .readings import Pass, Readings, Row, rows
 from .roll import NotAlike, Span, roll
 
 _PERIODS = range(1, 9)
-Family = Sequence[tuple[int, Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Loop:
+class RolledLoop:
     """What became of one loop: `leaf` is its first, of `depth` blocks; `spans` the scans, of each pass in order; `why`
     the first difference where blocks are left that run one by one, which are `left`.
     """
@@ -57,7 +58,7 @@ class _Lists:
 
 def roll_loops(
     flat: jx.Flat, families: Sequence[Family], params: int, axes: dict[str, int], own: Sequence[bool] = ()
-) -> tuple[jx.Flat, list[Loop]]:
+) -> tuple[jx.Flat, list[RolledLoop]]:
     """A program with its loops as scans, and what became of each.
 
     Args:
@@ -69,7 +70,8 @@ def roll_loops(
         stack.
     """
     found = []
-    for lists in _together(flat, params, [*_listed(families), *_stacked(flat, params)]):
+    flat, single = join(flat, families)
+    for lists in _together(flat, params, [*_listed(single), *_stacked(flat, params)]):
         flat, loop = _rolled(flat, lists, params, axes)
         if loop is not None:
             found.append(loop)
@@ -117,9 +119,11 @@ def _together(flat: jx.Flat, params: int, lists: Sequence[_Lists]) -> list[_List
     """The lists that one loop runs over as one: those of one length that together are still read in order."""
     merged: list[_Lists] = []
     for one in lists:
+        alone = _readings(flat, params, one)[0].last
         for at, other in enumerate(merged):
             both = _Lists(one.depth, other.families + one.families, other.stacked + one.stacked)
-            if one.depth == other.depth and _passes(flat, params, both) == _passes(flat, params, other):
+            passes = _passes(flat, params, other)
+            if one.depth == other.depth and _passes(flat, params, both) == passes and passes[0] == alone:
                 merged[at] = both
                 break
         else:
@@ -127,26 +131,31 @@ def _together(flat: jx.Flat, params: int, lists: Sequence[_Lists]) -> list[_List
     return merged
 
 
-def _passes(flat: jx.Flat, params: int, lists: _Lists) -> list[tuple[int, int]]:
-    return [(run.start, run.stop) for run in _readings(flat, params, lists)[0].passes]
+def _passes(flat: jx.Flat, params: int, lists: _Lists) -> tuple[int | None, list[tuple[int, int]]]:
+    """Whether they are read from the end, and the passes."""
+    readings = _readings(flat, params, lists)[0]
+    return readings.last, [(run.start, run.stop) for run in readings.passes]
 
 
 def _readings(flat: jx.Flat, params: int, lists: _Lists) -> tuple[Readings, tuple[Any, ...], dict[Any, Row]]:
     eqns = jx.live(flat.eqns, flat.outvars)
     members = lists.rows(flat)
     at = {v: row.at for v, row in members.items()}
-    return Readings.of(eqns, set(flat.invars[:params]), at), eqns, members
+    readings = Readings.of(eqns, set(flat.invars[:params]), at)
+    if not readings.passes and (backwards := Readings.of(eqns, set(flat.invars[:params]), at, lists.depth - 1)).passes:
+        readings = backwards
+    return readings, eqns, members
 
 
-def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> tuple[jx.Flat, Loop | None]:
+def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> tuple[jx.Flat, RolledLoop | None]:
     """A program with every pass over some lists as scans, from the last pass to the first, and what became of it."""
-    number = len(_passes(flat, params, lists)) - 1
+    number = len(_passes(flat, params, lists)[1]) - 1
     leaf = lists.families[0][0][0] if lists.families else lists.stacked[0][0]
     spans: list[Span] = []
     left: list[int] = []
     why: str | None = None
     if number < 0:
-        return flat, Loop(leaf, lists.depth, (), (), "no block is read after another") if lists.families else None
+        return flat, RolledLoop(leaf, lists.depth, (), (), "no block is read after another") if lists.families else None
     while number >= 0:
         chosen, alone, first = _spans(flat, lists, params, number)
         for at in reversed(range(len(chosen))):
@@ -158,7 +167,7 @@ def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> 
         left, why, number = alone + left, first or why, number - 1
     if not lists.families and not spans:  # rows of a parameter that happen to be read one after another
         return flat, None
-    return flat, Loop(leaf, lists.depth, tuple(spans), tuple(sorted({*left})), why)
+    return flat, RolledLoop(leaf, lists.depth, tuple(spans), tuple(sorted({*left})), why)
 
 
 def _spans(
@@ -168,7 +177,7 @@ def _spans(
     first difference between blocks.
     """
     ways = _ways(flat, lists, params, number)
-    run = ways[0][1].passes[number]
+    run, last = ways[0][1].passes[number], ways[0][1].last
     chosen: list[tuple[Span, Any]] = []
     left: list[int] = []
     why: str | None = None
@@ -176,17 +185,17 @@ def _spans(
     while at < run.stop:
         best: tuple[Span, Any] | None = None
         for period in _PERIODS:
-            span = Span(at, period, (run.stop - at) // period)
+            span = Span(at, period, (run.stop - at) // period, last)
             while span.count > 1 and (best is None or span.stop > best[0].stop):
                 try:
                     best = span, _attempt(flat, ways, number, span)
                 except NotAlike as no:
                     why = why or str(no)
-                    span = Span(at, period, min(no.block, span.count - 1) if no.block > 1 else 0)
+                    span = Span(at, period, min(no.block, span.count - 1) if no.block > 1 else 0, last)
             if best is not None and best[0].stop == run.stop:
                 break
         if best is None:
-            left.append(at)
+            left.append(at if last is None else last - at)
         else:
             chosen.append(best)
         at = at + 1 if best is None else best[0].stop

@@ -70,17 +70,20 @@ class Readings:
       own: the equations of the latter, by the variables that they define.
       pure: all that need parameters alone, of several blocks too (a norm of all weights, say) or of none.
       others: the equations that do not need the loop's parameters alone, in order.
+      last: of a loop over a list from its end, the number of the block that it reads first, and counts as 0; else None.
     """
 
     reads: dict[Any, int]
     own: dict[Any, Any]
     pure: dict[Any, Any]
     others: list[Any]
+    last: int | None = None
 
     @classmethod
-    def of(cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int]) -> Readings:
+    def of(cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int], last: int | None = None) -> Readings:
         """Those of a program whose loop has `members`, variables of a block each."""
-        out = cls(dict(members), {}, {}, [])
+        number = members if last is None else {v: last - k for v, k in members.items()}
+        out = cls(dict(number), {}, {}, [], last)
         alone, several = set(params), set()
         for eqn in eqns:
             atoms = [v for v in eqn.invars if not jx.is_literal(v)]
@@ -101,7 +104,7 @@ class Readings:
 
     def without(self, moved: set[int]) -> Readings:
         """The same, with some equations (by identity) outside the loop."""
-        return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved])
+        return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved], self.last)
 
     @functools.cached_property
     def passes(self) -> list[Pass]:

@@ -41,21 +41,27 @@ class NotAlike(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """Blocks `start`, `start + 1`, ... of a loop as `count` rounds of `period` blocks each."""
+    """Blocks `start`, `start + 1`, ... of a loop as `count` rounds of `period` blocks each; `last` as of `Readings`."""
 
     start: int
     period: int
     count: int
+    last: int | None = None
 
     @property
     def stop(self) -> int:
         """The block after the last."""
         return self.start + self.period * self.count
 
+    def number(self, at: int) -> int:
+        """The number in its list of the loop's block `at`."""
+        return at if self.last is None else self.last - at
+
     def round(self, number: int) -> str:
         """What to call a round: a block by its number in the list, or several."""
         at = self.start + self.period * number
-        return f"block {at}" if self.period == 1 else f"blocks {at} to {at + self.period - 1}"
+        first, last = self.number(at), self.number(at + self.period - 1)
+        return f"block {first}" if self.period == 1 else f"blocks {first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,13 @@ def roll(
     before, after = order[: bounds[0]], order[bounds[-1] :]
     inside = set().union(*(block.defined for block in blocks))
     consts, carry, xs = [], [], []
-    for inner, atoms in slots:
-        homes = [None if jx.is_literal(a) else rows.get(a) for a in atoms]
+    homes = [[None if jx.is_literal(a) else rows.get(a) for a in atoms] for _, atoms in slots]
+    size = lambda rows: sum(row[0].source.aval.size for row in map(_regular, rows) if row is not None)
+    forwards = size(homes) >= size([home[::-1] for home in homes])
+    turned = slice(None) if forwards else slice(None, None, -1)  # a scan in reverse slices from the end
+    for (inner, atoms), home in zip(slots, homes, strict=True):
         out = _carried(atoms, maps)
-        if (row := _regular(homes)) is not None:
+        if (row := _regular(home[turned])) is not None:
             xs.append((inner, *row, None))
         elif out is not None and (jx.is_literal(atoms[0]) or atoms[0] not in inside):
             carry.append((inner, atoms[0], out))
@@ -113,7 +122,7 @@ def roll(
         elif any(not jx.is_literal(a) and a in readings.reads for a in atoms):
             raise NotAlike(f"a block reads {inner.aval.str_short()} from another parameter than the one beside it")
         else:
-            xs.append((inner, None, 0, atoms))
+            xs.append((inner, None, 0, atoms[turned]))
     if not carry:
         raise NotAlike("no value goes from block to block")
     sources = [row.source for _, row, *_ in xs if row is not None]
@@ -147,9 +156,10 @@ def roll(
             return outs[: len(carry)], outs[len(carry) :]
 
         fixed = [get(a) for _, a in consts]
-        final, stacked = lax.scan(step, [get(a) for _, a, _ in carry], scanned, length=depth)
+        init = [get(a) for _, a, _ in carry]
+        final, stacked = lax.scan(step, init, scanned, length=depth, reverse=not forwards)
         for v, x in zip(ys, stacked, strict=True):
-            env.update((m[v], x[k]) for k, m in enumerate(maps) if m[v] in used)
+            env.update((m[v], x[k]) for k, m in enumerate(maps[turned]) if m[v] in used)
         env.update((maps[-1][v], x) for v, x in zip(results, final, strict=True))
         _run_in(env, after)
         return [get(v) for v in flat.outvars]
