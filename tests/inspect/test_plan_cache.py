@@ -9,11 +9,11 @@ import optax
 import pytest
 from test_plan import ADAM, BATCH, MODEL, ROWS, D, a_plan, here, stack
 
-import jaxpar as jp
 from jaxpar.inspect.plan import cache as plan_cache
 from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import Estimator, candidates
 from jaxpar.inspect.targets.hardware import KINDS
+from jaxpar.make import TrainStep
 
 
 def test_search_compiles_the_best_few_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_broken_file_is_compiled_again(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = jp.step.Step.compile
+    compile_ = TrainStep.compile
     calls: list[Any] = []
 
     def interrupted(self: Any, batch: Any) -> Any:
@@ -69,7 +69,7 @@ def test_ctrl_c_keeps_what_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return compile_(self, batch)
 
-    monkeypatch.setattr(jp.step.Step, "compile", interrupted)
+    monkeypatch.setattr(TrainStep, "compile", interrupted)
     found = a_plan(["ddp", "fsdp", "zero1"])
     assert found.interrupted
     assert [str(line.strategy) for line in found.lines] == ["data=-1"]
