@@ -20,7 +20,7 @@ from ..jaxprs import jaxpr as jx
 from ..model.paths import name_of
 from .storage import Kept
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt "
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin "
     "sqrt square sub tan tanh xor".split()
@@ -185,7 +185,7 @@ def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, 
         raise _Unclear(name)
     if name == "broadcast_in_dim" and values[0].leaf is None:
         return values[0]  # a scalar, whatever leaf it will meet
-    if name not in _ELEMENTWISE or (shape and shape not in shapes):
+    if name not in ELEMENTWISE or (shape and shape not in shapes):
         raise _Unclear(name)
     params = tuple(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED))
     return _joined((name, params), values)
