@@ -1,0 +1,108 @@
+"""What a checkpoint costs: the stall of a save against 50 steps, and the memory of the host while saving and restoring.
+
+`llama-130m` (134,105,856 parameters, Adam: 1.6 GB of state) on one device, or on `DEVICES` simulated ones, on which the
+state itself is in the host's memory: `save` is beside it, `restore` with it. Memory is what the process has of its own
+(RssAnon), sampled every 2 ms; files that are mapped are the system's to drop.
+
+    python experiments/benchmarks/checkpoint.py [MODEL] [ROWS]
+
+    stall      seconds in which a save keeps the next step from starting: the copy from the devices, and Orbax's own
+    written    seconds until all is on disk, in the background
+    step       seconds of a step alone, and while a checkpoint is being written
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jaxpar as jp
+from jaxpar.models import named
+
+DEVICES, STEPS = 4, 10
+
+
+def own_memory() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def peak(call: Callable[[], Any]) -> tuple[Any, int, float]:
+    """What a call returns, the most memory that it took beside what was there, and its seconds."""
+    before, most, done = own_memory(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, own_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    begin = time.perf_counter()
+    try:
+        result = call()
+    finally:
+        seconds = time.perf_counter() - begin
+        done.set()
+        thread.join()
+    return result, max(most - before, 0), seconds
+
+
+def main(name: str = "llama-130m", rows: int = 4) -> None:
+    if jax.config.jax_platforms in (None, "cpu"):
+        jp.simulate(DEVICES)
+    model = named(name)
+    step = jp.make_train_step(model.model, optax.adam(1e-4), "fsdp")
+    folder = Path(tempfile.mkdtemp())
+    state = step.init(jax.random.key(0))
+    size = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+    print(f"{name}, {len(step.mesh.devices.flat)} x {step.mesh.devices.flat[0].platform}: {size / 1e9:.2f} GB of state")
+    try:
+        step.save(folder / "first", state).wait()  # imports, folders
+        begin = time.perf_counter()
+        saves, most, _ = peak(lambda: saved_at(begin, step, folder, state))
+        print(f"save      memory {most / size:.2f} N, returns after {saves[0]:.2f} s, written after {saves[1]:.2f} s")
+        del state
+        _, _, seconds = peak(jp.Checkpoint(folder / "second").verify)
+        print(f"verify    {seconds:.2f} s")
+        state, most, seconds = peak(lambda: step.restore(folder / "second"))
+        print(f"restore   memory {most / size:.2f} N, {seconds:.2f} s")
+        batch = {"tokens": jax.random.randint(jax.random.key(1), (rows, 17), 0, 1000)}
+        state, metrics = step(state, batch)
+        times, stall = [], 0.0
+        for saving in (False, True):
+            metrics["loss"].block_until_ready()
+            if saving:
+                before = time.perf_counter(), time.thread_time()
+                saves = step.save(folder / "third", state)
+                stall, busy = time.perf_counter() - before[0], time.thread_time() - before[1]
+            for _ in range(STEPS):
+                begin = time.perf_counter()
+                state, metrics = step(state, batch)
+                metrics["loss"].block_until_ready()
+                times.append(time.perf_counter() - begin)
+        saves.wait()
+        alone, beside = sorted(times[:STEPS])[STEPS // 2], sorted(times[STEPS:])[STEPS // 2]
+        print(f"stall     {stall:.2f} s ({busy:.2f} s of a core), {stall / (50 * alone):.1%} of 50 steps")
+        print(f"step      {alone:.2f} s alone, {beside:.2f} s while a checkpoint is being written (medians of {STEPS})")
+    finally:
+        shutil.rmtree(folder)
+
+
+def saved_at(begin: float, step: Any, folder: Path, state: Any) -> tuple[float, float]:
+    """Seconds until the call returns, and until all is on disk."""
+    saves = step.save(folder / "second", state)
+    stall = time.perf_counter() - begin
+    saves.wait()
+    return stall, time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))

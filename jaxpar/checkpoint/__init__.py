@@ -1,0 +1,1 @@
+"""Checkpoints: states on disk as the model has them, for any layout."""

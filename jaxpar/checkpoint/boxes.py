@@ -1,0 +1,103 @@
+"""Which part of the model's own leaves a box of a stored array is: padding, stacks of layers and stages taken away.
+
+It is what `Layout.to_logical` and `to_stored` compute, as views of arrays in this host's memory: nothing is computed on
+a device, and no device sees more of a leaf than its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..layout.leaves import Leaf, Stacked, Staged
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) of every dim
+
+
+class Part(NamedTuple):
+    """A part of one of the model's own leaves, in a box of a stored array.
+
+    Attributes:
+      member: which of the leaves that the stored array is made of.
+      box: where in that leaf it is.
+      view: from the box's array [as stored] to this part of it [in the leaf's dims]; never a copy.
+    """
+
+    member: int
+    box: Box
+    view: Callable[[np.ndarray], np.ndarray]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of all of an array."""
+    return tuple((0, n) for n in shape)
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """A device's part of an array, as `jax.sharding.Sharding` tells it."""
+    return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+
+
+def size(box: Box) -> int:
+    """The elements of a box."""
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    return count
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """What two boxes share, None for nothing."""
+    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """A box as an index of the array of a larger one."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True))
+
+
+def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[Part]:
+    """The parts of the model's own leaves in a box of a stored array, without padding.
+
+    Args:
+      leaf: the leaf that the array holds, None for one that is no leaf's.
+      shape: the array's without padding: the leaf's own, layers in front.
+      box: which part of the array.
+    """
+    form = None if leaf is None else leaf.form
+    if isinstance(form, Stacked):
+        rest = _clipped(box[1:], shape[1:])
+        for k in range(*box[0]):
+            yield Part(k, rest, _view(slices(rest, box[1:]), k - box[0][0]))
+    elif isinstance(form, Staged):
+        held = len(form.held)
+        rest = _clipped(box[held:], shape[held:])
+        inside, (first, last) = slices(rest, box[held:]), box[held - 1]
+        for chunk in range(*box[0]) if held > 1 else (0,):
+            at = chunk * form.held[-1]
+            start, stop = (min(at + n, form.layers) for n in (first, last))
+            lead = (chunk - box[0][0],) if held > 1 else ()
+            if form.dim is None:
+                for k in range(start, stop):
+                    yield Part(k, rest, _view(inside, *lead, k - at - first))
+            elif start < stop:
+                part = [(start, stop), *rest]
+                part[0], part[form.dim] = part[form.dim], part[0]
+                layers = slice(start - at - first, stop - at - first)
+                yield Part(0, tuple(part), _view(inside, *lead, layers, swap=form.dim))
+    else:
+        rest = _clipped(box, shape)
+        yield Part(0, rest, _view(slices(rest, box)))
+
+
+def _clipped(box: Box, shape: Sequence[int]) -> Box:
+    return tuple((min(start, n), min(stop, n)) for (start, stop), n in zip(box, shape, strict=True))
+
+
+def _view(inside: tuple[slice, ...], *lead: int | slice, swap: int = 0) -> Callable[[np.ndarray], np.ndarray]:
+    """`lead` indexes the dims of stages and layers, `inside` the others; then layers go to dim `swap`."""
+    index = (*lead, *inside, ...)
+    return lambda x: np.swapaxes(x[index], 0, swap) if swap else x[index]

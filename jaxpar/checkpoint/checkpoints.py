@@ -1,0 +1,185 @@
+"""The checkpoints of a run: saved in the background, the last few kept, restored into any layout.
+
+A checkpoint is a folder named by its step, written under another name and renamed when all hosts are done: what a
+killed process leaves half-written is no checkpoint, and an older one is removed only after that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import shutil
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..layout.state import State
+from ..step.core import Step
+from .about import about_of, exact, same_run
+from .arrays import Array, arrays_of
+from .restore import restored
+from .saved import STATE, Checkpoint, latest_good, numbers
+
+_PATIENCE = 10**8  # seconds, three years
+_open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+@functools.cache
+def _wait_at_the_end() -> None:
+    """A program that ends waits for what it has begun to save.
+
+    `atexit` would be too late: by then no thread pool, of which Orbax has several, takes work any more. Pools learn of
+    the end by the same function as this, the last that asked first: so it is called when Orbax has been imported.
+    """
+    threading._register_atexit(lambda: [saves.wait() for saves in list(_open)])  # type: ignore[attr-defined]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Orbax logs the traceback of a save that failed, more than once; it is raised as well, by `wait` or `save`."""
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder. A context manager: leaving it waits for what is being written.
+
+    Args:
+      folder: made if need be. With several hosts it must be one that all of them see.
+      step: whose states they are.
+      about: what else makes the run what it is (seed, sizes, ...), as JSON; another run is not resumed.
+      keep: how many are kept, the last ones; all if None.
+    """
+
+    def __init__(self, folder: Path | str, step: Step, about: Mapping[str, Any], keep: int | None = 2):
+        import orbax.checkpoint as orbax  # 0.4 s, and only who saves needs it
+
+        from . import write
+
+        self.step, self.folder, self._orbax, self._write = step, Path(folder).absolute(), orbax, write
+        self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            # Orbax would do it in a thread that `close` does not wait for, and that dies loudly with the process.
+            for unfinished in self.folder.glob(f"*{orbax.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(unfinished)
+        # Orbax times a save by the clock on the wall, and one that was put on in between ended the run.
+        patient = orbax.AsyncOptions(timeout_secs=_PATIENCE)
+        options = orbax.CheckpointManagerOptions(
+            max_to_keep=keep, lightweight_initialize=True, save_root_metadata=False, async_options=patient
+        )
+        self._manager = orbax.CheckpointManager(self.folder, options=options)
+        _open.add(self)
+        logging.getLogger("absl").addFilter(_is_news)
+        _wait_at_the_end()
+        self._own: set[int] = set()  # what was saved or restored here
+        self.data: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _open.discard(self)
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def wait(self) -> None:
+        """Waits until what is being written is complete. Raises ValueError where it could not be written."""
+        with self._write.saying(self.folder):
+            self._manager.wait_until_finished()
+
+    @functools.cached_property
+    def _arrays(self) -> list[Array]:
+        return arrays_of(self.step)[0]
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the last complete checkpoint, None without any."""
+        return next(reversed(numbers(self.folder)), None)
+
+    def save(self, number: int, state: State, data: Mapping[str, Any] | None = None) -> None:
+        """Writes the state after step `number`, in the background; the state may be donated at once.
+
+        Waits for the checkpoint before, if that is still being written, and for the copy from the devices to the host.
+
+        Args:
+          number: `state.step`.
+          state: as the step returned it.
+          data: where in the data the run is, as JSON: given back as `Checkpoint.data`.
+
+        Raises ValueError where the checkpoint before could not be written, where the number is not the state's, and
+        where the folder has one of that number which was neither saved nor restored here.
+        """
+        self.wait()
+        if number in self._own:
+            return
+        if number in numbers(self.folder):
+            raise ValueError(
+                f"{self._place(number)} is there already, of another run; name another folder, or remove that one"
+            )
+        boxes = self._write.held(self._arrays, state)
+        if (here := int(np.asarray(state.step))) != number:
+            raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
+        about = about_of(self.step, self._arrays, number, self.about, data or {})
+        with self._write.saying(self.folder):
+            args = self._orbax.args.Composite(**{STATE: self._write.Save(about.json(), boxes)})
+            self._manager.save(number, args=args, force=True)
+        self._own.add(number)
+
+    def restore(self, good: bool = False) -> State:
+        """The last complete state, as the step's layout stores it, whatever the layout it was saved in.
+
+        Then `data` is what was given to `save`, and `notes` says what a user should know: checkpoints that were passed
+        over, and another strategy than that of the checkpoint.
+
+        Args:
+          good: go on from the newest one that is what was written. Damaged ones that are newer are renamed, so that
+            they are in nobody's way.
+
+        Raises ValueError where there is none, where it is damaged, and where it belongs to another run, model or
+        optimizer, naming what differs.
+        """
+        self.notes = self._set_aside() if good else []
+        number = self.latest
+        if number is None:
+            raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
+        saved = Checkpoint(self._place(number))
+        same_run(saved.run, self.about, saved.folder)
+        state = restored(self.step, saved)
+        if saved.strategy != (here := str(exact(self.step))):
+            self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {here}")
+        self.data = saved.data
+        self._own.add(number)
+        return state
+
+    def _set_aside(self) -> list[str]:
+        """Renames what is newer than the newest checkpoint that is good, and says why; nothing where none is good."""
+        wrong: list[str] = []
+        good: int | None = -1
+        if jax.process_index() == 0:
+            good, wrong = latest_good(self.folder)
+            for newer in [number for number in numbers(self.folder) if good is not None and number > good]:
+                names = (
+                    f"{newer}.damaged{again}" for again in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+                )
+                self._place(newer).rename(next(place for name in names if not (place := self.folder / name).exists()))
+        if jax.process_count() > 1:
+            good = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if good is None else good)))
+            good = None if good < 0 else good
+        if good is None and numbers(self.folder):
+            why = "; ".join(wrong) or "process 0 says what is wrong with each"
+            raise ValueError(f"{self.folder} holds no checkpoint that is whole: {why}")
+        self._manager.reload()
+        return wrong
+
+    def _place(self, number: int) -> Path:
+        return self.folder / str(number)

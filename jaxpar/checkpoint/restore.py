@@ -1,0 +1,119 @@
+"""A checkpoint into any layout: each device gets its own part of every leaf, read from the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..layout.precision import LossScale
+from ..layout.state import State
+from ..step.core import Step
+from ..step.init import BEGIN_ANEW
+from ..text import few
+from .about import fits
+from .arrays import Array, arrays_of, raw
+from .boxes import box_of, parts
+from .checksum import checksum
+from .files import Damaged
+from .saved import Checkpoint, damaged
+
+Fresh = Callable[[str], bool]
+
+
+def restored(step: Step, saved: Checkpoint) -> State:
+    """The whole state, as the step's layout stores it.
+
+    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none. Raises
+    ValueError where it is another model's or optimizer's, or damaged, naming the array.
+    """
+    arrays, tree = arrays_of(step)
+    of_scale = lambda name: name.startswith("scale/")
+    scaled = [array for array in arrays if of_scale(array.path) and array.path not in saved.arrays]
+    wanted = {name: a for a in arrays if a not in scaled and not a.derived for name in a.names}
+    fits(saved.about, wanted, saved.folder, list(filter(of_scale, saved.arrays)))
+    first = dict(zip((a.path for a in scaled), jax.tree.leaves(LossScale.create()), strict=False))
+    read = _Reader(saved)
+    values = [jax.device_put(first[a.path], a.sharding) if a.path in first else read(a) for a in arrays]
+    read.check()
+    state = jax.tree.unflatten(tree, values)
+    if (number := int(state.step)) != saved.step:
+        raise damaged(saved.folder, Damaged(f"about.json says step {saved.step}, and the state is of step {number}"))
+    return state
+
+
+def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) -> State:
+    """A new state with the parameters and variables of a checkpoint.
+
+    Args:
+      key: of the new state.
+      fresh: `fresh(path)` for the paths of parameters that begin as the model's own, whatever the checkpoint has.
+    """
+    arrays, tree = arrays_of(step)
+    anew = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
+    needed = [array for array in arrays if array.path.partition("/")[0] in ("params", "variables")]
+    wanted = {name: array for array in needed for name in array.names if not anew(name)}
+    if missing := [name.removeprefix("params/") for name in wanted if name not in saved.arrays]:
+        raise ValueError(f"{saved.folder} has no weights for {few(missing)}; {BEGIN_ANEW}")
+    fits(saved.about, wanted, saved.folder, saved.arrays)
+    made = dict(zip((a.path for a in arrays), jax.tree.leaves(step.init(key)), strict=True)) if fresh else {}
+    read = _Reader(saved)
+    values = {a.path: read(a, made.get(a.path), anew) for a in needed}
+    read.check()
+    del made
+    state = jax.tree.unflatten(tree, [values.get(a.path) for a in arrays])
+    return step.begin(key, state.params, state.variables)
+
+
+class _Reader:
+    """Reads arrays of a checkpoint into a layout, and sums up what it has read."""
+
+    def __init__(self, saved: Checkpoint):
+        self.saved = saved
+        self.sums: dict[str, int] = {}
+
+    def __call__(self, array: Array, made: jax.Array | None = None, anew: Callable[[str], bool] | None = None) -> Any:
+        """An array of a state; where it has leaves that begin anew, these are those of `made`."""
+        if not array.derived:  # on every host in this order, whatever it holds
+            self.sums |= {name: 0 for name in array.names if anew is None or not anew(name)}
+        places = array.sharding.devices_indices_map(array.shape)
+        boxes: dict[Any, list[jax.Device]] = {}
+        for device, index in places.items():
+            boxes.setdefault(box_of(index, array.shape), []).append(device)
+        own = {box_of(s.index, array.shape): s.data for s in raw(made).addressable_shards} if made is not None else {}
+        here, shards = jax.process_index(), []
+        for box, devices in boxes.items():
+            mine = [device for device in devices if device.process_index == here]
+            if mine:
+                shape = [stop - start for start, stop in box]
+                dtype = self.saved.arrays[array.names[0]][1] if made is None else array.dtype
+                into = np.zeros(shape, dtype) if made is None else np.array(own[box])
+                self._fill(array, box, into, anew, devices[0].process_index == here)
+                into = into.astype(array.dtype, copy=False)  # a copy in a lower precision, of its master
+                shards += [jax.device_put(into, device) for device in mine]
+        x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+        x.block_until_ready()  # so that one array at a time is in this host's memory
+        return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
+
+    def _fill(self, array: Array, box: Any, into: np.ndarray, anew: Any, counts: bool) -> None:
+        for part in parts(array.leaf, array.inner, box):
+            name = array.names[part.member]
+            if anew is not None and anew(name):
+                continue
+            view = part.view(into)
+            self.saved.fill(name, part.box, view)
+            if counts and not array.derived:  # of several hosts with one box, one
+                total = checksum(view, [start for start, _ in part.box])
+                self.sums[name] = (self.sums[name] + total) % 2**64
+
+    def check(self) -> None:
+        """Raise ValueError unless all that was read, by all hosts together, is what was written."""
+        totals = np.array(list(self.sums.values()), np.uint64)
+        if jax.process_count() > 1:  # jax has no 64 bits here
+            halves = multihost_utils.process_allgather(totals.view(np.uint32))
+            totals = np.asarray(halves).reshape(jax.process_count(), -1).view(np.uint64).sum(0, dtype=np.uint64)
+        for name, total in zip(self.sums, totals.tolist(), strict=True):
+            self.saved.require(name, total)

@@ -1,0 +1,85 @@
+"""The commands on checkpoints: whether they are what was written, and what else can be made of them. No devices."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+
+from ..checkpoint.saved import Checkpoint, converted, numbers, weights_of
+from ..models import llama
+from ..text import size
+from .options import named_of
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Reads all of a checkpoint, or of each of a run's, and compares every array with its checksum.
+
+    Exits with 1 where one is damaged, naming array and file.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """of a checkpoint, of several, or of a run"""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Makes another checkpoint of one, or the folder of a Hugging Face model, an array at a time, without devices."""
+
+    source: tyro.conf.Positional[Path]
+    """folder of a checkpoint, of several, or of a run: the last"""
+    target: tyro.conf.Positional[Path]
+    """folder to make"""
+    to: Literal["checkpoint", "huggingface"] = "checkpoint"
+    """what to make; huggingface is for Llamas"""
+    weights_only: bool = False
+    """leave out the optimizer's state and what else training needs"""
+    dtype: str | None = None
+    """of the weights, such as bfloat16; without it: as they are, float32"""
+    model: str | None = None
+    """huggingface: the model by name, as in jaxpar train; without it: the one that the run was given"""
+
+
+def verify(options: VerifyOptions) -> None:
+    """`jaxpar verify-checkpoint`."""
+    folder = options.folder
+    inside = next((place for place in (folder, folder / "checkpoints") if numbers(place)), None)
+    several = [folder] if inside is None else [inside / str(number) for number in numbers(inside)]
+    bad = 0
+    for place in several:
+        try:
+            saved = Checkpoint(place)
+            saved.verify()
+        except ValueError as error:
+            if inside is None and not place.is_dir():
+                raise
+            bad += 1
+            print(error)  # noqa: T201
+        else:
+            total = size(sum(path.stat().st_size for path in saved.folder.rglob("*")))
+            print(f"{place}: {len(saved.arrays)} arrays, {total}, saved under {saved.strategy}: as written")  # noqa: T201
+    if bad:
+        sys.exit(1)
+
+
+def convert(options: ConvertOptions) -> None:
+    """`jaxpar convert`. Raises ValueError where the model has no form in Hugging Face's words, or is not known."""
+    jax.config.update("jax_platforms", "cpu")  # the shapes of a model are asked for, and nothing runs
+    saved = Checkpoint(options.source)
+    if options.to == "checkpoint":
+        made = converted(saved, options.target, options.weights_only, options.dtype)
+        print(f"written: {made}")  # noqa: T201
+        return
+    name = options.model or saved.run.get("model")
+    if not isinstance(name, str):
+        raise ValueError(f"{saved.folder} does not say which model it is of; name it: --model llama-tiny,layers=2")
+    config = named_of(name, 1).config
+    if not isinstance(config, llama.Config):
+        raise ValueError(f"{name} cannot be written for Hugging Face's transformers; Llamas can")
+    llama.to_hf(config, weights_of(saved), options.target, options.dtype)
+    print(f"written: {options.target}, {config.parameters:,} parameters of {name} after step {saved.step}")  # noqa: T201

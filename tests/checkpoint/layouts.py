@@ -1,0 +1,87 @@
+"""One state under every layout: what `test_layouts.py`, and its second process, restore and save."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpar as jp
+from jaxpar.checkpoint.boxes import whole
+from jaxpar.checkpoint.files import ABOUT, read_json, write_arrays, write_json
+
+LAYERS = 5  # which neither 4 stages nor 2 with 2 chunks divide
+# By name: the strategy, and how many of the 8 devices.
+LAYOUTS = {
+    "single": ("single", 1),
+    "ddp": ("ddp", 8),
+    "zero1": ("zero1", 8),
+    "zero2": ("zero2,precision=bf16", 8),  # with copies
+    "zero3": ("zero3", 8),
+    "hsdp": ("data=2,fsdp=4", 8),
+    "six": ("fsdp", 6),
+    "four": ("zero1", 4),
+    "tensor": ("fsdp=4,tensor=2", 8),
+    "sequence": ("data=4,tensor=2,sequence=true", 8),
+    "pipe": ("pipe=4,data=2,microbatches=4", 8),
+    "chunks": ("pipe=2,chunks=2,fsdp=4,microbatches=2", 8),
+    "four axes": ("pipe=2,data=1,fsdp=2,tensor=2,microbatches=2", 8),
+    "server": ("dp", 8),
+}
+RULES = {"layers/./up": -1, "layers/./down": -2, "table": None}
+
+
+def model() -> jp.Model:
+    """Five layers in a Python loop, which are rolled, and a table [211, 127] that no number of shards divides."""
+
+    def init(key: jax.Array) -> Any:
+        keys = iter(jax.random.split(key, 2 * LAYERS + 1))
+        normal = lambda *shape: jax.random.normal(next(keys), shape) * 0.3
+        layers = [{"up": normal(4, 8), "down": normal(8, 4), "bias": jnp.zeros(4)} for _ in range(LAYERS)]
+        return {"layers": layers, "table": normal(211, 127)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = params["table"][batch["row"]][..., :4]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"] + layer["bias"]
+        return ((x @ params["table"][:4, :8] - batch["y"]) ** 2).mean()
+
+    return jp.Model(init=init, loss=loss)
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(number)
+    return {"row": rng.integers(0, 211, (24, 6)), "y": rng.normal(size=(24, 6, 8)).astype(np.float32)}
+
+
+@functools.cache
+def step(name: str) -> Any:
+    strategy, devices = LAYOUTS[name]
+    rules = RULES if "tensor" in strategy else None
+    return jp.make_train_step(model(), optax.adam(1e-2), strategy, jax.devices()[:devices], rules=rules)
+
+
+def random_state(folder: Path) -> dict[str, np.ndarray]:
+    """A checkpoint of random values, moments included; and these by name. Nothing is compiled for it but one state."""
+    one = step("single")
+    one.save(folder, one.init(jax.random.key(0))).wait()
+    rng, at = np.random.default_rng(0), folder / "0" / "state"
+    values = {}
+    for name, (shape, dtype) in jp.Checkpoint(folder).arrays.items():
+        noise = np.abs(rng.normal(size=shape)) if "/nu/" in name else rng.normal(size=shape) * 0.3
+        values[name] = noise.astype(dtype) if dtype == np.float32 else jp.Checkpoint(folder).read(name)
+    values["step"] = np.asarray(np.int32(3))
+    about = read_json(at / ABOUT)
+    write_arrays(at, 0, [(name, whole(x.shape), x) for name, x in values.items()])
+    write_json(at / ABOUT, {**about, "step": 3})
+    (folder / "0").rename(folder / "3")
+    return values
+
+
+def saved(folder: Path) -> dict[str, bytes]:
+    found = jp.Checkpoint(folder)
+    found.verify()
+    return {name: found.read(name).tobytes() for name in found.arrays}

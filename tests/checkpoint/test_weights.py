@@ -1,0 +1,78 @@
+"""Weights alone into a new state, and fresh adapters beside a given base."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+LORA = lambda path: "lora" in path
+
+
+def model(rank: int = 0) -> jp.Model:
+    """Three layers in a Python loop, with adapters of a rank."""
+
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 9)
+        layers = [{"w": jax.random.normal(keys[i], (8, 8))} for i in range(3)]
+        for i, layer in enumerate(layers if rank else []):
+            layer["lora"] = {"a": jax.random.normal(keys[3 + i], (8, rank)), "b": jnp.zeros((rank, 8))}
+        return {"layers": layers, "head": jax.random.normal(keys[8], (130, 131))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = batch["x"]
+        for layer in params["layers"]:
+            w = layer["w"] + (layer["lora"]["a"] @ layer["lora"]["b"] if rank else 0)
+            x = jnp.tanh(x @ w)
+        return ((x @ params["head"][:8]) ** 2).mean()
+
+    return jp.Model(init=init, loss=loss)
+
+
+def tree(step: Any, state: Any) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_leaves_with_path(step.params(state))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in flat}
+
+
+def averaged() -> optax.GradientTransformation:
+    """An optimizer whose state begins with the parameters, as that of moving averages does."""
+    return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+
+
+def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> None:
+    """Both ended in two dumps of a PyTreeDef."""
+    old = jp.make_train_step(model(), optax.adam(1e-2), "fsdp")
+    state = old.init(jax.random.key(0))
+    old.save(tmp_path, state).wait()
+    base = tree(old, state)
+
+    new = jp.make_train_step(model(), averaged(), "ddp")
+    begun = new.restore(tmp_path, weights_only=True, key=jax.random.key(5))
+    for name, x in tree(new, begun).items():
+        np.testing.assert_array_equal(x, base[name])
+    for x, y in zip(jax.tree.leaves(begun.optimizer), jax.tree.leaves(begun.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert int(begun.step) == 0
+
+    lora = jp.make_train_step(model(2), optax.adam(1e-2), "fsdp", trainable=LORA)
+    with pytest.raises(ValueError, match=r"no weights for layers/0/lora/a.* and 3 more; where some .* fresh=lambda"):
+        lora.restore(tmp_path, weights_only=True)
+    with pytest.raises(ValueError, match=r"params= lacks layers/0/lora/a.* and 3 more; pass .* fresh=lambda"):
+        lora.init(jax.random.key(1), params=old.params(state))
+    made = tree(lora, lora.init(jax.random.key(1)))
+    for begun in (
+        lora.restore(tmp_path, weights_only=True, key=jax.random.key(1), fresh=LORA),
+        lora.init(jax.random.key(1), params=old.params(state), fresh=LORA),
+    ):
+        for name, x in tree(lora, begun).items():
+            np.testing.assert_array_equal(x, made[name] if LORA(name) else base[name])
+    with pytest.raises(ValueError, match=r"params= has layers/0/lora/a.*, and the model has"):
+        old.init(jax.random.key(1), params=lora.params(begun))
+    wide = {**old.params(state), "head": np.ones((130, 132))}
+    with pytest.raises(ValueError, match=r"params= has head of shape \(130, 132\), the model needs \(130, 131\)"):
+        old.init(jax.random.key(1), params=wide)
