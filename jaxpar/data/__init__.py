@@ -1,5 +1,7 @@
-"""What to train on: text as bytes or tokens, images; and how a trainer takes it."""
+"""What to train on: text as bytes or tokens, images, rows of any data set; and how a trainer takes it."""
 
+from .ahead import Ahead as Ahead
+from .contents import check_ids as check_ids
 from .corpus import Batch as Batch
 from .corpus import Corpus as Corpus
 from .corpus import Source as Source
@@ -9,3 +11,9 @@ from .corpus import byte_corpus as byte_corpus
 from .corpus import pad_rows as pad_rows
 from .corpus import text as text
 from .corpus import windows as windows
+from .rows import RowBatches as RowBatches
+from .rows import Rows as Rows
+from .sampler import Position as Position
+from .sampler import Sampler as Sampler
+from .tokens import Windows as Windows
+from .tokens import token_ids as token_ids

@@ -4,17 +4,23 @@ NumPy only. Batches are global, with rows on dim 0, and pure functions of seed a
 ("length"), n bytes or tokens of text.
 """
 
+import hashlib
 import math
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from .contents import chunks
+from .tokens import token_ids
 
 HELD_OUT = 20  # one file, or one byte, in so many is held out
 TESTS = {"test", "tests", "idle_test"}  # two thirds of the standard library, and unlike the rest of it
@@ -36,6 +42,11 @@ class Source(Protocol):
         """What a model must have to fit, for `named(name, **source.sizes)`: {} for text, and for images `classes`,
         `channels` and `size`.
         """
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What the data are, by content: the same elsewhere is the same. A run about other data does not resume."""
         ...
 
     @property
@@ -125,13 +136,13 @@ def byte_corpus(path: Path | str | None = None) -> Corpus:
 def _files(root: Path, stdlib: bool) -> list[Path]:
     if root.is_file():
         return [root]
-    below = sorted((file.relative_to(root) for file in root.rglob("*.py" if stdlib else "*")), key=Path.as_posix)
     skipped = TESTS | INSTALLED if stdlib else set()
-    return [
-        root / file
-        for file in below
-        if (root / file).is_file() and not any(part in skipped or part.startswith(".") for part in file.parts)
-    ]
+    wanted = lambda name: name not in skipped and not name.startswith(".")
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = filter(wanted, folders)  # nobody goes into the others: packages have ten times as many files
+        found += (Path(folder, name) for name in names if wanted(name) and (not stdlib or name.endswith(".py")))
+    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +163,19 @@ class Text:
             return {}
         bits = {"unigram": self.corpus.unigram_bits, "bigram": self.corpus.bigram_bits}
         return {name: bit * math.log(2) for name, bit in bits.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the text is, wherever and in whatever type it lies: how much, and a checksum of all of it."""
+        digest = hashlib.sha256()
+        # The smallest type that holds them, whatever they lie in: it is also the least to take a checksum of.
+        kind = np.min_scalar_type(max(int(part.max(initial=0)) for part in (self.train, self.rest))).newbyteorder("<")
+        for part in (self.train, self.rest):
+            digest.update(f"{part.size} ".encode())
+            for _, piece in chunks(part):
+                digest.update(np.ascontiguousarray(piece, kind).data)
+        unit = "tokens" if self.corpus is None else "bytes"
+        return f"{self.train.size + self.rest.size:,} {unit}, sha256 {digest.hexdigest()[:16]}"
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
         """Endless {"tokens": int32 [B, T+1]}; see `batches`."""
@@ -176,7 +200,7 @@ def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
     below `vocabulary`.
     """
     if path is not None and Path(path).suffix in (".npy", ".bin"):
-        ids = _ids(Path(path), vocabulary)
+        ids = token_ids(path, vocabulary)
         train, rest = np.split(ids, [ids.size - ids.size // HELD_OUT])
         about, corpus = f"{path}: {ids.size:,} tokens", None
     elif vocabulary < 256:
@@ -195,38 +219,6 @@ def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
             f"use a length below {rest.size} or more text"
         )
     return Text(f"{about}, {rest.size:,} of them held out", length, train, rest, corpus)
-
-
-def _ids(path: Path, vocabulary: int) -> np.ndarray:
-    """Token ids [n] of a file, not read into memory, all below `vocabulary`."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
-    if path.suffix == ".npy":
-        try:
-            ids = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
-            raise ValueError(
-                f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
-            ) from error
-        if not isinstance(ids, np.ndarray):
-            raise ValueError(f"{path} holds several arrays (.npz); write one, integers [n], with numpy.save")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
-    else:
-        dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-        if path.stat().st_size % dtype.itemsize or not path.stat().st_size:
-            raise ValueError(
-                f"{path} has {path.stat().st_size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
-                f"a multiple of {dtype.itemsize}; save other types as .npy"
-            )
-        ids = np.memmap(path, dtype, mode="r")
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
-        wrong = ids.max() if ids.max() >= vocabulary else ids.min()
-        raise ValueError(
-            f"{path} holds token {wrong}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
-            "use the model whose tokenizer made them, or a larger vocab="
-        )
-    return ids
 
 
 def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0) -> Iterator[Batch]:
@@ -276,8 +268,10 @@ def _windowed(text: np.ndarray, length: int) -> np.ndarray:
 def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
     """Pads dim 0 of every leaf with zeros up to a multiple: (batch, mask float32 [B padded], 1 for the rows given).
 
-    Raises ValueError if the leaves disagree about the number of rows.
+    Raises ValueError if the leaves disagree about the number of rows, and where `multiple` is no count.
     """
+    if not isinstance(multiple, Integral) or isinstance(multiple, bool) or multiple < 1:
+        raise ValueError(f"pad_rows(batch, {multiple!r}): needs a whole number from 1, such as step.replicas")
     sizes = {
         jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     }

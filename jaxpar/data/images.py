@@ -7,22 +7,30 @@ the extra `jaxpar[images]`.
 Dims: B rows, H height, W width (the same), C channels.
 """
 
+import hashlib
 import importlib
 import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..files import plain
 from . import Batch, pad_rows
 
 HELD_OUT = 10  # one image of a class in so many is held out
 THREADS = 16  # at most, to decode with
+
+# What is decoded, by Pillow's names. It knows 40 more, and one of them, EPS, runs the file as a program of Ghostscript.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_ONE_OF = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 Item = tuple[Any, int]  # what `read` takes, and the number of its class
 
@@ -43,6 +51,25 @@ class Images:
     def sizes(self) -> Mapping[str, int]:
         """`classes`, `channels` and `size`, which a model must have."""
         return {"classes": len(self.classes), "channels": self.channels, "size": self.size}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the images are, wherever they lie: how many, and a checksum of all files (or arrays) and labels.
+
+        Every file is read once, as an epoch does.
+        """
+
+        def of(item: Item) -> bytes:
+            content = item[0].read_bytes() if isinstance(item[0], Path) else np.ascontiguousarray(item[0]).data
+            return hashlib.sha256(content).digest() + item[1].to_bytes(4)
+
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            for part in (self.train, self.rest):
+                digest.update(f"{len(part)} ".encode())
+                for found in threads.map(of, part):
+                    digest.update(found)
+        return f"{len(self.train) + len(self.rest):,} images, sha256 {digest.hexdigest()[:16]}"
 
     @property
     def baselines(self) -> Mapping[str, float]:
@@ -85,26 +112,30 @@ def folder(path: Path | str, size: int = 224) -> Images:
     """Image files, one subfolder for each class.
 
     Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
-    suffix Pillow does not know are left out. An image is turned as its camera says, cropped at its centre to a square,
-    resized to `size` and made RGB. Of each class, every tenth file in the order of paths is held out.
+    suffix is not of PNG, JPEG, WebP, BMP, GIF or TIFF are left out. An image (the first, where a file has several) is
+    turned as its camera says, cropped at its centre to a square, resized to `size` and made RGB. Of each class, every
+    tenth file in the order of paths is held out.
 
     Raises ValueError where the folder is missing or holds no two classes, where a class is empty or none has ten
-    images, and where Pillow is not installed; and on the way where a file cannot be read, naming it.
+    images, where one is a FIFO or a device, and where Pillow is not installed; and on the way where a file cannot be
+    read, is of another format than these, or has more pixels than Pillow takes (`PIL.Image.MAX_IMAGE_PIXELS`, 89
+    million), naming it.
     """
     root, pillow = Path(path), _needed("PIL.Image")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
-    if size < 1:
-        raise ValueError(f"size={size} leaves no pixels; use 1 or more")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
     folders = sorted(sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
     if len(folders) < 2:
         found = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
         raise ValueError(f"{root} has {found}; put the images of each class into a subfolder of its own, two or more")
-    known = {suffix for suffix, format in pillow.registered_extensions().items() if format in pillow.OPEN}
+    known = {suffix for suffix, format in pillow.registered_extensions().items() if format in FORMATS}
     groups = []
     for label, sub in enumerate(folders):
         below = sorted((file.relative_to(sub) for file in sub.rglob("*")), key=Path.as_posix)
-        files = [sub / file for file in below if file.suffix.lower() in known and not _hidden(file)]
+        named = (sub / file for file in below if file.suffix.lower() in known and not _hidden(file))
+        files = [plain(file) for file in named if not file.is_dir()]
         if not files:
             raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(known)[:8])}, ...), or remove it")
         groups.append([(file, label) for file in files])
@@ -137,10 +168,13 @@ def _decoded(file: Path, size: int) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(file) as opened:
+        with Image.open(plain(file), formats=FORMATS) as opened:
+            pixels, most = math.prod(opened.size), Image.MAX_IMAGE_PIXELS
+            if most is not None and pixels > most:
+                raise ValueError(f"its {pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
             image = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's formats raise
-        raise ValueError(f"cannot read {file}: {error}; mend the file or remove it") from error
+    except Exception as error:  # each of Pillow's formats raises what it likes
+        raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; mend the file or remove it") from error
     square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(square, np.float32) / 127.5 - 1
 

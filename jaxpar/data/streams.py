@@ -1,68 +1,186 @@
-"""What a trainer accepts as data, as streams of global batches."""
+"""What a trainer accepts as data, as streams of batches that know where they are."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..model.batches import rows_of
+from ..model.calls import check_call
+from ..model.model import Replicated
+from .rows import Rows
 
 Data = Any  # a `data.Source`, a function, or an iterable of batches
 
+# How iterators that can go on elsewhere say where they are, and are told: ours; torch's and Hugging Face's; grain's.
+_CURSORS = (("state", "restore"), ("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
-def training(data: Data, rows: int, seed: int, start: int = 0) -> Iterator[Any]:
+
+class Stream:
+    """Batches from a position on; an iterator.
+
+    Attributes:
+      number: how many batches of the run are before the next one.
+      fills: whether the data fill up batches with rows whose mask is 0.
+    """
+
+    fills = False
+
+    def __init__(self, batches: Iterator[Any], number: int, cursor: Callable[[], Any] = lambda: None):
+        self._batches, self._cursor, self.number = batches, cursor, number
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, of arrays. Raises ValueError where the data ends."""
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise ValueError(
+                f"the data ended after {self.number} batches; train for so many steps, or pass data that can be gone "
+                "through again (a list, a data loader, a function)"
+            ) from None
+        self.number += 1
+        return jax.tree.map(_array, batch)
+
+    def state(self) -> dict[str, Any]:
+        """The position of the next batch, as JSON: how many came before it, and where the data have a position of
+        their own, that ("data"). It is the same on every host, unless the data's own is not.
+        """
+        own = self._cursor()
+        return {"batches": self.number} | ({} if own is None else {"data": _json(own)})
+
+
+def training(
+    data: Data,
+    rows: int,
+    seed: int,
+    start: int = 0,
+    state: Mapping[str, Any] | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> Stream:
     """Batches to train on, from batch `start` on.
 
     Args:
-      data: a `jaxpar.data.Source`; or a function `data(start)` of an iterator that begins with batch `start`; or an
-        iterable: a list or data loader is gone through again and again, an iterator once, and of either the first
-        `start` batches are dropped.
+      data: a `jaxpar.data.Source` or `Rows`; a data set with rows by index and `__getitems__` (Hugging Face's), which
+        becomes `Rows`; a function `data(start)` of an iterator that begins with batch `start`; or an iterable: a list
+        or data loader is gone through again and again, an iterator once. Where an iterable has a position of its own
+        (`state_dict` and `load_state_dict`, or `get_state` and `set_state`, as grain's), `state` restores it; of
+        others the first `start` batches are dropped.
       rows, seed: for a `Source`.
+      state: where to go on, from `Stream.state`, in place of `start`.
+      part: (index, count) of the rows of a batch that this host takes, of `Rows`.
 
     Raises ValueError for anything else, and where the data ends.
     """
+    start = start if state is None else state["batches"]
+    own = None if state is None else _from_json(state.get("data"))
+    if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
+        data = Rows(data, name=type(data).__name__)
     if hasattr(data, "batches"):
-        return data.batches(rows, seed, start)
+        made = data.batches(rows, seed, start)
+        if part[1] > 1:
+            if not hasattr(made, "part"):
+                raise ValueError(
+                    f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
+                )
+            made.part = part
+        stream = Stream(made, start, _restored(made, own) or (lambda: None))
+        stream.fills = getattr(made, "fills", False)
+        return stream
     if callable(data):
+        check_call(data, "data", "start", note="the number of the first batch: 0, or where a resumed run goes on")
         made = data(start)
         if not isinstance(made, Iterable):
             raise ValueError(f"data({start}) returned {type(made).__name__}; return an iterator of batches from there")
-        return _endless(made, start)
+        return Stream(iter(made), start)
     if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
         raise ValueError(
             f"data is a {type(data).__name__}; pass a jaxpar.data.Source, an iterable of batches, or a function of the "
             "number of the first batch that returns one"
         )
-    passes = (data,) if isinstance(data, Iterator) else itertools.repeat(data)
-    return itertools.islice(_endless(_through(passes), 0), start, None)
+    passes = _Passes(data, own)
+    stream = Stream(passes, 0 if own is None else start, passes.state)
+    while stream.number < start:
+        next(stream)
+    return stream
 
 
-def _through(passes: Iterable[Iterable[Any]]) -> Iterator[Any]:
-    for each in passes:
-        batch = None
-        for batch in each:
-            yield batch
-        if batch is None:
-            return
+class _Passes:
+    """An iterable again and again, an iterator once; of what has a position, that is restored in the first pass."""
+
+    def __init__(self, data: Iterable[Any], own: Any = None):
+        self._data, self._once, self._empty = data, isinstance(data, Iterator), False
+        _restored(data, own)  # loaders take it before they are gone through, iterators themselves
+        self._pass = iter(data)
+        if own is not None and _cursor(data) is None and _restored(self._pass, own) is None:
+            raise ValueError(
+                f"the run's position in its data is {own}, and a {type(data).__name__} takes none; resume with the "
+                "data that it was trained on"
+            )
+
+    def __iter__(self) -> _Passes:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._pass)
+        except StopIteration:
+            if self._once or self._empty:
+                raise
+            self._pass, self._empty = iter(self._data), True
+            return next(self)
+        self._empty = False
+        return batch
+
+    def state(self) -> Any:
+        found = _cursor(self._pass) or _cursor(self._data)
+        return None if found is None else found[0]()
 
 
-def _endless(batches: Any, start: int) -> Iterator[Any]:
-    number = start
-    for number, batch in enumerate(batches, start + 1):  # noqa: B007, the error names it
-        yield batch
-    raise ValueError(
-        f"the data ended after {number} batches; train for so many steps, or pass data that can be gone through again "
-        "(a list, a data loader, a function)"
-    )
+def _cursor(data: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to ask data for a position, and how to tell them one."""
+    for names in _CURSORS:
+        get, set_ = (getattr(data, name, None) for name in names)
+        if callable(get) and callable(set_):
+            return get, set_
+    return None
+
+
+def _restored(data: Any, own: Any) -> Callable[[], Any] | None:
+    """How to ask data for a position, after they were told `own`; None where they have none."""
+    if (found := _cursor(data)) is None:
+        return None
+    if own is not None:
+        found[1](own)
+    return found[0]
+
+
+def _json(state: Any) -> Any:
+    return {"bytes": state.decode("latin-1")} if isinstance(state, bytes) else state
+
+
+def _from_json(state: Any) -> Any:
+    return state["bytes"].encode("latin-1") if isinstance(state, dict) and set(state) == {"bytes"} else state
+
+
+def _array(x: Any) -> Any:
+    """Tensors of other libraries as NumPy's arrays, which share their memory."""
+    known = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return np.asarray(x) if not known and hasattr(x, "__array__") else x
 
 
 def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
     """Held-out batches: all of them, or `most` spread evenly (counting them goes through the data once more).
 
-    `data` is a `Source`, a function without arguments that returns an iterator, or an iterable other than an iterator.
+    `data` is a `Source`, `Rows`, a function without arguments that returns an iterator, or an iterable other than an
+    iterator.
     """
     if isinstance(data, Iterator):
         raise ValueError(f"held_out is a {type(data).__name__}, which ends after one evaluation; pass a list, or a "
@@ -71,16 +189,51 @@ def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
     if data is None or isinstance(data, Mapping | str):
         raise ValueError(f"held_out is a {type(data).__name__}; pass a list of batches, or a function that returns an "
                          "iterator of them")  # fmt: skip
+    if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
+        data = Rows(data, name=type(data).__name__)
 
     def again() -> Any:
-        return data.held_out(rows) if hasattr(data, "held_out") else data() if callable(data) else data
+        for name in ("held_out", "once"):
+            if hasattr(data, name):
+                return getattr(data, name)(rows)
+        return data() if callable(data) else data
 
-    if most is None:
-        return iter(again())
-    every = max(1, -(-sum(1 for _ in again()) // most))
-    return itertools.islice(again(), 0, None, every)
+    every = 1 if most is None else max(1, -(-sum(1 for _ in again()) // most))
+    return (jax.tree.map(_array, batch) for batch in itertools.islice(again(), 0, None, every))
 
 
 def weight_of(batch: Any) -> float:
-    """How much a batch's mean counts among others: the sum of its "mask" where it has one, else its rows."""
-    return float(np.sum(batch["mask"])) if isinstance(batch, dict) and "mask" in batch else rows_of(batch)
+    """How much a global batch's mean counts among others: the sum of its "mask" where it has one, else its rows."""
+    if not (isinstance(batch, dict) and "mask" in batch):
+        return rows_of(batch)
+    mask = batch["mask"]
+    return float(jnp.sum(mask) if isinstance(mask, jax.Array) else np.sum(mask))
+
+
+class Fitting:
+    """Fills up batches whose rows do not divide, where they have a "mask": `fit(batch, blocks)`.
+
+    Rows of the batch are repeated with the mask 0, up to the rows of the longest batch so far, for which the step is
+    compiled, or else up to the next multiple of `blocks`. A batch without a mask is left as it is: the step says how to
+    pad it. `check(batch)` is called with the first that is filled up.
+    """
+
+    def __init__(self, check: Callable[[Any], None] = lambda batch: None):
+        self._most, self._check, self._checked = 0, check, False
+
+    def __call__(self, batch: Any, blocks: int) -> Any:
+        """The batch, with a number of rows that `blocks` divides."""
+        if not (isinstance(batch, dict) and "mask" in batch):
+            return batch
+        rows = rows_of(batch)
+        if not rows or rows % blocks == 0:
+            self._most = max(self._most, rows)
+            return batch
+        taken = np.arange(max(self._most, -(-rows // blocks) * blocks)) % rows
+        marked = lambda x: isinstance(x, Replicated)
+        filled = jax.tree.map(lambda x: x if marked(x) else np.asarray(x)[taken], batch, is_leaf=marked)
+        filled["mask"][rows:] = 0
+        if not self._checked:
+            self._check(filled)
+            self._checked = True
+        return filled

@@ -1,5 +1,7 @@
 """Images: the same batch for the same step, on every machine; and what is missing or broken is named."""
 
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -139,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for i in range(10):
             (tmp_path / name / f"{i}.jpg").write_bytes(b"not a jpeg")
-    with pytest.raises(ValueError, match=r"cannot read .*\d\.jpg: .*; mend the file or remove it"):
+    with pytest.raises(ValueError, match=r"cannot read .*\d\.jpg as PNG, .*; mend the file or remove it"):
         next(images.folder(tmp_path, 4).batches(2, seed=0))
 
 
@@ -168,3 +170,23 @@ def test_a_model_learns_the_digits(digits: Images) -> None:
     found = [step.evaluate(state, batch) for batch in digits.held_out(64)]
     assert metrics["loss"] < digits.baselines["prior"] / 2
     assert np.mean([part["accuracy"] for part in found]) > 0.8
+
+
+def test_files_that_are_no_image_are_refused_before_a_program_runs_them(photos: Path, tmp_path: Path) -> None:
+    # Pillow starts Ghostscript for EPS, by any suffix; a FIFO was waited for, any number of pixels decoded.
+    shutil.copytree(photos, root := tmp_path / "photos")
+    (root / "red" / "folder.png").mkdir()
+    (root / "red" / "drawing.eps").write_text(eps := "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
+    found = images.folder(root, size=8)
+    assert not any(file.suffix == ".eps" or file.is_dir() for file, _ in (*found.train, *found.rest))
+    (drawing := root / "red" / "drawing.png").write_text(eps)
+    with pytest.raises(ValueError, match=r"cannot read .*drawing\.png as PNG, JPEG, .* or TIFF: cannot identify"):
+        found.read(drawing)
+    Image.new("1", (9500, 9500)).save(bomb := root / "red" / "bomb.png")
+    with pytest.raises(ValueError, match=r"bomb\.png as .*: its 90,250,000 pixels are more than|decompression bomb"):
+        found.read(bomb)
+    os.mkfifo(fifo := root / "red" / "fifo.png")
+    with pytest.raises(ValueError, match="is a FIFO"):
+        images.folder(root, size=8)
+    with pytest.raises(ValueError, match="is a FIFO"):
+        found.read(fifo)

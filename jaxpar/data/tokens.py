@@ -1,0 +1,76 @@
+"""Token ids in files, memory-mapped, and windows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .contents import outside
+
+
+def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
+    """Token ids [n] of a file, memory-mapped: `.npy` with integers, or `.bin` with nothing but ids, uint16 for
+    vocabularies up to 65,536, else uint32.
+
+    Raises ValueError where the file is missing or not of that form, or holds an id that is not below `vocabulary`; for
+    this all of it is read once, a piece at a time.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
+            raise ValueError(
+                f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
+            ) from error
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"{path} holds several arrays (.npz); write one, integers [n], with numpy.save")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
+    else:
+        dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        if path.stat().st_size % dtype.itemsize or not path.stat().st_size:
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
+                f"a multiple of {dtype.itemsize}; save other types as .npy"
+            )
+        ids = np.memmap(path, dtype, mode="r")
+    if (wrong := outside(ids, vocabulary)) is not None:
+        raise ValueError(
+            f"{path} holds token {wrong[0]}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
+            f"use the model whose tokenizer made them, or a larger vocab= (it is at {wrong[1][0]:,} of {ids.size:,})"
+        )
+    return ids
+
+
+class Windows(Sequence[dict[str, np.ndarray]]):
+    """Windows of token ids [n], one after another, as rows of `Rows`: {"tokens": int32 [T+1]}, neighbours sharing one
+    token, so that in an epoch every token but the first is predicted once; what fills no window at the end is left out.
+
+    Args:
+      ids: integers [n], for example memory-mapped: `jaxpar.data.token_ids(path, vocabulary)`.
+      length: T.
+    """
+
+    def __init__(self, ids: np.ndarray, length: int):
+        if ids.ndim != 1 or not 0 < length < ids.size:
+            raise ValueError(
+                f"length={length} needs token ids [n] with n above it, got {ids.dtype}{list(ids.shape)}; use a length "
+                f"from 1 to {max(1, ids.size - 1)}"
+            )
+        self.ids, self.length = ids, length
+
+    def __len__(self) -> int:
+        return (self.ids.size - 1) // self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """The window `index`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        begin = index % len(self) * self.length
+        return {"tokens": self.ids[begin : begin + self.length + 1].astype(np.int32)}

@@ -1,0 +1,190 @@
+"""Rows of any data set as batches: what they hold, their masks, where they go on, and what they are known by."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxpar as jp
+from jaxpar.data import Rows, Windows, images, token_ids
+from jaxpar.data import text as source_of
+
+X = np.arange(14, dtype=np.float32).reshape(7, 2)
+
+
+class Listed:
+    """A data set of Hugging Face's kind: rows are dicts, and several are read at once."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [{"x": X[i].tolist(), "label": i} for i in indices]
+
+
+@pytest.mark.parametrize(
+    "data", [{"x": X, "label": np.arange(7)}, [{"x": x, "label": i} for i, x in enumerate(X)], Listed()]
+)
+def test_batches_hold_every_row_once_in_an_epoch(data: Any) -> None:
+    batches = list(islice(Rows(data).batches(3, seed=0), 3))
+    assert all(batch["x"].shape == (3, 2) and batch["mask"].dtype == np.float32 for batch in batches)
+    labels = np.concatenate([batch["label"][batch["mask"] == 1] for batch in batches])
+    assert sorted(labels.tolist()) == list(range(7))
+    np.testing.assert_array_equal(np.concatenate([b["x"][b["mask"] == 1] for b in batches]), X[labels])
+    assert batches[2]["mask"].tolist() == [1, 0, 0]
+    once = list(Rows(data).once(4))
+    assert [batch["label"].tolist() for batch in once] == [[0, 1, 2, 3], [4, 5, 6, 0]]
+    assert once[1]["mask"].tolist() == [1, 1, 1, 0]
+
+
+def test_a_mask_of_the_rows_own_is_kept() -> None:
+    own = np.arange(15, dtype=np.float32).reshape(5, 3) % 2
+    batch = list(Rows({"mask": own}).once(4))[1]
+    np.testing.assert_array_equal(batch["mask"], [own[4], *np.zeros((3, 3))])
+
+
+def test_tuples_have_no_place_for_a_mask() -> None:
+    data = (X, np.arange(7))
+    with pytest.raises(
+        ValueError, match="7 rows in batches of 3 leave a short one, and a tuple has no place for its mask"
+    ):
+        Rows(data).batches(3, seed=0)
+    assert len(next(Rows(data).batches(7, seed=0))) == 2
+    x, labels = next(Rows(data, last="pad").batches(3, seed=0, start=2))
+    np.testing.assert_array_equal(x, X[labels])
+    assert {tuple(b[1]) for b in islice(Rows(data, last="drop_last", shuffle=False).batches(3, 0), 4)} == {
+        (0, 1, 2),
+        (3, 4, 5),
+    }
+
+
+def test_hosts_take_parts_of_one_batch_and_go_on_as_other_numbers_of_hosts() -> None:
+    data = Rows({"row": np.arange(50)})
+
+    def hosts(count: int, rows: int, at: dict[str, int]) -> list[Any]:
+        made = [data.batches(rows, seed=4) for _ in range(count)]
+        for index, batches in enumerate(made):
+            batches.part = (index, count)
+            batches.restore(at)
+        return made
+
+    whole = data.batches(12, seed=4)
+    expected = [next(whole)["row"].tolist() for _ in range(4)]
+    two, at = hosts(2, 12, {"epoch": 0, "row": 0}), {}
+    for number in range(3):
+        parts = [next(batches) for batches in two]
+        assert [*parts[0]["row"], *parts[1]["row"]] == expected[number]
+        states = [batches.state() for batches in two]
+        assert states[0] == states[1]
+        at = states[0]
+    # From there on, four hosts and another number of rows: the 14 rows that are left, then the next epoch.
+    assert at == {"epoch": 0, "row": 36}
+    four = hosts(4, 8, at)
+    left = [row for _ in range(2) for b in map(next, four) for row in b["row"][b["mask"] == 1].tolist()]
+    assert left == Rows({"row": np.arange(50)}).batches(50, seed=4).__next__()["row"][36:].tolist()
+    assert four[3].state() == {"epoch": 1, "row": 0}
+    with pytest.raises(ValueError, match="row 60 of an epoch is beyond rows: 50 rows"):
+        whole.restore({"epoch": 0, "row": 60})
+    three = data.batches(8, seed=0)
+    three.part = (0, 3)
+    with pytest.raises(ValueError, match="8 rows do not divide among 3 hosts; use a multiple of 3"):
+        next(three)
+
+
+def test_rows_that_make_no_batch_are_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"2 rows of texts make no batch .*; rows need the same keys and shapes: pad or cut"
+    ):
+        next(Rows([{"t": [1, 2]}, {"t": [1]}], name="texts").batches(2, seed=0))
+    with pytest.raises(ValueError, match="a data set of rows is a generator; pass arrays"):
+        Rows(x for x in X)
+    with pytest.raises(ValueError, match=r"same number of rows on dim 0, got \{'x': \(7, 2\), 'y': \(3,\)\}"):
+        Rows({"x": X, "y": np.ones(3)})
+
+
+def test_windows_of_token_ids_are_rows(tmp_path: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    windows = Windows(token_ids(tmp_path / "ids.bin", 1000), length=8)
+    assert isinstance(windows.ids, np.memmap)
+    assert len(windows) == 124
+    targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1].ravel() for b in Rows(windows).once(10)])
+    assert targets.tolist() == list(range(1, 993))
+    assert windows[-1]["tokens"].dtype == np.int32
+    with pytest.raises(IndexError, match="window 124 of 124"):
+        windows[124]
+    with pytest.raises(ValueError, match="length=1000 needs token ids"):
+        Windows(windows.ids, 1000)
+
+
+# -- what data are known by --------------------------------------------------------------------------------------------
+
+
+def test_the_same_bytes_elsewhere_are_the_same_data_and_others_are_not(tmp_path: Path) -> None:
+    """A run was resumed on other bytes under the same name, and refused the same under another."""
+
+    def known(name: str, content: bytes) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+        return source_of(tmp_path / name, 4).fingerprint
+
+    content = bytes(range(200))
+    assert known("a/one.txt", content) == known("b/two.txt", content)
+    assert known("a/one.txt", content) != known("a/one.txt", content[::-1])
+    ids = np.arange(200)
+    np.save(tmp_path / "t.npy", ids)
+    ids.astype(np.uint16).tofile(tmp_path / "t.bin")
+    assert source_of(tmp_path / "t.npy", 4).fingerprint == source_of(tmp_path / "t.bin", 4).fingerprint
+    assert source_of(tmp_path / "t.npy", 4).fingerprint.startswith("200 tokens, sha256 ")
+
+
+def test_rows_are_known_by_their_values() -> None:
+    one = {"x": X, "y": np.arange(7)}
+    assert Rows(one, name="a").fingerprint == Rows({k: v.copy() for k, v in one.items()}, name="b").fingerprint
+    other = X.copy()
+    other[5, 1] += 1
+    assert Rows(one).fingerprint != Rows({**one, "x": other}).fingerprint
+    assert (
+        Rows(Listed()).fingerprint
+        == Rows(Listed()).fingerprint
+        != Rows(list(Listed().__getitems__([*range(6)]))).fingerprint
+    )
+
+
+def test_images_are_known_by_their_files(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    for name in ("here/a", "here/b", "there/a", "there/b"):
+        (tmp_path / name).mkdir(parents=True)
+        for i in range(10):
+            image.new("RGB", (4, 4), (i, 0, len(name.rpartition("/")[2]))).save(tmp_path / name / f"{i}.png")
+    found = [images.folder(tmp_path / name, 4).fingerprint for name in ("here", "there")]
+    assert found[0] == found[1]
+    image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "there/b/3.png")
+    assert images.folder(tmp_path / "there", 4).fingerprint != found[0]
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+def test_ids_beyond_their_limit_are_named(tmp_path: Path) -> None:
+    batch = {"tokens": np.arange(12).reshape(3, 4), "x": np.ones(3), "deep": {"label": np.array([0, 1, 2])}}
+    assert jp.check_ids(batch, {"tokens": 12, "deep/label": 3}) is batch
+    with pytest.raises(ValueError, match=r"leaf tokens holds 11 at row 2, \[3\], but limits allow 0 to 10; use"):
+        jp.check_ids(batch, {"tokens": 11})
+    with pytest.raises(ValueError, match="leaf deep/label holds 2 at row 2, but limits allow 0 to 1"):
+        jp.check_ids(batch, {"deep/label": 2})
+    with pytest.raises(ValueError, match="leaf tokens holds -1 at row 0"):
+        jp.check_ids({"tokens": np.array([[-1]])}, {"tokens": 5})
+    with pytest.raises(
+        ValueError, match=r"limits name 'token', and the batch has deep/label, tokens, x \(did you mean"
+    ):
+        jp.check_ids(batch, {"token": 5})
+    with pytest.raises(ValueError, match=r"leaf x is float64\[3\], and ids are integers"):
+        jp.check_ids(batch, {"x": 5})
+    np.save(tmp_path / "t.npy", np.array([1] * 150 + [2**32 + 5] + [1] * 49))  # as int32 it is 5
+    with pytest.raises(ValueError, match=r"holds token 4294967301, but the vocabulary has 100: .* at 150 of 200"):
+        token_ids(tmp_path / "t.npy", 100)
