@@ -1,0 +1,167 @@
+"""How a process of several ends: its failure ends the others, and the coordinator's end is told in a sentence."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from .environment import Place
+from .judge import who
+from .store import Store
+from .watchdog import ENDED, Watch, end
+
+_watch: Watch | None = None
+_status: int | None = None  # with which a failed process exits
+_waiting: tuple[Place, int] | None = None  # while the processes join: for whom, and how long
+
+
+def watch() -> Watch | None:
+    """This process's watchdog; None where there is none."""
+    return _watch
+
+
+def start(store: Store, place: Place, limit: float) -> None:
+    """Starts the watchdog, unless the limit is 0."""
+    global _watch
+    if not limit:
+        return
+    _watch = Watch(store, place, limit)
+    sys.excepthook = _excepthook_after(sys.excepthook)
+    # Handlers run last in, first out: before jax's own, which waits for processes that may not come.
+    atexit.register(_at_exit)
+    _watch.start()
+
+
+def fail(error: BaseException | str, status: int = 1) -> None:
+    """This process fails, and so all others end too, with a sentence that says so. Returns once they know; what remains
+    is to exit. Nothing where there is one process.
+    """
+    global _status
+    known, _status = _status is not None, status
+    if _watch is None or known:
+        return
+    follows = isinstance(error, jax.errors.JaxRuntimeError)
+    _watch.failed(error if isinstance(error, str) else f"{type(error).__name__}: {error}", follows)
+    verdict = _watch.verdict
+    if follows and verdict is not None and not verdict.sentence.startswith(who(_watch.place.process, _watch.own)):
+        end(
+            f"\njaxpar: {verdict.sentence}. It broke off a collective of rank {_watch.place.process}, which ends too.",
+            ENDED,
+        )
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+    """An error within it ends the others at once, and not only when it has gone through what waits for them."""
+    try:
+        yield
+    except Exception as error:
+        fail(error)
+        raise
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """Around a training step that all processes take."""
+    if _watch is None:
+        yield
+        return
+    _watch.entered()
+    yield
+    _watch.left()
+
+
+def going_on(step: int, folder: Path | None) -> None:
+    """A run begins after `step`, in a folder, which stacks are written beside."""
+    if _watch is not None:
+        _watch.resumed(step)
+        _watch.folder = folder
+
+
+def _excepthook_after(before: object):  # noqa: ANN202, a closure
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)  # type: ignore[operator]
+        fail(error)
+
+    return hook
+
+
+def _at_exit() -> None:
+    assert _watch is not None
+    if _status is not None:
+        # jax would wait at its own exit for processes that have ended.
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        os._exit(_status)
+    _watch.own.ended = True
+
+
+# -- the coordinator's end ---------------------------------------------------------------------------------------------
+#
+# Where the coordinator's connection closes, jax's client ends the process by abort(), at once, from its own thread:
+# before a thread of ours can say why. A handler of C's is asked last. It may be a function of Python's, as the other
+# threads wait in C++ without Python's lock.
+
+
+@contextlib.contextmanager
+def joining(place: Place, timeout: int) -> Iterator[None]:
+    """While the processes wait for each other: what follows when one does not come is said in a sentence."""
+    global _waiting
+    _waiting = place, timeout
+    _libc.signal(signal.SIGABRT, _ON_ABORT)
+    yield
+    _waiting = None
+
+
+def _on_abort(_: int) -> None:
+    if _waiting is not None:
+        place, timeout = _waiting
+        missing = (
+            f"see that process 0 runs and listens on {place.coordinator}" if place.process else "start all of them"
+        )
+        end(f"\njaxpar: process {place.process} of {place.processes} has waited {timeout} s for the others at "
+            f"{place.coordinator}: {missing}, within that time, and that no firewall is between.", ENDED)  # fmt: skip
+    if _watch is not None:
+        rank, own = _watch.place.process, _watch.own
+        if _watch.verdict is not None and (not own.failed or own.follows):
+            end(f"\njaxpar: {_watch.verdict.sentence}. Rank {rank} ends with it.", ENDED)
+        if rank and (_status is None or own.follows) and not _answers(_watch.place.coordinator):
+            zero = _watch.heard[0].beat
+            lost = f"{who(0, zero)} is lost: the coordinator in it has closed; it {zero.where}"
+            end(f"\njaxpar: {lost}. Rank {rank}, after step {own.position // 2}, ends with it.", ENDED)
+        if _status is not None:
+            end("", _status)  # it has told its own error, and process 0 has ended before it
+        telling = threading.Thread(target=fail, args=("it was aborted; its own stderr says why", 128 + 6), daemon=True)
+        telling.start()
+        telling.join(5)
+    # As it would have ended without this.
+    _libc.signal(signal.SIGABRT, _Handler())
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _answers(address: str | None) -> bool:
+    assert address is not None
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), 2):
+            return True
+    except OSError:
+        return False
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_ON_ABORT = _Handler(_on_abort)  # kept: C holds no reference to it
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes, _libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p

@@ -1,0 +1,234 @@
+"""`jaxpar launch`: one run as several processes on this machine, which end together and may be started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from .initialize import gpus_here
+from .watchdog import ENDED
+
+_GRACE = 20.0  # seconds that the others have to end by themselves, with their own sentence, once one has failed
+_MENDABLE = 2  # exit status of `jaxpar` for what the user can mend: the same would come of the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Start a script as several processes on this machine: jaxpar launch --processes 2 -- script.py ARGUMENTS.
+
+    What follows -- is for Python: a script, or -m and a module, as in `-- -m jaxpar train --out runs/two`. The script
+    calls `jp.initialize()` first; `jaxpar train` does. Output is prefixed with the process's number, signals are passed
+    on, and when one process fails all are ended; the exit status is that of the first that failed.
+    """
+
+    processes: int
+    """how many"""
+    devices: int | None = None
+    """simulate so many CPU devices in each; without it: this machine's GPUs are shared among them, or one CPU device"""
+    restarts: int = 0
+    """how often the run is started again after a process has failed; a `Trainer` goes on from its last checkpoint"""
+    least: int | None = None
+    """start again with one process less for each that was killed, down to so many; without it: with all of them"""
+
+    def __post_init__(self) -> None:
+        for name, lowest in {"processes": 1, "devices": 1, "restarts": 0, "least": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ValueError(f"{name}={value} is too small; use {lowest} or more")
+        if self.least is not None and self.least > self.processes:
+            raise ValueError(
+                f"least={self.least} is more than processes={self.processes}; use {self.processes} or less"
+            )
+
+
+@dataclass
+class Outcome:
+    """How the processes of one start ended.
+
+    Attributes:
+      failed: rank -> return code as `subprocess` has it, of those that failed by themselves, the first one first.
+      lost: how many are not to be counted on: those that a signal ended, or that had to be ended, or else one.
+      stopped: the signal that the launcher was sent, None without one.
+    """
+
+    failed: dict[int, int] = field(default_factory=dict)
+    lost: int = 0
+    stopped: int | None = None
+
+    @property
+    def status(self) -> int:
+        """The launcher's exit status."""
+        code = next(iter(self.failed.values()), 0)
+        return 128 - code if code < 0 else code
+
+
+def launch(options: LaunchOptions, command: Sequence[str]) -> int:
+    """Runs the command in so many processes, again after failures where that is asked for; the exit status.
+
+    Raises ValueError where there is no command.
+    """
+    if not command:
+        raise ValueError(
+            "launch needs a script behind --, as in jaxpar launch --processes 2 -- script.py, or -- -m jaxpar train"
+        )
+    processes, least, restart, shrunk = options.processes, options.least or options.processes, 0, False
+    while True:
+        outcome = start(command, processes, options.devices, restart, options.restarts)
+        if outcome.stopped is not None or not outcome.failed:
+            return outcome.status
+        who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in outcome.failed.items())
+        if shrunk and outcome.status == _MENDABLE and processes > least:
+            processes -= 1  # so many do not divide the rows, or the layers: this is no new failure
+            _say(f"{who}; {processes} processes are tried")
+            continue
+        if restart == options.restarts or outcome.status == _MENDABLE:
+            _say(f"{who}; {f'after {restart} restarts ' if restart else ''}the run ends with status {outcome.status}")
+            return outcome.status
+        restart, before = restart + 1, processes
+        processes = max(least, processes - outcome.lost)
+        shrunk = shrunk or processes < before
+        _say(f"{who}; started again with {processes} processes, restart {restart} of {options.restarts}")
+
+
+def start(command: Sequence[str], processes: int, devices: int | None, restart: int, restarts: int) -> Outcome:
+    """Starts the processes once, and waits until all have ended."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=environment(os.environ, rank, processes, port, devices, restart, restarts),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
+        )
+        for port in [free_port()]
+        for rank in range(processes)
+    ]
+    lock = threading.Lock()
+    readers = [
+        threading.Thread(target=_prefixed, args=(stream, into, f"[{rank}] ", lock), daemon=True)
+        for rank, child in enumerate(children)
+        for stream, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    outcome = Outcome()
+
+    def pass_on(number: int, _: object) -> None:
+        outcome.stopped = number
+        _signal(children, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        _until_all_end(children, outcome)
+    finally:
+        _signal(children, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for reader in readers:
+        reader.join(5)  # a grandchild may hold the pipe open
+    return outcome
+
+
+def environment(
+    base: Mapping[str, str], rank: int, processes: int, port: int, devices: int | None, restart: int, restarts: int
+) -> dict[str, str]:
+    """The environment of one process."""
+    own = {
+        "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
+        "JAXPAR_PROCESSES": str(processes),
+        "JAXPAR_PROCESS": str(rank),
+        "JAXPAR_RESTART": str(restart),
+        "JAXPAR_RESTARTS": str(restarts),
+        "JAXPAR_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
+    }
+    if devices is not None:
+        return {**base, **own, "JAXPAR_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    if gpus := share_of_gpus(base, rank, processes):
+        own["CUDA_VISIBLE_DEVICES"] = gpus
+    return {**base, **own}
+
+
+def share_of_gpus(base: Mapping[str, str], rank: int, processes: int) -> str:
+    """The GPUs of one process, as CUDA_VISIBLE_DEVICES; "" where there are none. Raises ValueError where they cannot be
+    shared.
+    """
+    listed = base.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(n) for n in range(gpus_here())] if listed is None else [word for word in listed.split(",") if word]
+    if not gpus or base.get("JAX_PLATFORMS") == "cpu":
+        return ""
+    if len(gpus) % processes:
+        raise ValueError(f"{len(gpus)} GPUs do not divide among {processes} processes; use as many processes as divide "
+                         "them, or devices=N for simulated CPU devices")  # fmt: skip
+    share = len(gpus) // processes
+    return ",".join(gpus[rank * share : (rank + 1) * share])
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ended(code: int) -> str:
+    """How a process ended, by its return code, in words."""
+    if code >= 0:
+        return f"failed with exit status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was ended by signal {-code}"
+
+
+def _until_all_end(
+    children: Sequence[subprocess.Popen], outcome: Outcome, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Notes who failed. Once one has, the others have a while to end by themselves."""
+    done: dict[int, int] = {}
+    until: float | None = None
+    killed: set[int] = set()
+    while len(done) < len(children):
+        time.sleep(0.05)
+        for rank, child in enumerate(children):
+            if rank not in done and (code := child.poll()) is not None:
+                done[rank] = code
+                if code and rank not in killed:
+                    until = until or clock() + _GRACE
+        if until is not None and clock() > until and not killed:
+            killed = {rank for rank in range(len(children)) if rank not in done}
+            for rank in killed:
+                children[rank].kill()
+    own = {rank: code for rank, code in done.items() if code and rank not in killed}
+    # Who was ended by another one's failure is no reason, unless nothing else is to be seen.
+    first = {rank: code for rank, code in own.items() if code != ENDED}
+    # An error of the program itself all have at once, and it is nobody's loss.
+    outcome.failed, outcome.lost = first or own, sum(code < 0 for code in own.values()) or len(killed) or 1
+
+
+def _signal(children: Sequence[subprocess.Popen], number: int) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(number)
+
+
+def _prefixed(stream: IO[bytes], into: IO[str], prefix: str, lock: threading.Lock) -> None:
+    """Passes lines on. Nothing is decoded that is not whole, and lines of two processes do not mix."""
+    with stream:
+        for line in stream:
+            with lock:
+                into.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")
+                into.flush()
+
+
+def _say(sentence: str) -> None:
+    print(f"jaxpar launch: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,237 @@
+"""The watchdog: each process says once a second where it is, and a lost, stuck or failed one ends all, with a sentence.
+
+Process 0 hears all and judges (`judge.py`); the others hear process 0, and judge it alone. Each has two threads: one
+talks with the coordinator, which may never answer; the other looks at the clock, and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .environment import Place
+from .judge import Beat, Heard, Verdict, failed, lost, stuck, who
+from .store import Store
+
+ENDED = 75  # exit status of a process that another one's end has ended
+LIMIT = 60.0  # seconds until all have ended
+_SILENT = 0.6  # of these, until one that says nothing, or stays behind, is given up; the rest is for the news to spread
+_LEAVING = 3.0  # seconds that process 0, which has the coordinator, waits for the others to hear why they end
+
+
+def seconds(given: float | None = None) -> float:
+    """The limit: as given, or of the environment. Raises ValueError below 5 seconds, but for 0."""
+    text = os.environ.get("JAXPAR_WATCHDOG") if given is None else str(given)
+    if text is None:
+        return LIMIT
+    try:
+        limit = float(text)
+    except ValueError as error:
+        raise ValueError(f"JAXPAR_WATCHDOG={text!r} is no number of seconds; set it to 60, or to 0 for none") from error
+    if not (limit == 0 or 5 <= limit < float("inf")):
+        raise ValueError(f"a watchdog of {text} s is too quick for a busy host; use 5 or more, or 0 for none")
+    return limit
+
+
+class Watch:
+    """One process's watchdog.
+
+    Args:
+      store: the coordinator's table.
+      place: which process this is.
+      limit: seconds within which all have ended.
+      leave: ends the process.
+      clock: in seconds.
+
+    Attributes: `folder`, where stacks are written, stderr without it; `own`, what this process says of itself.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        limit: float = LIMIT,
+        leave: Callable[[Watch, Verdict], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.store, self.place, self.limit, self.clock, self.leave = store, place, limit, clock, leave or _leave
+        self.silent, self.every = _SILENT * limit, min(1.0, limit / 20)
+        self.folder: Path | None = None
+        # What `launch` sets: without it nobody would hear of this process, or end it.
+        self.parent = os.getppid() if "JAXPAR_LAUNCHER" in os.environ else None
+        self.own, self.verdict = Beat.here(), None
+        now = clock()
+        self.heard = {
+            rank: Heard(now) for rank in (range(place.processes) if place.process == 0 else (0, place.process))
+        }
+        self._answered, self._looked, self._problem = now, now, ""
+        self.failing = 0  # times that it was found to have failed, and not to have ended
+        self._broke: float | None = None  # when a process first said that a collective broke off
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._talk, self._look)]
+
+    verdict: Verdict | None
+
+    def start(self) -> None:
+        """Starts both threads, daemons."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends both threads."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    # -- what a run says -----------------------------------------------------------------------------------------------
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from this step."""
+        self.own.position = 2 * step
+
+    def entered(self) -> None:
+        """A step begins."""
+        self.own.position |= 1
+
+    def left(self) -> None:
+        """The step is done, or dispatched."""
+        self.own.position, self.own.armed = (self.own.position | 1) + 1, True
+
+    def failed(self, why: str, follows: bool = False) -> None:
+        """This process fails: says so, and waits until all know. `follows`: it may come of another one's end, and so it
+        waits for as long as finding that takes.
+        """
+        self.own.failed, self.own.follows = " ".join(why.split())[:500], follows
+        until = self.clock() + (self.silent + _LEAVING if follows else _LEAVING)
+        while self.verdict is None and self.clock() < until and not self._closed.wait(self.every / 4):
+            pass
+        self._spread()
+
+    # -- the coordinator -----------------------------------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.talk()
+            except Exception as error:  # of whatever kind its client's is: the other thread judges its silence
+                self._problem = " ".join(str(error).split())[:200]
+            self._closed.wait(self.every)
+
+    def talk(self) -> None:
+        """Says where this process is, and hears where others are. Raises where the coordinator is gone."""
+        rank, verdict = self.place.process, self.verdict
+        self.own.count += 1
+        self.own.heard = verdict is not None
+        self.store.set(f"beat/{rank}", self.own.written())
+        if rank == 0:
+            beats = {int(rank): Beat.read(text) for rank, text in self.store.folder("beat").items()}
+            if verdict:
+                self.store.set("verdict", json.dumps([verdict.sentence, verdict.stacks]))
+        else:
+            texts = {0: self.store.get("beat/0"), rank: self.own.written()}
+            beats = {rank: Beat.read(text) for rank, text in texts.items() if text is not None}
+            if verdict is None and (said := self.store.get("verdict")) is not None:
+                self.own.heard = True
+                self.store.set(f"beat/{rank}", self.own.written())
+                self.verdict = Verdict(*json.loads(said))
+        now = self.clock()
+        for rank, beat in beats.items():
+            self.heard[rank].hear(beat, now)
+        self._answered, self._problem = now, ""
+
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        stderr = sys.__stderr__
+        while not self._closed.wait(self.every):
+            if stderr is not None:
+                # Where an extension keeps Python's lock no thread of ours runs; this one is C's.
+                faulthandler.dump_traceback_later(self.limit, exit=True, file=stderr)
+            self.look()
+
+    def look(self) -> None:
+        """Judges, and leaves where there is reason to."""
+        now = self.clock()
+        if now - self._looked > max(5 * self.every, self.silent / 4):
+            # It is this process that stood still, stopped and continued: it hears first what the others think.
+            self._answered = now
+            for each in self.heard.values():
+                each.since = now
+        self._looked = now
+        self.verdict = self.verdict or self._judged(now)
+        if self.verdict is not None:
+            self._spread()
+            self.leave(self, self.verdict)
+
+    def _judged(self, now: float) -> Verdict | None:
+        others = {rank: each for rank, each in self.heard.items() if rank != self.place.process}
+        if self.parent is not None and self.parent != os.getppid():
+            return Verdict(f"jaxpar launch, which had started {who(self.place.process, self.own)}, is gone")
+        if self.place.process:
+            if (silence := now - self._answered) > self.silent:
+                zero = self.heard[0].beat
+                why = f": {self._problem}" if self._problem else ""
+                says = f"its coordinator has not answered for {silence:.0f} s{why}"
+                return Verdict(f"{who(0, zero)} is lost: {says}; it {zero.where}", True)
+            # On the same machine it is seen at once. Its failure it tells itself.
+            return lost(others, now, self.silent)
+        if (found := failed(self.heard, follows=False)) or (found := lost(others, now, self.silent)):
+            return found
+        if broken := failed(self.heard, follows=True):
+            self._broke = self._broke or now
+            return broken if now - self._broke > self.silent else None
+        return stuck(self.heard, now, self.silent)
+
+    def _spread(self) -> None:
+        """Process 0 lets the others hear it first: with it goes the coordinator."""
+        if self.place.process:
+            return
+        until = time.monotonic() + _LEAVING
+        others = [each for rank, each in self.heard.items() if rank]
+        while time.monotonic() < until:
+            if all(each.beat.heard or self.clock() - each.since > 5 * self.every for each in others):
+                return
+            time.sleep(self.every / 4)
+
+
+def _leave(watch: Watch, verdict: Verdict) -> None:
+    """Ends this process: its threads are beyond help, and whatever waits for others would wait for ever."""
+    rank = watch.place.process
+    if watch.own.failed:
+        # It has its own error to tell, and ends by itself, unless what it leaves behind waits for the others.
+        watch.failing += 1
+        if watch.failing * watch.every < _LEAVING + 10:
+            return
+    said = f"\njaxpar: {verdict.sentence}"
+    if verdict.stacks:
+        said += f"; {stacks(watch)}"
+    end(f"{said}. Rank {rank}, after step {watch.own.position // 2}, ends with it.", ENDED)
+
+
+def end(sentence: str, status: int) -> None:
+    """Says it, and ends this process at once, whatever it is doing."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    if sentence:
+        os.write(2, f"{sentence}\n".encode())
+    os._exit(status)
+
+
+def stacks(watch: Watch) -> str:
+    """Writes the stacks of all threads of this process; where they are."""
+    if watch.folder is not None and watch.folder.is_dir():
+        path = watch.folder / f"stacks-rank-{watch.place.process}.txt"
+        try:
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            return f"where its threads were is in {path}"
+        except OSError as error:  # a full disk, perhaps the reason of it all: stderr is left
+            os.write(2, f"{path}: {error.strerror}\n".encode())
+    faulthandler.dump_traceback(2, all_threads=True)
+    return "where its threads were is above"

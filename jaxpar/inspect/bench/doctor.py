@@ -1,0 +1,342 @@
+"""`jaxpar doctor`: what a run stands on, looked at before it begins, with a plain reason where something is off.
+
+Every process looks at its own host and tells the others by JAX's key-value store, which needs no device; so all of them
+come to the same findings. Only the collectives use devices, and they come last: where one hangs, the rest is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from filelock import FileLock, Timeout
+
+from ...layout.mesh import make_mesh
+from ...strategy import Strategy
+from ...text import size
+from ..targets.hardware import KINDS
+from .timing import Effort, measure
+
+PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# Where they are: of jaxlib's own version, and what they bring.
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
+SKEW = 1.0  # seconds by which clocks may differ
+SHARE = 0.5  # of the bandwidth that such hardware reaches
+PINGS = 5
+_FIXED = Effort(iterations=5, repeats=3, warmup=1, seconds=1e9)  # as many on every host, however fast it is
+_DRIVER, _SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
+now = time.time
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what was found, and where it is off, the reason and the next thing to try."""
+
+    name: str
+    found: str
+    wrong: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{'OFF' if self.wrong else 'ok ':3} {self.name:12} {self.found}"]
+        if self.wrong:
+            lines += [f"    {self.wrong}", f"    try: {self.hint}"]
+        return "\n".join(lines)
+
+
+class Silent(RuntimeError):
+    """A process has told nothing for too long."""
+
+
+class Others:
+    """The processes of the run: what each tells all the others, within `seconds`, else `Silent` is raised."""
+
+    def __init__(self, seconds: float = 60.0):
+        from jax._src import distributed as joined  # JAX's public API has no key-value store
+
+        self.count, self.me, self._seconds = jax.process_count(), jax.process_index(), seconds
+        self._client: Any = joined.global_state.client
+
+    def tell(self, key: str, value: Any) -> None:
+        """Makes a value known, once, under a name of its own."""
+        self._client.key_value_set(f"jaxpar/doctor/{key}", json.dumps(value))
+
+    def hear(self, key: str, whom: int) -> Any:
+        """What process `whom` tells under that name, once it does."""
+        try:
+            return json.loads(self._client.blocking_key_value_get(f"jaxpar/doctor/{key}", int(1e3 * self._seconds)))
+        except jax.errors.JaxRuntimeError as error:
+            raise Silent(
+                f"process {whom} has not answered for {self._seconds:g} s ({key}); see what it printed last"
+            ) from error
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all processes, in their order; each waits for all."""
+        if self.count == 1:
+            return [json.loads(json.dumps(value))]
+        self.tell(f"{name}/{self.me}", value)
+        return [self.hear(f"{name}/{process}", process) for process in range(self.count)]
+
+
+def examine(strategy: str, folder: Path, bytes_: int | None = None, others: Others | None = None) -> Iterator[Finding]:
+    """The findings, one after another; every process of the run calls this, and all get the same.
+
+    Args:
+      strategy: over whose axes collectives are measured; the devices must suit it.
+      folder: that all hosts should share, made if need be.
+      bytes_: of a collective; without it 64 MB on accelerators, 1 MB on CPUs.
+      others: the processes.
+    """
+    others = others or Others()
+    names = [f"host {h}" for h in others.gather("name", socket.gethostname())]
+    who = names if len(set(names)) == len(names) else [f"process {p} on {name}" for p, name in enumerate(names)]
+    yield versions(others.gather("versions", installed()), who)
+    yield devices(others.gather("devices", attached()), who)
+    yield addresses(others.gather("addresses", own_addresses()), names)
+    yield clocks(others.gather("clocks", skew(others)), who)
+    yield shared(others, folder, who)
+    yield shared_memory(others.gather("shm", shutil.disk_usage(_SHM).total if _SHM.exists() else None), who)
+    yield from collectives(strategy, bytes_, others)
+
+
+# -- each of them ------------------------------------------------------------------------------------------------------
+
+
+def installed() -> dict[str, str]:
+    """Versions by name, of what is there."""
+    found = {"Python": platform.python_version()}
+    for name in (*PACKAGES, *PLUGINS, *LIBRARIES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if jax.default_backend() == "gpu":
+        found["CUDA"] = " ".join(jax.local_devices()[0].client.platform_version.split())
+    if _DRIVER.exists():
+        found["driver"] = _DRIVER.read_text().splitlines()[0]
+    return found
+
+
+def versions(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Finding:
+    """Whether the hosts have the same, and plugins are of jaxlib's version."""
+    first = all_[0]
+    found = ", ".join(f"{name} {version}" for name, version in first.items())
+    for other, about in zip(all_[1:], who[1:], strict=True):
+        for name in {**first, **other}:
+            a, b = first.get(name, "nothing"), other.get(name, "nothing")
+            if a != b:
+                wrong = f"{name}: {who[0]} has {a}, {about} has {b}; their programs may differ, and wait for each other"
+                return Finding("versions", found, wrong, "install the same packages everywhere, best from one image")
+    for name in PLUGINS:
+        if first.get(name, first["jaxlib"]) != first["jaxlib"]:
+            wrong = f"{name} {first[name]} is not of jaxlib's version {first['jaxlib']}, and is not loaded"
+            return Finding("versions", found, wrong, f"pip install {name}=={first['jaxlib']}")
+    return Finding("versions", found)
+
+
+def attached() -> dict[str, Any]:
+    """This process's devices, and whether there is an NVIDIA driver."""
+    mine = jax.local_devices()
+    memory = (mine[0].memory_stats() or {}).get("bytes_limit")
+    gpu = _DRIVER.exists() or Path("/dev/nvidia0").exists()
+    return {"kind": mine[0].device_kind, "platform": mine[0].platform, "count": len(mine), "memory": memory, "gpu": gpu}
+
+
+def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Finding:
+    """Whether every process has as many of a kind, and GPUs are used where there are some."""
+    first = all_[0]
+    memory = f", {size(first['memory'])} each" if first["memory"] else ""
+    found = f"{len(all_)} process{'es' * (len(all_) > 1)} x {first['count']} x {first['kind']}{memory}"
+    for other, about in zip(all_, who, strict=True):
+        if other["platform"] == "cpu" and other["gpu"]:
+            set_ = os.environ.get("JAX_PLATFORMS")
+            hint = (
+                f"unset JAX_PLATFORMS, which is {set_!r}"
+                if set_
+                else 'pip install "jaxpar[cuda12]", of one jax version'
+            )
+            return Finding("devices", found, f"{about} has an NVIDIA GPU, and jax uses its CPU", hint)
+        for name in ("count", "kind"):
+            if other[name] != first[name]:
+                wrong = (
+                    f"{who[0]} has {first['count']} x {first['kind']}, {about} has {other['count']} x {other['kind']}"
+                )
+                hint = "ask the launcher for the same on every host; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
+                return Finding("devices", found, wrong, hint)
+    return Finding("devices", found)
+
+
+def own_addresses() -> list[str]:
+    """Addresses to which this host's own name leads; none if it leads nowhere."""
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)})
+    except OSError:
+        return []
+
+
+def addresses(all_: Sequence[Sequence[str]], names: Sequence[str]) -> Finding:
+    """Whether hosts can be reached under their own names, where there are several."""
+    found = "; ".join(dict.fromkeys(f"{n}: {', '.join(a) or 'unknown'}" for n, a in zip(names, all_, strict=True)))
+    for name, own in zip(names, all_, strict=True):
+        if len(set(names)) > 1 and all(address.startswith("127.") or address == "::1" for address in own):
+            leads = f"leads to {', '.join(own)}" if own else "is not known"
+            wrong = f"{name}'s own name {leads} there, under which no other host reaches it"
+            return Finding("addresses", found, wrong, "mend /etc/hosts or the DNS there, or give addresses, not names")
+    return Finding("addresses", found)
+
+
+def skew(others: Others) -> tuple[float, float]:
+    """Seconds by which this process's clock is ahead of process 0's, and how far that may be off.
+
+    As NTP has it: process 0 says its time between two readings here; of some tries, the one that took least.
+    """
+    tries = [(0.0, 0.0)] if others.me == 0 else []
+    for process in range(1, others.count):
+        for ping in range(PINGS):
+            key = f"clock/{process}/{ping}"
+            if others.me == 0:
+                others.hear(f"{key}/ask", process)
+                others.tell(f"{key}/answer", now())
+            elif others.me == process:
+                begin, clock = time.perf_counter(), now()
+                others.tell(f"{key}/ask", None)
+                theirs = others.hear(f"{key}/answer", 0)
+                half = (time.perf_counter() - begin) / 2
+                tries.append((clock + half - theirs, half))
+    return min(tries, key=lambda one: one[1])
+
+
+def clocks(all_: Sequence[Sequence[float]], who: Sequence[str]) -> Finding:
+    """Whether the hosts agree on the time."""
+    if len(all_) == 1:
+        return Finding("clock", "one process, nothing to compare")
+    ahead, off = max(all_, key=lambda one: abs(one[0]))
+    found = f"at most {abs(ahead):.3f} s apart, +- {off:.3f} s"
+    if abs(ahead) - off > SKEW:
+        about = who[next(i for i, one in enumerate(all_) if one[0] == ahead)]
+        wrong = f"the clock of {about} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {who[0]}"
+        return Finding(
+            "clock", found, wrong, "start chrony or ntpd there (timedatectl says whether it is synchronised)"
+        )
+    return Finding("clock", found)
+
+
+def shared(others: Others, folder: Path, who: Sequence[str]) -> Finding:
+    """Whether every process can write to the folder, sees what the others write, and is kept out by their locks."""
+    run = others.gather("run", uuid.uuid4().hex)[0]
+    mine = lambda process: folder / f".doctor-{run}-{process}"
+    lock, problem, began = folder / f".doctor-{run}.lock", "", time.perf_counter()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with mine(others.me).open("w") as file:
+            file.write(run)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        problem = f"{who[others.me]} cannot write to {folder}: {error.strerror}"
+    seconds = time.perf_counter() - began
+    held = FileLock(lock)
+    if not problem and others.me == 0:
+        problem = _tried(lambda: held.acquire(blocking=False)) and f"files in {folder} cannot be locked by {who[0]}"
+    others.gather("written", True)
+    for process in range(others.count if not problem else 0):
+        if not _becomes(mine(process), run):
+            problem = f"{who[others.me]} does not see in {folder} what {who[process]} has written there"
+            break
+    if not problem and (others.me or others.count == 1) and not _tried(lambda: FileLock(lock).acquire(blocking=False)):
+        problem = f"a lock that {who[0]} holds in {folder} does not keep {who[others.me]} out"
+    problems = [p for p in others.gather("folder", problem) if p]
+    held.release()
+    if folder.is_dir():
+        for path in (mine(others.me), *([lock] if others.me == 0 else [])):
+            path.unlink(missing_ok=True)
+    free = size(shutil.disk_usage(folder).free) if folder.exists() else "none"
+    found = f"{folder}: written in {seconds * 1e3:.0f} ms, {free} free"
+    hint = (
+        "name one with --folder that all hosts mount (NFS, Lustre, a volume), with locks, and that you may write to; "
+        "checkpoints and the lock of a run live there"
+    )
+    return Finding("folder", found, problems[0], hint) if problems else Finding("folder", found)
+
+
+def _becomes(path: Path, text: str, seconds: float = 5.0) -> bool:
+    """Whether the file has that text before long: NFS may show a new file after some seconds only."""
+    until = time.monotonic() + seconds
+    while not (path.exists() and path.read_text() == text):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _tried(lock: Callable[[], Any]) -> str:
+    """Why the lock was not got; "" if it was."""
+    try:
+        lock()
+    except Timeout:
+        return "held"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def shared_memory(all_: Sequence[int | None], who: Sequence[str]) -> Finding:
+    """Whether /dev/shm has room for NCCL, which a container's 64 MB have not."""
+    least = min((one for one in all_ if one is not None), default=None)
+    found = "none" if least is None else f"{_SHM}: {size(least)}"
+    if jax.default_backend() == "gpu" and jax.local_device_count() > 1 and (least or 0) < 2**30:
+        wrong = f"{who[all_.index(least)]} has {found}; NCCL's processes share buffers there, and fail without"
+        return Finding(
+            "shm", found, wrong, "docker run --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory"
+        )
+    return Finding("shm", found)
+
+
+def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[Finding]:
+    """An all-reduce over each axis of the strategy's mesh, checked, with its bandwidth beside the hardware's."""
+    mesh = make_mesh(Strategy.parse(strategy))
+    axes = [axis for axis, n in mesh.shape.items() if n > 1]
+    if not axes:
+        yield Finding("collectives", "one device, nothing to send")
+    first = mesh.devices.flat[0]
+    amount = bytes_ or (10**6 if first.platform == "cpu" else 64 * 10**6)
+    kind = next((kind for kind in KINDS.values() if kind.device_kind == first.device_kind), None)
+    for axis in axes:
+        row = measure("all_reduce", amount, "float32", mesh, _FIXED, str(axis))
+        busbw = others.gather(f"busbw/{axis}", row.busbw)[0]
+        found = f"{axis}={mesh.shape[axis]}: all-reduce of {size(row.bytes)} at {busbw:.3g} GB/s busbw"
+        found += " (copies in memory)" if first.platform == "cpu" and others.count == 1 else ""
+        if row.wrong:
+            wrong = f"{row.wrong} elements of an all-reduce over {axis} are wrong"
+            yield Finding(
+                "collectives", found, wrong, "jaxpar bench collectives on each host alone, to find whose link it is"
+            )
+            continue
+        along = mesh.devices.swapaxes(0, mesh.axis_names.index(axis)).reshape(mesh.shape[axis], -1)
+        group = [device.process_index for device in along[:, 0]]
+        across = len(set(group)) > 1
+        best = kind and (kind.network_bandwidth if across else kind.link_bandwidth)
+        if kind and best:
+            best *= group.count(group[0]) if across else kind.link_efficiency or 1
+            found += f" of {best / 1e9:.0f}"
+            if busbw * 1e9 < SHARE * best:
+                way = "the network" if across else "the link inside a host"
+                wrong = f"{busbw:.3g} GB/s over {axis} is less than {SHARE:.0%} of what {way} of {kind.kind} reaches"
+                hint = (
+                    "NCCL_DEBUG=INFO says which way it takes (NET/IB, not NET/Socket; P2P, not SHM); see docs/launch.md"
+                )
+                yield Finding("collectives", found, wrong, hint)
+                continue
+        yield Finding("collectives", found)

@@ -1,0 +1,87 @@
+"""What processes compare before their first step; here they are threads, and the coordinator's table is a dict."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from test_watchdog import Table
+
+from jaxpar.hosts import notes
+from jaxpar.hosts.environment import Place
+
+
+def exchange(each: Mapping[int, Any], texts: Mapping[int, str] | None = None, absent: int | None = None) -> list[str]:
+    """What every process raises, "" where it raises nothing."""
+    table, said = Table(), ["never returned"] * len(each)
+
+    def one(rank: int) -> None:
+        ask: Callable[[int], str] = lambda rank: "its script has ended" if rank == absent else ""
+        compare = notes.Exchange(table, Place("test", "a:1", len(each), rank), "x/1", 20, ask)
+        compare.host = f"node{rank}"
+        try:
+            compare("the options", each[rank], {"the program": texts[rank]} if texts else {})
+            said[rank] = ""
+        except ValueError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=functools.partial(one, rank)) for rank in each if rank != absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_what_differs_is_named_everywhere() -> None:
+    """Other seeds trained on with exit 0; other strategies hung for minutes."""
+    same = {"seed": 0, "strategy": "fsdp"}
+    assert exchange({0: same, 1: same, 2: same}) == ["", "", ""]
+    (said,) = {*exchange({0: same, 1: {**same, "seed": 1}, 2: {**same, "seed": 1}, 3: same})}
+    assert said == (
+        "the processes differ in the options: seed is 0 on rank 0 on node0 and 1 on rank 1 on node1, 2 on node2; "
+        "start all with the same"
+    )
+    (said,) = {*exchange({0: same, 1: {"seed": 0}})}
+    assert "strategy is fsdp on rank 0 on node0 and not there on rank 1 on node1" in said
+
+
+def test_of_programs_the_first_line_that_differs_is_shown() -> None:
+    here, there = "a = mul b 0.1\nc = add a 1", "a = mul b 0.2\nc = add a 1"
+    assert exchange({0: {}, 1: {}}, {0: here, 1: here}) == ["", ""]
+    (said,) = {*exchange({0: {}, 1: {}}, {0: here, 1: there})}
+    assert "the program is 'a = mul b 0.1' on rank 0 on node0 and 'a = mul b 0.2' on rank 1 on node1" in said
+    (said,) = {*exchange({0: {}, 1: {}}, {0: here, 1: here + "\nd"})}
+    assert "the program is 2 lines long on rank 0 on node0 and 3 on rank 1" in said
+
+
+def test_who_never_comes_is_named() -> None:
+    zero, one, two = exchange({0: {}, 1: {}, 2: {}}, absent=2)
+    assert zero == one == "rank 2 will not compare the options with the others: its script has ended"
+    assert two == "never returned"
+
+
+def test_programs_are_compared_as_text() -> None:
+    def program(rate: float, shape: int, constant: Any) -> str:
+        return notes.program(jax.make_jaxpr(lambda x: x * rate + jnp.sum(constant))(jnp.ones(shape)))
+
+    const = np.arange(300.0)
+    first = program(0.1, 3, const)
+    assert first == program(0.1, 3, const)
+    assert len({first, program(0.2, 3, const), program(0.1, 4, const), program(0.1, 3, const[::-1].copy())}) == 4
+    assert "0x7" not in notes.program(jax.make_jaxpr(jax.nn.relu)(1.0))  # where a function lies in memory
+
+
+def test_batches_are_compared_by_what_they_hold() -> None:
+    batch = {"x": np.arange(6).reshape(2, 3), "n": np.float32(2)}
+    assert notes.shapes(batch) == "['n'] float32[], ['x'] int64[2, 3]"
+    others = [{**batch, "x": batch["x"].T.copy()}, {**batch, "x": batch["x"] + 1}, {"y": batch["x"], "n": batch["n"]}]
+    assert len({notes.digest(each) for each in [batch, *others]}) == 4
+    assert notes.digest(jax.random.key(0)) != notes.digest(jax.random.key(1))
+
+
+def test_alone_nothing_is_compared() -> None:
+    notes.compare("the step", {"seed": 0})

@@ -1,0 +1,242 @@
+"""Runs of several processes on this machine: one is killed, stopped, stuck or differs, and all end with a sentence.
+
+They are started by `jaxpar launch`, as a user does, each on one or two simulated devices.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOOP = """
+import os, sys, time
+import jaxpar as jp
+place = jp.initialize()
+import jax, numpy as np, optax
+fault, rank, at = os.environ.get("FAULT", "none:0:0").split(":")
+rate = 0.2 if fault == "rate" and int(rank) == place.process else 0.1
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))},
+                 loss=lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean())
+step = jp.make_train_step(model, optax.sgd(rate), "ddp")
+state = step.init(jax.random.key(0))
+for i in range(6):
+    if (int(rank), int(at)) == (place.process, i):
+        if fault in ("KILL", "STOP"):
+            time.sleep(1)  # so that the others have heard of the last step
+            os.kill(os.getpid(), {"KILL": 9, "STOP": 19}[fault])
+        if fault == "sleep": time.sleep(1000)
+        if fault == "raise": raise RuntimeError("no such row")
+    state, metrics = step(state, {"x": np.full((8, 8), i, np.float32)})
+    print("step", i + 1, float(metrics["loss"]))
+"""
+
+
+def launched(*words: str, timeout: float = 200, **env: str) -> tuple[int, str, float]:
+    """Exit status, output, and seconds of a run."""
+    begin = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxpar", "launch", *words],
+        env={**os.environ, "JAXPAR_WATCHDOG": "12", **env},
+        capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    return run.returncode, run.stdout + run.stderr, time.monotonic() - begin
+
+
+def test_the_death_of_process_0_is_told_by_the_others() -> None:
+    """jax's client ends a process by an abort, without a word, once its coordinator closes the connection."""
+    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT="KILL:0:3")
+    assert status == 137, said
+    assert "[0] jaxpar: 2 processes (environment); process 0 listens on 127.0.0.1:" in said
+    (sentence,) = [line for line in said.splitlines() if "is lost" in line]
+    assert sentence.startswith("[1] jaxpar: rank 0 on ")
+    assert re.search(r"it last finished step [0-3]\b", sentence)  # as of its last beat, a second before at most
+    # It is heard of by the closed connection, by its process's end, or by a collective that breaks off.
+    assert sentence.endswith(("ends with it.", "which ends too."))
+    assert "rank 0 was ended by SIGKILL; the run ends with status 137" in said
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(
+    ("fault", "status", "says"),
+    [
+        ("KILL:1:3", 137, "is lost: its process is gone; it last finished step "),
+        ("STOP:1:3", 75, "is lost: its process is stopped; it last finished step "),
+        ("STOP:0:3", 75, "is lost: "),
+        ("sleep:1:3", 75, "is stuck: it last finished step 3"),
+        ("sleep:0:3", 75, "is stuck: it last finished step 3"),
+        ("raise:1:3", 1, "failed: RuntimeError: no such row"),
+        ("raise:0:0", 1, "failed: RuntimeError: no such row"),
+        ("rate:1:0", 1, "the processes differ in the step: the program is '"),
+    ],
+)
+def test_faults(fault: str, status: int, says: str) -> None:
+    found, said, seconds = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT=fault)
+    assert found == status, said
+    assert f"rank {fault.split(':')[1]} on " in said
+    assert says in said
+    assert seconds < 100
+
+
+# -- unequal hosts -----------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, sys
+from jaxpar.cli.commands import main
+words = "train --model mlp-tiny --strategy zero1 --steps 4 --quiet --out".split() + [sys.argv[1]]
+main(words + (sys.argv[2:] if os.environ["JAXPAR_PROCESS"] == "1" else []))
+"""
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--seed 1", "the processes differ in the options: seed is 0 on rank 0 on "),
+        ("--lr 0.1", "lr is 0.003 on rank 0"),
+        ("--rows 32", "rows is 16 on rank 0"),
+        ("--steps 5", "steps is 4 on rank 0"),
+        ("--steps 0", "steps is 4 on rank 0"),
+        ("--strategy fsdp", "strategy is zero1 on rank 0"),
+        ("--model mlp-tiny,hidden=(32,)", "model is mlp-tiny on rank 0"),
+        ("--data /nowhere", "failed: ValueError: there is no folder /nowhere"),
+    ],
+)
+def test_unequal_hosts(tmp_path: Path, words: str, says: str) -> None:
+    """Other --seed, --lr, --rows trained on with exit 0; other --steps and --strategy hung for 150 s and more."""
+    command = ["--processes", "2", "--devices", "2", "--", "-c", TRAIN, str(tmp_path / "run"), *words.split()]
+    status, said, _ = launched(*command)
+    assert status == 2, said
+    assert says in said
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+RESTARTED = """
+import os, sys
+from pathlib import Path
+import jaxpar as jp
+place = jp.initialize()
+import jax, numpy as np, optax
+def data(start):
+    for i in range(start, 1000):
+        x = np.random.default_rng(i).normal(size=(12, 8)).astype("float32")
+        yield {"x": x, "y": x[:, :4] * 2}
+def fall(trainer, metrics):
+    if sys.argv[2] == "fall" and os.environ["JAXPAR_RESTART"] == "0" and place.process == 2 and metrics["step"] == 14:
+        os.kill(os.getpid(), 9)
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 4))},
+                 loss=lambda params, batch, key: ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean())
+loop = jp.Loop(steps=20, out=Path(sys.argv[1]), save_every=5, quiet=True)
+jp.Trainer(model, optax.adam(0.05), data, "ddp", loop, hooks=[jp.Hook(on_step=fall)]).run()
+"""
+
+
+def losses(out: Path) -> list[float]:
+    """By step; of one that was taken twice the last."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert [*found] == [*range(1, 21)]
+    return [*found.values()]
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("least", [4, 3])
+def test_a_killed_process_costs_a_restart_and_the_curve_joins(tmp_path: Path, least: int) -> None:
+    if least < 4 and importlib.util.find_spec("jaxpar.checkpoint") is None:
+        pytest.skip("checkpoints restore into the layout that they were written with, and no other")
+    words = ["--processes", "4", "--devices", "1", "--restarts", "1", "--least", str(least), "--", "-c", RESTARTED]
+    status, said, _ = launched(*words, str(tmp_path / "broken"), "fall")
+    assert status == 0, said
+    assert f"rank 2 was ended by SIGKILL; started again with {least} processes, restart 1 of 1" in said
+    status, said, _ = launched(*words, str(tmp_path / "whole"), "go")
+    assert status == 0, said
+    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+# -- two hosts as network namespaces -----------------------------------------------------------------------------------
+
+
+def ip(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a wire between them; skipped where they are not allowed."""
+    names = [f"jaxpar{os.getpid()}{x}" for x in "ab"]
+    try:
+        made = [ip("netns", "add", name) for name in names]
+    except FileNotFoundError:
+        pytest.skip("network namespaces: there is no command ip (iproute2)")
+    try:
+        a, b = (f"v{os.getpid()}{x}" for x in "ab")
+        made.append(ip("link", "add", a, "netns", names[0], "type", "veth", "peer", "name", b, "netns", names[1]))
+        for name, end, address in zip(names, (a, b), ("10.77.0.1/24", "10.77.0.2/24"), strict=True):
+            made += [ip("-n", name, "addr", "add", address, "dev", end)]
+            made += [ip("-n", name, "link", "set", each, "up") for each in (end, "lo")]
+        if wrong := [each.stderr.strip() for each in made if each.returncode]:
+            pytest.skip(f"network namespaces: {wrong[0]}")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+MODEL = """
+import jax, optax
+import jaxpar as jp
+from jaxpar.data import batches, byte_corpus
+from jaxpar.model.batches import batch_shardings
+from jaxpar.models import llama
+config = llama.Config(vocab=256, dim=16, layers=4, heads=2, kv_heads=2, ffn=24)
+def losses(strategy):
+    model = jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+    step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategy)
+    batch = next(batches(byte_corpus().train, rows=16, length=12, seed=0))
+    place = lambda x, where: jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+    batch = jax.tree.map(place, batch, batch_shardings(batch, step.mesh))
+    state, found = step.init(jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+"""
+APART = f"""
+import json
+import jaxpar as jp
+jp.initialize(devices=1)
+{MODEL}
+print("RESULT", json.dumps(losses("pipe=2,fsdp=2,microbatches=2")))
+"""
+
+
+@pytest.mark.battery
+def test_two_hosts_of_two_processes_train_as_one_device(hosts: list[str]) -> None:
+    """Nothing but the coordinator's address is said to a process: Gloo finds the interface between the hosts."""
+    workers = []
+    for rank in range(4):
+        env = {"JAXPAR_COORDINATOR": "10.77.0.1:12345", "JAXPAR_PROCESSES": "4", "JAXPAR_PROCESS": str(rank)}
+        command = ["ip", "netns", "exec", hosts[rank // 2], sys.executable, "-c", APART]
+        process = subprocess.Popen(
+            command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        workers.append(process)
+    try:
+        names: dict[str, Any] = {}
+        exec(MODEL, names)
+        truth = names["losses"]("single")
+        outs = [worker.communicate(timeout=500) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for out, errors in outs:
+        (line,) = [line for line in out.splitlines() if line.startswith("RESULT")] or [errors[-3000:]]
+        assert json.loads(line.removeprefix("RESULT")) == pytest.approx(truth, rel=1e-5)

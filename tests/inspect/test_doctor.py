@@ -1,0 +1,159 @@
+"""`jaxpar doctor`: what is off is named, with the next thing to try, and the status is 1; else all is well."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar import collectives
+from jaxpar.cli.commands import main
+from jaxpar.inspect.bench import doctor
+
+WORKER = """
+import json, sys, time
+import jax
+from jaxpar.inspect.bench import doctor
+rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 1)
+if rank == 1:  # another clock, another folder under the same name, another package
+    real, doctor.now, folder = doctor.now, lambda: real() - 5, folder + "/elsewhere"
+    doctor.metadata.version = lambda name: "0.0.1" if name == "optax" else "1.0"
+from jaxpar.cli import main
+main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--devices", "1", "--json",
+      "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(rank)])
+"""
+
+
+def test_one_process_is_well(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["doctor", "--strategy", "data=2,fsdp=4", "--bytes", "4096", "--folder", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.endswith("all well\n")
+    for part in (
+        f"jax {jax.__version__}",
+        "1 process x 8 x cpu",
+        "data=2: all-reduce of 4.10 kB",
+        "fsdp=4: all-reduce",
+    ):
+        assert part in said
+    assert "OFF" not in said
+    assert not list(tmp_path.iterdir())  # it leaves nothing behind
+
+
+def test_wrong_sums_and_a_folder_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    right = collectives.all_reduce
+
+    def wrong(x: Any, axes: Any, **options: Any) -> jax.Array:
+        y = right(x, axes, **options)
+        return y.at[-1].set(jnp.asarray(9, y.dtype))
+
+    monkeypatch.setattr(collectives, "all_reduce", wrong)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as exit_:
+        main(["doctor", "--strategy", "ddp", "--bytes", "4096", "--folder", str(file)])
+    assert exit_.value.code == 1
+    said = capsys.readouterr().out
+    assert "8 elements of an all-reduce over data are wrong" in said
+    assert f"cannot write to {file}: File exists" in said
+    assert said.count("    try: ") == 2
+    assert said.endswith("2 off\n")
+
+
+def test_two_hosts_that_differ(tmp_path: Path) -> None:
+    """What two hosts do not share is seen, although each alone is well; both end with status 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", WORKER]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), port, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        outs = [worker.communicate(timeout=240) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [1, 1], outs
+    assert "versions" not in outs[1][0]  # process 0 speaks for all
+    said = outs[0][0]
+    found = {finding["name"]: finding for finding in json.loads(said[said.index("[\n") :])}  # Gloo prints too
+    a, b = (f"process {rank} on host {socket.gethostname()}" for rank in range(2))
+    for name, sentence in {
+        "versions": f"Python: {a} has ",
+        "clock": f"the clock of {b} is N s behind that of {a}",
+        "folder": f"{a} does not see in {tmp_path} what {b} has written there",
+    }.items():
+        if name != "versions":
+            assert re.sub(r"\b[3-6]\.\d s", "N s", found[name]["wrong"]) == sentence  # 5 s, on a busy machine roughly
+            assert found[name]["hint"]
+    assert f"{b} has " in found["versions"]["wrong"]
+    for name in ("devices", "addresses", "shm", "collectives"):
+        assert not found[name]["wrong"]
+    assert "data=2: all-reduce" in found["collectives"]["found"]
+
+
+CPU = {"kind": "cpu", "platform": "cpu", "count": 8, "memory": None, "gpu": False}
+
+
+@pytest.mark.parametrize(
+    ("finding", "wrong", "hint"),
+    [
+        (
+            doctor.versions([{"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.0"}], ["host a"]),
+            "jax-cuda12-plugin 0.10.0 is not of jaxlib's version 0.10.2",
+            "pip install jax-cuda12-plugin==0.10.2",
+        ),
+        (
+            doctor.versions([{"jaxlib": "1"}, {"jaxlib": "1", "libtpu": "2"}], ["host a", "host b"]),
+            "libtpu: host a has nothing, host b has 2",
+            "from one image",
+        ),
+        (
+            doctor.devices([CPU | {"gpu": True}], ["host a"]),
+            "host a has an NVIDIA GPU, and jax uses its CPU",
+            "JAX_PLATFORMS",
+        ),
+        (
+            doctor.devices([CPU, CPU | {"count": 7}], ["host a", "host b"]),
+            "host a has 8 x cpu, host b has 7 x cpu",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            doctor.addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
+            "host b's own name leads to 127.0.1.1 there",
+            "/etc/hosts",
+        ),
+        (doctor.addresses([["10.0.0.1"], []], ["host a", "host b"]), "host b's own name is not known there", "DNS"),
+        (
+            doctor.clocks([[0, 0], [4.0, 0.1]], ["host a", "host b"]),
+            "the clock of host b is 4.0 s ahead of that of host a",
+            "chrony",
+        ),
+    ],
+    ids=lambda one: one.name if isinstance(one, doctor.Finding) else "",
+)
+def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Finding, wrong: str, hint: str) -> None:
+    assert wrong in finding.wrong
+    assert hint in finding.hint
+    assert str(finding).startswith("OFF ")
+
+
+def test_what_is_well() -> None:
+    fine = [
+        doctor.addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
+        doctor.clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
+        doctor.devices([CPU, CPU], ["host a", "host b"]),
+    ]
+    assert not [finding for finding in fine if finding.wrong]
