@@ -1,0 +1,6 @@
+"""An asynchronous parameter server over gRPC, there to be measured; docs/strategies/async.md says when not to."""
+
+from .server import Pushed as Pushed
+from .server import Server as Server
+from .worker import Done as Done
+from .worker import Worker as Worker
