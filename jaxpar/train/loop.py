@@ -1,27 +1,21 @@
-"""How a run goes, what its numbers are counted in, who hears of it, and the folder that is its own."""
+"""How a run goes, what its numbers are counted in, and who hears of it."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
-
-import jax
-from filelock import FileLock, Timeout
-from jax.experimental import multihost_utils
+from typing import Any, Literal, Protocol
 
 from ..step.core import Step
 from ..text import did_you_mean
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
-# What a run writes into its folder, and all that `overwrite` removes.
-WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
+ON_NONFINITE = ("stop", "skip", "rollback")
+
+# What each of several processes may have in its own way.
+OWN = ("print_every", "quiet", "config", "devices", "coordinator", "processes", "process", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +40,18 @@ class Loop:
     """checkpoints that are kept, the last ones"""
     print_every: int | None = None
     """steps between printed lines where there is no terminal for a progress bar; without it: a twentieth of all"""
-    resume: bool = False
-    """go on from the last checkpoint in the output folder, or start where there is none yet"""
+    prefetch: int = 0
+    """batches that are read ahead in a thread, and put on their devices; 0: a batch is read while a step runs"""
+    resume: bool | Literal["latest-good"] = False
+    """go on from the last checkpoint in the output folder, or start where there is none yet; with "latest-good" from
+    the newest one that is not damaged"""
     overwrite: bool = False
     """remove what an earlier run wrote to the output folder"""
+    on_nonfinite: str = "stop"
+    """where loss or gradients are NaN or infinite: stop, skip (do not apply that step), or rollback (the weights and
+    the optimizer of the last checkpoint, and on with the batch after; no batch comes twice)"""
+    check_replicas_every: int | None = None
+    """steps between comparisons of what all replicas should have the same of, to the bit; without it: none"""
     quiet: bool = False
     """print nothing"""
 
@@ -57,9 +59,10 @@ class Loop:
         if isinstance(self.out, str):
             object.__setattr__(self, "out", Path(self.out))
         for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
-                            "save_every": 1, "keep": 1, "print_every": 1}.items():  # fmt: skip
+                            "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
+                            "check_replicas_every": 1}.items():  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("evaluate_batches", "print_every"):
+            if value is None and name in ("evaluate_batches", "print_every", "check_replicas_every"):
                 continue
             if not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r} is not a whole number; use one from {least}")
@@ -67,6 +70,15 @@ class Loop:
                 raise ValueError(f"{name}={value} is too small; use {least} or more")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is more than jax's keys tell apart; use {2**32 - 1} or less")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite={self.on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}"
+                f"{did_you_mean(self.on_nonfinite, ON_NONFINITE)}"
+            )
+        if self.on_nonfinite == "rollback" and self.out is None:
+            raise ValueError("on_nonfinite='rollback' needs checkpoints to go back to: give the run's folder as out")
+        if self.resume not in (False, True, "latest-good"):
+            raise ValueError(f"resume={self.resume!r}: use True, False or 'latest-good'")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite contradict each other; leave one out")
         if (self.resume or self.overwrite) and self.out is None:
@@ -119,9 +131,11 @@ class Hook:
 
     Attributes:
       on_start: compiled, before the first step; metrics {"step"}.
-      on_step: metrics of one step as floats: "step", "loss" (before its update), "grad_norm", "skipped", the loss's
-        own, "seconds", "rows_per_second" (or images, tokens). They come one step late, while the next one runs:
-        `trainer.state` is that of `trainer.number`, not of `metrics["step"]`.
+      on_step: metrics of one step as floats: "step", "loss" (before its update), "grad_norm", "finite", "skipped",
+        the loss's own, "seconds", "rows_per_second" (or images, tokens), "input_share" (of those seconds, how much at
+        most the devices had nothing to do before the next batch came), with `on_nonfinite="rollback"` "rollbacks" so
+        far. They come one step late, while the next one runs: `trainer.state` is that of `trainer.number`, not of
+        `metrics["step"]`.
       on_evaluate: "step", and the held-out metrics as "held_out_loss" and so on. `trainer.state` is of that step.
       on_save: "step", of a checkpoint that is being written.
       on_end: "step"; always, also after an error.
@@ -148,42 +162,3 @@ def checked(hook: Any) -> Any:
     if not named:
         raise ValueError(f"hook {hook!r} has none of {', '.join(EVENTS)}; wrap a function: Hook(on_step=function)")
     return hook
-
-
-@contextlib.contextmanager
-def claimed(loop: Loop) -> Iterator[None]:
-    """Within it the folder of a run is its own. Raises ValueError where another run is in it that is not to be
-    resumed, or that is still going on; with several hosts, on all of them.
-    """
-    if (out := loop.out) is None:
-        yield
-        return
-    there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).glob("*"))]
-    if there and not (loop.resume or loop.overwrite):
-        raise ValueError(
-            f"{out} already holds a run ({', '.join(there)}); resume goes on with it, overwrite removes it, "
-            "another out leaves it alone"
-        )
-    several, problem = jax.process_count() > 1, ""
-    if several:  # none removes what another has not looked at yet, or writes what one then removes
-        multihost_utils.sync_global_devices("looked")
-    with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(out / ".lock", blocking=False))
-            except Timeout:
-                problem = f"another run is going on in {out}; wait for its end, or name another out"
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-                    says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
-                    warnings.warn(says, stacklevel=2)
-                else:
-                    problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
-            for path in (out / name for name in there if loop.overwrite and not problem):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
-            problem = f"process 0 cannot use {out}; its own error says why"
-        if problem:
-            raise ValueError(problem)
-        yield

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
+from typing import IO, Any, cast
 
 from rich import progress as rich
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from ..checkpoint.about import exact
 from ..inspect.targets.devices import peak_flops
 from ..text import size
-from .checkpoint import exact
 from .loop import Run
 
 _MEMORY = {
@@ -22,6 +24,7 @@ _MEMORY = {
     "compiled": "arguments and temporaries, as compiled",
     "state": "parameters, gradients and optimizer state",
 }
+_SLOW_INPUT = 0.1  # share of a step from which its wait for data is shown
 _SMOOTH = 10  # steps that the step time shown is a mean of; single steps jump
 
 
@@ -30,6 +33,34 @@ def discard_output() -> None:
     nothing could answer to a pipe that is closed.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Output:
+    """Standard output, whatever that is when something is written. Where it is a terminal that is gone, a run ends as
+    at SIGHUP, which may come later than the first line that fails, with a checkpoint.
+    """
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError as error:
+            self._ends(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            self._ends(error)
+
+    def _ends(self, error: OSError) -> None:
+        if error.errno != errno.EIO:
+            raise error
+        discard_output()
+        signal.raise_signal(signal.SIGHUP)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 class _Console(Console):
@@ -53,9 +84,9 @@ class Progress:
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None):
-        self.console = console or _Console(highlight=False, quiet=quiet)
+        self.console = console or _Console(file=cast(IO[str], _Output()), highlight=False, quiet=quiet)
         self._bar: _Bar | None = None
-        self._seconds, self._steps = 0.0, 0
+        self._seconds, self._input, self._steps = 0.0, 0.0, 0
         self._values: dict[str, float] = {}
 
     def say(self, text: str) -> None:
@@ -82,6 +113,7 @@ class Progress:
         number = int(metrics["step"])
         self._steps += 1
         self._seconds += (metrics["seconds"] - self._seconds) / min(self._steps, _SMOOTH)
+        self._input += (metrics["input_share"] - self._input) / min(self._steps, _SMOOTH)
         if self._bar is not None:
             self._bar.move(number, self._line(trainer, metrics))
             return
@@ -115,6 +147,7 @@ class Progress:
         ]
         held, what = trainer.memory
         parts += [f"{size(held)} {what}"] if self._bar is not None or what == "peak" else []
+        parts += [f"input {self._input:.0%}"] if self._input >= _SLOW_INPUT else []
         share = _mfu(trainer, self._seconds)
         return "  ".join([*parts, *([f"MFU {share:.1%}"] if isinstance(share, float) else [])])
 

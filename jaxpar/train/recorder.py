@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+import io
 import json
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from .checkpoint import exact
+from ..checkpoint.about import exact
+from .folder import write_whole
 from .loop import Run, Units
 
 # Legible on white and on black: the figure has no ground of its own.
@@ -21,51 +26,104 @@ class Recorder:
     """A hook that writes `metrics.jsonl`, TensorBoard events if tensorboardX is installed, and `loss.png`.
 
     Each line of `metrics.jsonl` is one step or one evaluation, losses as the model returns them (nats), what is not
-    finite as null. Where a run resumes from an earlier step than the last one written, later lines are removed.
+    finite as null. Where a run resumes from an earlier step than the last one written, later lines are removed. What
+    cannot be written (a full disk) ends the run: OSError names the file.
     """
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._board: _Board | None = None
+        self._failed = False
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Opens the files, for a run that has somewhere to write to."""
         if trainer.loop.out is None:
             return
         path = trainer.loop.out / "metrics.jsonl"
-        kept = [json.dumps(line) for line in read(path) if line["step"] <= metrics["step"]]
-        fresh = path.with_suffix(".new")
-        fresh.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(fresh, path)  # whole or not at all
-        self._file = path.open("a", buffering=1)
+        with self._writing(path):
+            kept = [json.dumps(line) for line in read(path) if line["step"] <= metrics["step"]]
+            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+            self._file = path.open("a", buffering=1)
         if importlib.util.find_spec("tensorboardX") is not None:
-            from tensorboardX import SummaryWriter
-
-            folder = str(trainer.loop.out / "tensorboard")
-            self._board = SummaryWriter(folder, purge_step=int(metrics["step"]) + 1)
+            folder = trainer.loop.out / "tensorboard"
+            with self._writing(folder):
+                self._board = _Board(folder, int(metrics["step"]) + 1)
 
     def on_step(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
-        if self._file is not None:
+        out = trainer.loop.out
+        if self._file is not None and out is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write(json.dumps(finite) + "\n")
-        if self._board is not None:
-            for name, value in metrics.items():
-                if name != "step":
-                    self._board.add_scalar(name, value, int(metrics["step"]))
+            with self._writing(out / "metrics.jsonl"):
+                self._file.write(json.dumps(finite) + "\n")
+        if self._board is not None and out is not None:
+            with self._writing(out / "tensorboard"):
+                self._board.write(metrics)
 
     on_evaluate = on_step
 
     def on_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Closes the files, and draws the loss."""
-        if self._file is not None and trainer.loop.out is not None:
-            self._file.close()
-            step = trainer.step
-            title = f"{exact(step)} on {step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
-            plot(read(trainer.loop.out / "metrics.jsonl"), trainer.loop.out / "loss.png", trainer.units, title)
-        if self._board is not None:
-            self._board.close()
+        out, open_ = trainer.loop.out, [x for x in (self._file, self._board) if x is not None]
         self._file = self._board = None
+        if out is None or not open_:
+            return
+        if self._failed:  # the run ends for it, and closing would say it again
+            for file in open_:
+                with contextlib.suppress(OSError):
+                    file.close()
+            return
+        with self._writing(out / "metrics.jsonl"):
+            for file in open_:
+                file.close()
+        step = trainer.step
+        title = f"{exact(step)} on {step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
+        if out.exists():  # else someone has removed it under the run, which ends with these words
+            with self._writing(out / "loss.png"):
+                plot(read(out / "metrics.jsonl"), out / "loss.png", trainer.units, title)
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+class _Board:
+    """A file of TensorBoard's events, written where it is asked for.
+
+    tensorboardX's own writer does it in a thread; where that died of a full disk, the next `add_scalar` waited for it
+    for ever.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        made: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # whose names no type checker finds
+        self._event, log = made.Event, made.SessionLog
+        self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        self._write(step=first, session_log=log(status=log.START))  # what is there from this step on is not true
+        self._events.flush()
+        self._flushed = time.monotonic()
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Everything but the step, as scalars; every 10 s it reaches the disk, which is waited for."""
+        values = [self._summary.Value(tag=name, simple_value=x) for name, x in metrics.items() if name != "step"]
+        self._write(step=int(metrics["step"]), summary=self._summary(value=values))
+        if time.monotonic() - self._flushed > 10:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def _write(self, **what: Any) -> None:
+        self._events.write_event(self._event(wall_time=time.time(), **what))
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._events.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -119,4 +177,6 @@ def plot(lines: list[dict[str, Any]], path: Path, units: Units, title: str) -> N
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(_INK)
     axes.legend(frameon=False, loc="lower left", labelcolor=_INK)
-    figure.savefig(path, dpi=160, transparent=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=160, transparent=True)
+    write_whole(path, picture.getvalue())

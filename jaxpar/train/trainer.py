@@ -6,30 +6,32 @@ It computes nothing itself; whoever wants another loop writes it around `make_tr
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from ..data.streams import Data, held_out, training, weight_of
-from ..layout.distributed import Stop, spread
+from ..checkpoint.checkpoints import Checkpoints
+from ..data.streams import Data, Fitting, Stream, held_out, training, weight_of
+from ..hosts import ending, notes
+from ..hosts.initialize import restarts
+from ..layout.distributed import Stop
 from ..layout.state import State
 from ..make import make_train_step
-from ..model.batches import rows_of
 from ..model.model import Model
 from ..parallel.tensor.dims import Rules
-from ..step.core import Step
 from ..strategy import Strategy
-from .checkpoint import Checkpoints
-from .loop import Loop, Units, checked, claimed
+from .finite import Finite, NotFiniteError
+from .folder import Claim, claimed
+from .input import Input, check_rows
+from .loop import OWN, Loop, Units, checked
 from .progress import Progress
 from .recorder import Recorder
-
-_HOPELESS = 32  # float16 steps skipped in a row: halved so often, the loss scale is 1, and it was not the scale
 
 
 class Trainer:
@@ -37,8 +39,8 @@ class Trainer:
 
     Args:
       model, optimizer, strategy, mesh, trainable, rules: as for `make_train_step`.
-      data: global batches: a `jaxpar.data.Source`; or a function `data(start)` of an iterator that begins with batch
-        `start`; or an iterable (see `streams.training`). With several hosts, all must yield the same batches.
+      data: batches: a `jaxpar.data.Source`; or a function `data(start)` of an iterator that begins with batch `start`;
+        or an iterable (see `streams.training`). With several hosts see `rows`.
       loop: how long, where to, and when to evaluate and save.
       held_out: what to evaluate on: a `Source`, a list of batches, or a function that returns an iterator of them; None
         for nothing but `data`'s own, if it is a `Source`. Batches' means are weighed by their "mask", else their rows.
@@ -46,8 +48,11 @@ class Trainer:
       units: what progress and plot are counted in.
       about: what identifies the run besides model, layout and seed, such as the optimizer's settings (as JSON): it is
         saved with each checkpoint, and a run about something else does not resume from it.
+      rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
+        `make_train_step`. All then need as many batches.
 
-    Attributes: `step` (the `Step`), `state`, `number` (steps taken), `compiled` (None under `server`), and the above.
+    Attributes: `step` (the `Step`), `state`, `number` (steps taken), `rows` (in a batch of all hosts), `compiled` (None
+    under `server`), and the above.
     """
 
     def __init__(
@@ -65,42 +70,58 @@ class Trainer:
         mesh: Any = None,
         trainable: Callable[[str], bool] | None = None,
         rules: Rules | None = None,
+        rows: str = "global",
     ):
         if not isinstance(loop, Loop | None):
             raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
         if not isinstance(hooks, Iterable):
             raise ValueError(f"hooks is a {type(hooks).__name__}; pass a list of hooks")
-        self.loop, self.units, self.data = loop or Loop(), units or Units(), data
+        loop = loop or Loop()
+        if restarts() and loop.out is not None:  # `jaxpar launch` has started the run again
+            loop = dataclasses.replace(loop, resume=True, overwrite=False)
+        self.loop, self.units, self.data = loop, units or Units(), data
         self.held_out = data if held_out is None and hasattr(data, "held_out") else held_out
         self.about = {"seed": self.loop.seed, "rows": self.loop.rows, **(about or {})}
-        self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules)
+        if self.loop.out is not None and hasattr(data, "fingerprint"):  # for checkpoints; it takes a look at all data
+            self.about = {"data": data.fingerprint, **self.about}
+        skips = self.loop.on_nonfinite == "skip"
+        self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips)
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
-            _check_rows(self.loop.rows, self.step)
+            check_rows(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
+        self.finite = Finite(self.loop)
         self._late: tuple[int, Any] | None = None
-        self._clock, self._skipped, self._stopping = 0.0, (0.0, 0), False
+        self._clock, self._stopping = 0.0, False
+        self._claim, self._input = Claim(None), Input(self.step, Stream(iter(()), 0), 0)
 
     def run(self) -> State | None:
         """Trains up to `loop.steps`, and returns the state; with `steps=0` it prints `step.explain` and returns None.
 
-        SIGINT (Ctrl-C) and SIGTERM end it after the step that is running, with a checkpoint: then it raises SystemExit
-        130 or 143. Raises ValueError for what does not fit together, FloatingPointError where loss or gradients are
-        not finite; the last checkpoint is left as it is.
+        SIGINT (Ctrl-C), SIGTERM and SIGHUP end it after the step that is running, with a checkpoint: then it raises
+        SystemExit 130, 143 or 129. Raises ValueError for what does not fit together, where its folder is removed or
+        taken by another run, and where replicas drift apart; OSError where a file cannot be written; FloatingPointError
+        where loss or gradients are not finite and `loop.on_nonfinite` does not go on, or in vain. The last checkpoint
+        is left as it is.
         """
         loop, out = self.loop, self.loop.out
+        same = {name: value for name, value in vars(loop).items() if name not in OWN}
+        notes.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
         if loop.steps == 0:
             batch = next(training(self.data, loop.rows, loop.seed))
             self.progress.say(str(self.step.explain(batch)))
             return None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(claimed(loop))
+            self._claim = stack.enter_context(claimed(loop))
+            stack.enter_context(self._claim.explaining())
+            stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
-            stop = stack.enter_context(Stop())
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
+            stack.callback(lambda: self._input.close())
+            stack.enter_context(ending.failing())
             stopped = self._train(saves or None, stop)
         if stopped:
             assert stop.signal is not None
@@ -126,6 +147,11 @@ class Trainer:
             return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes, "compiled"
         return sum(self.step.layout.bytes.values()), "state"
 
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where in its data the run is, as JSON: see `Stream.state`."""
+        return self._input.position()
+
     # -- what a run is made of -----------------------------------------------------------------------------------------
 
     def _train(self, saves: Checkpoints | None, stop: Stop) -> bool:
@@ -133,31 +159,44 @@ class Trainer:
         loop = self.loop
         latest = None if saves is None else saves.latest
         if saves is not None and latest is not None:
-            self.state, self.number = saves.restore(), latest
+            self.state = saves.restore(good=loop.resume == "latest-good")
+            self.number = int(self.state.step)
+            for line in saves.notes:
+                self.progress.say(line)
         if self.number >= loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={loop.steps}")
             return False
-        batches = training(self.data, loop.rows, loop.seed, self.number)
-        batch = spread(next(batches), self.step.mesh)
-        self.step.check(batch)
-        self.rows = rows_of(batch)
+        position = None if saves is None else saves.data or None
+        batches = training(self.data, loop.rows, loop.seed, self.number, position, self.step.part)
+        self._input = Input(self.step, batches, loop.prefetch)
+        batch = self._input.first(latest)
+        self.rows = self._input.rows
         # The step finds what is compiled here. A server's programs are several, and none of them is the step.
         self.compiled = None if self.step.strategy.server else self.step.compile(batch)
         if latest is None:
             self.state = self.step.init(jax.random.key(loop.seed))
+        ending.going_on(self.number, loop.out)
         self._emit("on_start", {"step": self.number})
-        self._clock = time.perf_counter()
+        self._start_clock()
         while self.number < loop.steps:
+            stop.last = self.number + 1 == loop.steps
             self.state, metrics = self.step(self.state, batch)
             self.number += 1
-            self._report()  # on the step before, while this one runs
+            if not self._sound(self._report, saves):  # on the step before, while this one runs
+                continue  # with the same batch, on other parameters
             self._late = self.number, metrics
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
             saved = saves is not None and (ends or self.number % loop.save_every == 0)
-            if ends or evaluates or saved:
-                self._settle()  # what is not finite is neither saved nor evaluated
+            compares = loop.check_replicas_every and self.number % loop.check_replicas_every == 0
+            looks = ends or evaluates or saved or compares
+            # What is not finite is neither saved nor evaluated. What it is rolled back to is: so a run that is resumed
+            # does not meet that batch again.
+            if looks and self._sound(self._settle, saves) and saved:
+                self.finite.come_further()
+            if compares:
+                self.step.check_replicas(self.state)
             if evaluates:
                 self._emit("on_evaluate", {"step": self.number, **self.evaluate()})
             if saves is not None and saved:
@@ -165,12 +204,14 @@ class Trainer:
             if ends:
                 return stopped
             try:
-                batch = spread(next(batches), self.step.mesh)
+                batch = self._input.next(metrics["loss"])
             except BaseException:
                 self._rescue(saves)
                 raise
-            if evaluates or saved:
-                self._clock = time.perf_counter()
+            if told := self._input.look(batch):
+                self.progress.say(f"step {self.number + 1} is {told}")
+            if evaluates or saved or compares:
+                self._start_clock()
         return False
 
     def evaluate(self) -> dict[str, float]:
@@ -179,25 +220,30 @@ class Trainer:
         Raises ValueError where there is no held-out batch.
         """
         sums: dict[str, float] = {}
-        total, late = 0.0, None
+        total, late, fit = 0.0, None, Fitting(self.step.check_weighs)
 
         def add(weight: float, metrics: Any) -> None:
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + weight * float(value)
+                # Of a batch that is masked throughout, a mean is not a number, and none of it counts.
+                sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
 
         for batch in held_out(self.held_out, self.loop.rows, self.loop.evaluate_batches):
-            metrics = self.step.evaluate(self.state, spread(batch, self.step.mesh))
+            batch = self.step.place(fit(batch, self.step.blocks))
+            metrics = self.step.evaluate(self.state, batch)
             if late:
                 add(*late)
             late = weight_of(batch), metrics
             total += late[0]
-        if late is None or not total:
+        if late is None:
             raise ValueError("held_out has no batch to evaluate on; pass at least one, or None")
+        if not total:
+            raise ValueError("held_out is masked throughout, in all of its batches; pass at least one row that counts")
         add(*late)
         return {f"held_out_{name}": value / total for name, value in sums.items()}
 
     def _save(self, saves: Checkpoints) -> None:
-        saves.save(self.number, self.state)
+        self._claim.check()
+        saves.save(self.number, self.state, self.position)
         self._emit("on_save", {"step": self.number})
 
     def _rescue(self, saves: Checkpoints | None) -> None:
@@ -211,16 +257,41 @@ class Trainer:
         if saves is not None:
             self._save(saves)
 
+    def _sound(self, look: Callable[[], None], saves: Checkpoints | None) -> bool:
+        """Whether `look` finds that a step is finite. Where it is not, and the loop says "rollback", the parameters,
+        optimizer and mutable state are those of the last checkpoint again, and the next batch is that after the step's:
+        numbers of steps, which are those of batches, are not turned back.
+        """
+        try:
+            look()
+        except NotFiniteError as error:
+            if self.loop.on_nonfinite != "rollback":
+                raise
+            assert saves is not None
+            saves.wait()
+            self.progress.say(self.finite.back(error, saves.latest))
+            self._late, self.number = None, error.step
+            fresh = saves.latest is None
+            state = self.step.init(jax.random.key(self.loop.seed)) if fresh else saves.restore()
+            step = np.asarray(error.step, np.int32)
+            number = jax.make_array_from_callback((), state.step.sharding, lambda _: step)
+            self.state = dataclasses.replace(state, step=number)
+            self._start_clock()
+            return False
+        return True
+
+    def _start_clock(self) -> None:
+        self._clock, self._input.waited = time.perf_counter(), 0.0
+
     def _settle(self) -> None:
-        """Reports the last step. Raises FloatingPointError where it or its update is not finite."""
+        """Reports the last step. Raises NotFiniteError where it or its update is not finite."""
         self._report()
         if not _all_finite(self.state.params):
-            raise FloatingPointError(
-                self._advice(f"the update of step {self.number} left parameters that are not finite")
-            )
+            says = f"the update of step {self.number} left parameters that are not finite"
+            raise NotFiniteError(self.number, self.finite.advice(says))
 
     def _report(self) -> None:
-        """Waits for the step before, and passes its metrics on."""
+        """Waits for the step before, and passes its metrics on. Raises NotFiniteError where it was not finite."""
         if self._late is None:
             return
         number, metrics = self._late
@@ -228,25 +299,15 @@ class Trainer:
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        self._check(number, values)
-        units = self.units
-        speed = {"seconds": seconds, f"{units.rows}_per_second": self.rows * units.per_row / seconds}
-        self._emit("on_step", {"step": number, **values, **speed})
-
-    def _check(self, number: int, values: Mapping[str, float]) -> None:
-        """Raise FloatingPointError where nothing good can come any more."""
-        before, times = self._skipped
-        self._skipped = values["skipped"], times + 1 if values["skipped"] > before else 0
-        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
-        if not wrong or 0 < self._skipped[1] < _HOPELESS:
-            return
-        raise FloatingPointError(
-            self._advice(f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}")
-        )
-
-    def _advice(self, wrong: str) -> str:
-        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
-        return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
+        if told := self.finite.look(number, values):
+            self.progress.say(told)
+        values["skipped"] += self.finite.skipped
+        if self.loop.on_nonfinite == "rollback":
+            values["rollbacks"] = self.finite.rollbacks
+        speed = {"seconds": seconds, f"{self.units.rows}_per_second": self.rows * self.units.per_row / seconds}
+        share = {"input_share": min(1.0, self._input.waited / seconds)}
+        self.rows = self._input.rows
+        self._emit("on_step", {"step": number, **values, **speed, **share})
 
     def _emit(self, event: str, metrics: dict[str, float]) -> None:
         for hook in self.hooks:
@@ -257,14 +318,3 @@ class Trainer:
 @jax.jit
 def _all_finite(params: Any) -> jax.Array:
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
-
-
-def _check_rows(rows: int, step: Step) -> None:
-    """Raise ValueError where a batch of so many rows does not split over replicas and microbatches."""
-    replicas, microbatches = step.replicas, step.strategy.microbatches
-    if extra := rows % (blocks := replicas * microbatches):
-        below = f"{rows - extra} or " if rows > blocks else ""
-        raise ValueError(
-            f"rows={rows} do not split over {replicas} replicas x {microbatches} microbatches: "
-            f"use rows={below}{rows - extra + blocks}, or any multiple of {blocks}"
-        )

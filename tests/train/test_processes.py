@@ -1,11 +1,12 @@
-"""Two processes on loopback, four devices each, stand for two hosts: each feeds its own rows, and the losses are one
-device's.
+"""Two processes on loopback, four devices each, stand for two hosts: whether each feeds its own rows or all feed the
+same batch, to a step or to a trainer, the losses are one device's.
 """
 
 import json
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.data import batches, byte_corpus
+from jaxpar.data import Rows, batches, byte_corpus
 from jaxpar.models import llama
 
 WORKER = """
@@ -25,23 +26,16 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import optax
 sys.path[:0] = ["tests", "tests/train"]
 import jaxpar as jp
-from test_processes import model, rows
-found = {}
-for strategy in sys.argv[3:]:
-    step = jp.make_train_step(model(strategy), optax.sgd(0.1, momentum=0.9), strategy)
-    # Two stages of a pipeline have the same rows.
-    mine = {name: x if "pipe" in strategy else x[rank * 8 : rank * 8 + 8] for name, x in rows(strategy).items()}
-    state = step.init(jax.random.key(0))
-    losses = []
-    for _ in range(3):
-        state, metrics = step(state, mine)
-        losses.append(float(metrics["loss"]))
-    losses.append(float(step.evaluate(state, mine)["loss"]))
-    found[strategy] = [dict(step.mesh.shape), losses]
-print("RESULT", json.dumps(found))
+from test_processes import case, refusals
+found = {name: case(name, rank) for name in sys.argv[3:]}
+print("RESULT", json.dumps([found, refusals(rank)]))
 """
 FOUR_AXES = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2"
-STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "pipe=2,data=4,microbatches=2", FOUR_AXES)
+# Whose rows, what takes them, under which strategy.
+CASES = ("host step ddp", "global step ddp", "host rows fsdp", "global trainer fsdp", f"host step {FOUR_AXES}")
+MORE = ("host step zero2", "host step fsdp", "host step hsdp", "global step hsdp", "global trainer ddp",
+        "host trainer ddp", "host step pipe=2,data=4,microbatches=2",
+        f"global trainer {FOUR_AXES}", f"host trainer {FOUR_AXES}")  # fmt: skip
 
 
 def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
@@ -69,23 +63,64 @@ def model(strategy: str = "ddp") -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
-def one_device(strategy: str) -> list[float]:
-    step = jp.make_train_step(model(strategy), optax.sgd(0.1, momentum=0.9), "single")
+def losses(of: str, strategy: str, whose: str, takes: str, batch: Any) -> tuple[Any, list[float]]:
+    """Three steps and an evaluation of the model that `of`, a strategy, is tested with."""
+    tx, found = optax.sgd(0.1, momentum=0.9), []
+    if takes in ("trainer", "rows"):  # of rows, each host reads its part of what all have
+        data = Rows(rows(of), shuffle=False) if takes == "rows" else [batch]
+        hook = jp.Hook(
+            on_step=lambda _, metrics: found.append(metrics["loss"]),
+            on_evaluate=lambda _, metrics: found.append(metrics["held_out_loss"]),
+        )
+        loop = jp.Loop(steps=3, quiet=True)
+        trainer = jp.Trainer(model(of), tx, data, strategy, loop, held_out=[batch], hooks=[hook], rows=whose)
+        trainer.run()
+        assert trainer.rows == 16
+        return trainer.step, found
+    step = jp.make_train_step(model(of), tx, strategy, rows=whose)
     state = step.init(jax.random.key(0))
-    losses = []
     for _ in range(3):
-        state, metrics = step(state, rows(strategy))
-        losses.append(float(metrics["loss"]))
-    return [*losses, float(step.evaluate(state, rows(strategy))["loss"])]
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return step, [*found, float(step.evaluate(state, batch)["loss"])]
 
 
-def test_two_hosts_train_as_one_device() -> None:
+def case(name: str, rank: int) -> tuple[dict[str, int], list[float]]:
+    """In one of two processes: the mesh and the losses of one of CASES."""
+    whose, takes, strategy = name.split(" ")
+    batch = rows(strategy)
+    if whose == "host" and "pipe" not in strategy:  # two stages of a pipeline have the same rows
+        batch = {name: x[rank * 8 : rank * 8 + 8] for name, x in batch.items()}
+    step, found = losses(strategy, strategy, whose, takes, batch)
+    assert jax.tree.leaves(step.shapes(batch))[0].shape[0] == 16
+    return dict(step.mesh.shape), found
+
+
+def refusals(rank: int) -> list[str]:
+    """What each of two processes is told of batches that cannot be."""
+    said = []
+    mine = {name: x[rank * 8 : rank * 8 + 8] for name, x in rows().items()}
+    for whose, batch in (
+        ("global", mine),  # own rows: half of them were dropped in silence
+        ("global", {name: x[: 8 + 8 * rank] for name, x in rows().items()}),
+        ("host", {name: x[: 8 + 8 * rank] for name, x in rows().items()}),
+        ("host", {name: x[:6] for name, x in mine.items()}),
+        ("global", {name: x[:12] for name, x in rows().items()}),
+    ):
+        step = jp.make_train_step(model(), optax.sgd(0.1), "ddp", rows=whose)
+        with pytest.raises(ValueError, match=r"rows") as error:
+            step(step.init(jax.random.key(0)), batch)
+        said.append(str(error.value))
+    return said
+
+
+def two_processes(cases: tuple[str, ...]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), port, *STRATEGIES],
+            [sys.executable, "-c", WORKER, str(rank), port, *cases],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,7 +129,7 @@ def test_two_hosts_train_as_one_device() -> None:
     ]
     try:
         # Strategies of one model have one truth, computed while the workers compile.
-        truths = {strategy: one_device(strategy) for strategy in ("ddp", FOUR_AXES)}
+        truths = {name: losses(name, "single", "global", "step", rows(name))[1] for name in ("ddp", FOUR_AXES)}
         outs = [worker.communicate(timeout=300) for worker in workers]
     finally:
         for worker in workers:
@@ -102,8 +137,30 @@ def test_two_hosts_train_as_one_device() -> None:
     for out, errors in outs:
         lines = [line for line in out.splitlines() if line.startswith("RESULT")]
         assert lines, errors[-3000:]
-        found = json.loads(lines[0].removeprefix("RESULT"))
-        for strategy in STRATEGIES:
-            truth = truths[FOUR_AXES if "pipe" in strategy else "ddp"]
-            assert found[strategy][1] == pytest.approx(truth, rel=1e-5), strategy
-        assert found["hsdp"][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}  # data = hosts, fsdp = their devices
+        found, said = json.loads(lines[0].removeprefix("RESULT"))
+        for name in cases:
+            truth = truths[FOUR_AXES if "pipe" in name else "ddp"]
+            assert found[name][1] == pytest.approx(truth, rel=1e-5), name
+            if "hsdp" in name:  # data = hosts, fsdp = their devices
+                assert found[name][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}
+        for message, words in zip(said, SAID, strict=True):
+            assert all(word in message for word in words), message
+
+
+SAID = (
+    ("other values (a checksum)", "on host 0", "on host 1", "the same on each, or say rows='host'"),
+    ("different rows: 8 on host 0, 16 on host 1", "say rows='host'"),
+    ("different rows: 8 on host 0, 16 on host 1", "give as many on each"),
+    ("12 rows (6 from each of 2 hosts)", "multiple of 8", "here rows are own", "jp.pad_rows(batch, 4)"),
+    ("12 rows;", "multiple of 8", "rows are global, the same on every host", "jp.pad_rows(batch, 8)"),
+)
+
+
+def test_two_hosts_train_as_one_device() -> None:
+    """A global batch given to a step was trained on twice, and of own rows given to a trainer half were dropped."""
+    two_processes(CASES)
+
+
+@pytest.mark.battery
+def test_two_hosts_train_as_one_device_under_every_strategy() -> None:
+    two_processes(MORE)

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ from test_processes import model
 
 import jaxpar as jp
 from jaxpar.data.streams import held_out, training
+from jaxpar.layout.distributed import Stop
 from jaxpar.train.progress import Progress
 from jaxpar.train.recorder import read
 
@@ -72,10 +74,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float]
 # -- stop, kill, resume ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
     number: signal.Signals, code: int, unbroken: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run goes on
+        signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     stopped = trainer(tmp_path / "run", at(3, lambda: signal.raise_signal(number)), quiet=False)
     with pytest.raises(SystemExit) as exit_:
@@ -89,6 +93,22 @@ def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
     state = trainer(tmp_path / "run", resume=True).run()
     assert losses(tmp_path / "run") == unbroken[0]
     assert np.asarray(state.params["layers"]).tobytes() == unbroken[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_in_the_last_step_is_not_told(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several processes each asks the others to stop by SIGTERM; asked of some that were leaving, all hung."""
+    asked: list[int] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(os, "kill", lambda _, what: asked.append(what))
+    for last in (False, True):
+        if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
+        with Stop() as stop:
+            stop.last = last
+            signal.raise_signal(number)
+        assert stop.signal == number
+        assert asked == [signal.SIGTERM]
 
 
 def test_a_killed_run_goes_on_bit_by_bit(unbroken: Any, tmp_path: Path) -> None:
@@ -157,7 +177,7 @@ def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
         ({}, r"already holds a run \(metrics.jsonl, loss.png, checkpoints.*resume.*overwrite"),
         ({"resume": True, "seed": 1}, "seed 0 there and 1 here"),
         ({"resume": True, "about": {"lr": 0.02}}, "lr 0.01 there and 0.02 here"),
-        ({"resume": True, "strategy": "ddp"}, "layout of fsdp=8 .* that of data=8"),
+        ({"resume": "last"}, "resume=.last.: use True, False or .latest-good."),
     ]:
         with pytest.raises(ValueError, match=says):
             trainer(tmp_path, **{"about": {"lr": 0.01}} | options).run()
@@ -407,7 +427,7 @@ def test_metrics_are_json_and_the_plot_is_drawn(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [3, 6]
     first = next(line for line in lines if "loss" in line)
-    assert set(first) == {"step", "loss", "grad_norm", "skipped", "seconds", "rows_per_second"}
+    assert set(first) == {"step", "loss", "grad_norm", "finite", "skipped", "seconds", "rows_per_second", "input_share"}
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     if list(tmp_path.glob("tensorboard")):
         assert list((tmp_path / "tensorboard").glob("events.*"))
@@ -427,9 +447,9 @@ from pathlib import Path
 sys.path[:0] = ["tests", "tests/train"]
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-from jaxpar.layout import distributed
+import jaxpar as jp
 rank, port, out, steps, resume = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] != ""
-distributed.join(f"127.0.0.1:{port}", 2, rank)
+jp.initialize(f"127.0.0.1:{port}", 2, rank)
 from test_trainer import at, batches, signal, trainer
 # One process alone is told to stop; the other hears of it.
 tell = at(2, lambda: None if resume or rank == 0 else os.kill(os.getpid(), signal.SIGTERM))

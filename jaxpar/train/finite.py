@@ -1,0 +1,79 @@
+"""What a run does about a loss, gradients or parameters that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .loop import Loop
+
+HOPELESS = 32  # steps skipped in a row: a float16 loss scale halved so often is 1, and it was not the scale
+_RETURNS = 3  # to one checkpoint: what went wrong so often from there is not a batch
+
+
+class NotFiniteError(FloatingPointError):
+    """That a step has come to nothing; `step` is its number."""
+
+    def __init__(self, step: int, says: str):
+        super().__init__(says)
+        self.step = step
+
+
+class Finite:
+    """Looks at the metrics of every step.
+
+    Attributes:
+      skipped: steps that were not applied, besides those that float16's loss scale counts.
+      rollbacks: how often the run has gone back to a checkpoint.
+    """
+
+    def __init__(self, loop: Loop):
+        self.loop, self.skipped, self.rollbacks = loop, 0, 0
+        self._scaled, self._times, self._returns = 0.0, 0, 0
+
+    def look(self, number: int, values: Mapping[str, float]) -> str:
+        """What is to be told of a step: "" where it was finite.
+
+        Args:
+          number: of the step.
+          values: its metrics.
+
+        Raises NotFiniteError where nothing good can come any more.
+        """
+        skips = self.loop.on_nonfinite == "skip"
+        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
+        scaled, self._scaled = values["skipped"] > self._scaled, values["skipped"]
+        left_out = skips and bool(wrong) and not scaled
+        self.skipped += left_out
+        self._times = self._times + 1 if scaled or left_out else 0
+        if not wrong:
+            return ""
+        says = f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}"
+        if not self._times:
+            raise NotFiniteError(number, self.advice(says))
+        if self._times >= HOPELESS:
+            raise NotFiniteError(number, self.advice(f"{says}, the {HOPELESS}th in a row that is not applied"))
+        return f"{says}; it is not applied" if left_out else ""
+
+    def come_further(self) -> None:
+        """To a checkpoint of more than the last one."""
+        self._returns = 0
+
+    def back(self, error: NotFiniteError, to: int | None) -> str:
+        """What is to be told of a return to the checkpoint of step `to`, None for the initial values.
+
+        Raises NotFiniteError where there were so many that there is no more in it.
+        """
+        where = f"the checkpoint of step {to}" if to is not None else "the initial values"
+        if self._returns == _RETURNS:
+            raise NotFiniteError(
+                error.step, f"{error}; rolled back {_RETURNS} times in a row, at last to {where}, and it came again"
+            ) from error
+        self._returns += 1
+        self.rollbacks += 1
+        return f"{str(error).partition(';')[0]}; rolled back to {where}, and on with the batch of step {error.step + 1}"
+
+    def advice(self, wrong: str) -> str:
+        """What is wrong, and what to try."""
+        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
+        return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"

@@ -1,0 +1,165 @@
+"""The folder of a run: whose it is, and files in it that are whole whenever the run dies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from filelock import FileLock, Timeout
+from jax.experimental import multihost_utils
+
+from .loop import Loop
+
+# What a run writes into its folder, and all that `overwrite` removes.
+WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
+_OWNER = ".owner"
+
+
+class Claim:
+    """That a folder is this run's own, which `check` looks at again: a lock holds only while nobody removes its file.
+
+    Args:
+      out: the folder; None for a run that writes nothing.
+    """
+
+    def __init__(self, out: Path | None):
+        self.out, self._mine = out, {"id": uuid.uuid4().hex, **_process()}
+
+    def take(self) -> str:
+        """Writes into the folder whose it is; or why it cannot be taken: a run that still goes on has it."""
+        assert self.out is not None
+        there = _read(self.out / _OWNER)
+        if there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}:
+            return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out"
+        write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
+        return ""
+
+    def release(self) -> None:
+        """Takes away what `take` wrote, where it is still there."""
+        assert self.out is not None
+        if _read(self.out / _OWNER) == self._mine:
+            (self.out / _OWNER).unlink()
+
+    def lost(self) -> str:
+        """Why the folder is not this run's any more, "" if it is; to be asked on process 0. Claims it again where
+        nobody else has it.
+        """
+        if self.out is None or (there := _read(self.out / _OWNER)) == self._mine:
+            return ""
+        if not there and (self.out / "checkpoints").is_dir():  # who sweeps up hidden files takes nothing from a run
+            write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
+            return ""
+        taken = f"process {there['pid']} on {there['host']} has taken it" if there else "it was removed or moved"
+        return (
+            f"{self.out} is no longer this run's: {taken} while the run went on; nothing more is saved, begin again "
+            "with another out"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError, on all hosts, where the folder is gone or another run's. All hosts must ask."""
+        if self.out is None:
+            return
+        problem = self.lost() if jax.process_index() == 0 else ""
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.bool_(problem)) and not problem:
+            problem = f"{self.out} is no longer this run's; the error of process 0 says why"
+        if problem:
+            raise ValueError(problem)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within it, whatever files are missed because the folder is gone, the error says that it is gone."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if jax.process_index() == 0 and (problem := self.lost()):
+                raise ValueError(problem) from error
+            raise
+
+
+@contextlib.contextmanager
+def claimed(loop: Loop) -> Iterator[Claim]:
+    """Within it the folder of a run is its own. Raises ValueError where another run is in it that is not to be
+    resumed, or that is still going on; with several hosts, on all of them.
+    """
+    claim = Claim(loop.out)
+    if (out := loop.out) is None:
+        yield claim
+        return
+    there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).glob("*"))]
+    if there and not (loop.resume or loop.overwrite):
+        raise ValueError(
+            f"{out} already holds a run ({', '.join(there)}); resume goes on with it, overwrite removes it, "
+            "another out leaves it alone"
+        )
+    several, problem = jax.process_count() > 1, ""
+    if several:  # none removes what another has not looked at yet, or writes what one then removes
+        multihost_utils.sync_global_devices("looked")
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(FileLock(out / ".lock", blocking=False))
+                except OSError as error:
+                    if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                        raise
+                    says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
+                    warnings.warn(says, stacklevel=2)
+                problem = claim.take()
+                if not problem:
+                    stack.callback(claim.release)
+            except Timeout:
+                problem = f"another run is going on in {out}; wait for its end, or name another out"
+            except OSError as error:
+                problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
+            for path in (out / name for name in there if loop.overwrite and not problem):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
+            problem = f"process 0 cannot use {out}; its own error says why"
+        if problem:
+            raise ValueError(problem)
+        yield claim
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file such that, whenever the process dies, its name has what was there before or all of `data`."""
+    fresh = path.with_name(f".{path.name.removeprefix('.')}.new")
+    fresh.write_bytes(data)
+    os.replace(fresh, path)
+
+
+def _process(pid: int | None = None) -> dict[str, str | int]:
+    """A process of this host as a claim names it: number, and where Linux tells it when it began, as numbers come
+    again. Nothing where there is no such process.
+    """
+    pid = os.getpid() if pid is None else pid
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return {"pid": -1}
+    except PermissionError:
+        pass  # it is there, and someone else's
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux, or it has ended by now
+        began = ""
+    return {"host": socket.gethostname(), "pid": pid, "began": began}
+
+
+def _read(path: Path) -> dict[str, str | int]:
+    """A claim; nothing where there is none, or none that a run writes."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"id", "host", "pid", "began"} <= set(found) else {}

@@ -1,0 +1,185 @@
+"""The faults of a run, what is promised of each, and within how many seconds; `campaign.py` counts what is kept."""
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from campaign_runs import Group, Truth, complete
+
+Outcome = tuple[bool, float, str]  # whether the promise was kept, the seconds that it took, what was said
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+      promise: what is promised, for the table.
+      seconds: within which, from the fault on (for hosts that differ: from the moment when all have joined).
+      run: makes it happen in a folder of its own, beside the run that nobody broke.
+    """
+
+    name: str
+    promise: str
+    seconds: int
+    run: Callable[[Path, Truth], Outcome]
+
+
+def _go_on(out: Path, truth: Truth) -> str:
+    """Goes on with a broken run; how its end differs from the run that nobody broke, or ""."""
+    group = Group(1, out=str(out), steps=truth.steps, save_every=truth.save_every)
+    try:
+        group.end(60 + truth.seconds)
+    finally:
+        group.close()
+    return truth.differs(out, group) if group.status == 0 else f"it does not go on: {group.said()}"
+
+
+def _rank(number: signal.Signals) -> Callable[[Path, Truth], Outcome]:
+    def run(out: Path, truth: Truth) -> Outcome:
+        group = Group(2, out=str(out), steps=10**6, save_every=50)
+        try:
+            if not group.until(lambda: group.step >= 5, 120):
+                return False, 0.0, f"it does not train: {group.said()}"
+            begin = time.monotonic()
+            group.send(1, number)
+            ended = group.until(lambda: group.status is not None, 200, pause=0.05)
+            seconds = time.monotonic() - begin
+            if number == signal.SIGSTOP:
+                group.send(1, signal.SIGCONT)
+                ended &= group.until(lambda: not group.alive, 60, pause=0.05)
+        finally:
+            group.close()
+        words = group.said(0)
+        # Its own status, not that of an abort, and a sentence that names the other.
+        named = any(name in words for name in ("process 1", "rank 1"))
+        return ended and (group.status or 0) > 0 and named and not group.crashed, seconds, words
+
+    return run
+
+
+def _full_disk(out: Path, truth: Truth) -> Outcome:
+    """A small file system in memory with a file that fills it; where none may be mounted, files that cannot grow."""
+    out.mkdir()
+    saved = max((truth.out / "checkpoints").iterdir(), key=lambda x: int(x.name))
+    room = int(1.6 * sum(4096 * -(-x.stat().st_size // 4096) for x in saved.rglob("*")))  # one checkpoint, not two
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "campaign", out], capture_output=True)
+    ballast, limit = out / "ballast", None
+    if mounted.returncode == 0:
+        ballast.write_bytes(bytes(16 * 2**20 - room))
+    else:
+        limit = 4 * 1024
+    try:
+        begin = time.monotonic()
+        group = Group(1, limit, out=str(out / "run"), steps=truth.steps, save_every=truth.save_every)
+        try:
+            ended = group.end(60 + truth.seconds)
+        finally:
+            group.close()
+        seconds, words = time.monotonic() - begin - truth.seconds, group.said()
+        named = "No space left" in words or "File too large" in words
+        if not ended or not group.status or group.status < 0 or not named or group.crashed:
+            return False, max(0, seconds), words
+        saved = complete(out / "run")
+        ballast.unlink(missing_ok=True)
+        (out / "run").rename(moved := out.with_name(f"{out.name}-moved")) if limit else shutil.copytree(
+            out / "run", moved := out.with_name(f"{out.name}-moved")
+        )
+        wrong = _go_on(moved, truth)
+        return not wrong, max(0, seconds), wrong or f"went on from checkpoint {saved}: {words}"
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", out], check=True)
+
+
+def _removed(name: str) -> Callable[[Path, Truth], Outcome]:
+    def run(out: Path, truth: Truth) -> Outcome:
+        group = Group(1, out=str(out), steps=10**5, save_every=100)
+        other = None
+        try:
+            if not group.until(lambda: group.step >= 5, 120):
+                return False, 0.0, f"it does not train: {group.said()}"
+            if name:
+                (out / name).unlink()
+                other = Group(1, out=str(out), steps=10**5, save_every=100)
+                ended = other.end(60)
+                # Either run may be the one that ends: what counts is that not both write.
+                ended |= not group.alive
+            else:
+                shutil.rmtree(out)
+            begin = time.monotonic()
+            ended = group.until(lambda: not group.alive or (other is not None and not other.alive), 90)
+            seconds, broken = time.monotonic() - begin, group if not group.alive or other is None else other
+        finally:
+            group.close()
+            if other is not None:
+                other.close()
+        words = broken.said()
+        kept = ended and (broken.status or 0) > 0 and str(out) in words and not broken.crashed
+        return kept, seconds, words
+
+    return run
+
+
+def _clock(processes: int, jump: float) -> Callable[[Path, Truth], Outcome]:
+    def run(out: Path, truth: Truth) -> Outcome:
+        right = truth
+        if processes > 1:
+            right = Truth.of(out.with_name(f"{out.name}-unbroken"), processes, 30)
+        begin = time.monotonic()
+        group = Group(
+            processes, out=str(out), steps=right.steps, save_every=right.save_every, others={"clock": jump}
+        )  # the last process alone, which may be the only one
+        try:
+            ended = group.end(60 + 2 * right.seconds)
+        finally:
+            group.close()
+        seconds = max(0.0, time.monotonic() - begin - right.seconds)
+        wrong = right.differs(out, group) if ended and group.status == 0 else group.said()
+        return not wrong, seconds, wrong or "the same numbers"
+
+    return run
+
+
+def _unequal(other: dict[str, object], *names: str) -> Callable[[Path, Truth], Outcome]:
+    def run(out: Path, truth: Truth) -> Outcome:
+        group = Group(2, out=str(out), steps=60, others=other)
+        try:
+            group.until(lambda: sum(line == "JOINED" for line in list(group.lines)) == 2, 120)
+            begin = time.monotonic()
+            ended = group.end(90)
+            seconds = time.monotonic() - begin
+        finally:
+            group.close()
+        words = group.said()
+        # One sentence in every process, before the first step, that names what differs.
+        said = all(any(name in group.said(rank) for name in names) for rank in range(2))
+        refused = ended and all((status or 0) > 0 for status in group.statuses) and group.step == 0
+        return refused and said and not group.crashed, seconds, words
+
+    return run
+
+
+_SENTENCE = "no step is taken, and every host says what differs"
+FAULTS = (
+    Fault("rank killed", "the others end with a sentence that names it", 60, _rank(signal.SIGKILL)),
+    Fault("rank stopped", "the others end with a sentence that names it, and so does it", 60, _rank(signal.SIGSTOP)),
+    Fault("full disk", "ends with a sentence, and goes on bit for bit once there is room", 60, _full_disk),
+    Fault("folder removed", "ends with a sentence that names the folder", 60, _removed("")),
+    Fault("lock removed", "of two runs in a folder one ends with a sentence that names it", 60, _removed(".lock")),
+    Fault("clock put on a day", "trains as if nothing were", 300, _clock(1, 86400.0)),
+    Fault("clock put back a day", "trains as if nothing were", 300, _clock(1, -86400.0)),
+    Fault("one host's clock put on", "trains as if nothing were", 300, _clock(2, 86400.0)),
+    Fault("hosts of other seeds", _SENTENCE, 30, _unequal({"seed": 1}, "seed")),
+    Fault("hosts of other lr", _SENTENCE, 30, _unequal({"lr": 2e-2}, "lr", "step")),
+    Fault("hosts of other data", _SENTENCE, 30, _unequal({"shift": 7}, "batch", "data")),
+    Fault("hosts of other rows", _SENTENCE, 30, _unequal({"rows": 16}, "rows")),
+    Fault("hosts of other steps", _SENTENCE, 30, _unequal({"steps": 90}, "steps")),
+    Fault("hosts of other strategies", _SENTENCE, 30, _unequal({"strategy": "ddp"}, "strategy")),
+    Fault("hosts of other precision", _SENTENCE, 30, _unequal({"precision": "bf16"}, "precision", "strategy")),
+    Fault("hosts of other versions", _SENTENCE, 30, _unequal({"version": "9.9.9"}, "optax")),
+)

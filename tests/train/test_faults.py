@@ -1,0 +1,238 @@
+"""What goes wrong while a run goes on ends it with a sentence, or not at all; never with other numbers."""
+
+import contextlib
+import errno
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from test_processes import model
+from test_trainer import at, batches, losses, masked, trainer
+
+import jaxpar as jp
+from jaxpar.train import finite
+from jaxpar.train.folder import Claim, claimed
+from jaxpar.train.progress import Progress
+from jaxpar.train.recorder import Recorder, read
+
+
+def spoilt(*numbers: int) -> Callable[[int], Iterator[Any]]:
+    """Data of which the batches of these steps are not numbers."""
+
+    def data(start: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(start), start + 1):
+            yield {**batch, "x": batch["x"] * (np.nan if number in numbers else 1)}
+
+    return data
+
+
+@functools.cache
+def single() -> Any:
+    return jp.make_train_step(model(), optax.adamw(1e-2), "single")
+
+
+def without(*numbers: int) -> bytes:
+    """The last layers of a run of 8 steps that has never seen the batches of these."""
+    step = single()
+    state = step.init(jax.random.key(0))
+    for number, batch in zip(range(1, 9), batches(), strict=False):
+        if number not in numbers:
+            state, _ = step(state, batch)
+    return np.asarray(state.params["layers"]).tobytes()
+
+
+# -- loss that is not finite -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "lost"), [("skip", (4,)), ("rollback", (3, 4))])
+def test_a_run_goes_on_after_a_loss_that_is_not_finite(
+    how: str, lost: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The checkpoint before the bad batch is of step 2. Numbers of steps stay those of batches, so a resumed run sees
+    what it would have seen.
+    """
+    options = {"strategy": "single", "on_nonfinite": how, "data": spoilt(4), "quiet": False}
+    state = trainer(tmp_path, steps=8, **options).run()
+    assert np.asarray(state.params["layers"]).tobytes() == without(*lost)
+    assert int(state.step) == 8
+    lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    told = {"skip": "step 4: loss is nan and grad_norm is nan; it is not applied",
+            "rollback": "rolled back to the checkpoint of step 2, and on with the batch of step 5"}[how]  # fmt: skip
+    assert told in capsys.readouterr().out
+    if how == "skip":
+        assert [(line["loss"] is None, line["finite"], line["skipped"]) for line in lines[2:5]] == [
+            (False, 1.0, 0), (True, 0.0, 1), (False, 1.0, 1)]  # fmt: skip
+    else:
+        assert [(line["step"], line["rollbacks"]) for line in lines] == [
+            (1, 0), (2, 0), (3, 0), (5, 1), (6, 1), (7, 1), (8, 1)]  # fmt: skip
+
+
+def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "HOPELESS", 2)
+    options = {"strategy": "single", "steps": 20, "save_every": 2}
+    with pytest.raises(FloatingPointError, match=r"step 4: loss is nan and grad_norm is nan, the 2th in a row that is"):
+        trainer(tmp_path / "skip", on_nonfinite="skip", data=spoilt(3, 4, 5), **options).run()
+    with pytest.raises(
+        FloatingPointError,
+        match=r"step 6: .*; rolled back 3 times in a row, at last to the checkpoint of step 4, and",
+    ):
+        trainer(tmp_path / "back", on_nonfinite="rollback", data=spoilt(*range(3, 20)), **options).run()
+    assert sorted(path.name for path in (tmp_path / "back" / "checkpoints").iterdir()) == ["2", "4"]  # of one state
+    # Before there is any checkpoint, the initial values are what was good.
+    state = trainer(tmp_path / "first", on_nonfinite="rollback", data=spoilt(1), strategy="single", steps=8).run()
+    assert np.asarray(state.params["layers"]).tobytes() == without(1)
+
+
+# -- replicas, kinds of batches, slow input ----------------------------------------------------------------------------
+
+
+def test_replicas_are_compared_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    made = trainer(strategy="single", steps=5, check_replicas_every=2)
+    monkeypatch.setattr(made.step, "check_replicas", lambda state: steps.append(int(state.step)))
+    made.run()
+    assert steps == [2, 4]
+
+
+def test_a_step_that_is_compiled_again_and_slow_input_are_told(capsys: pytest.CaptureFixture) -> None:
+    def data(start: int) -> Iterator[Any]:
+        for number in itertools.count(start):
+            if number == 4:
+                time.sleep(1)
+            yield next(batches(number, rows=8 if number == 2 else 16))
+
+    shares: list[float] = []
+    hook = jp.Hook(on_step=lambda _, metrics: shares.append(metrics["input_share"]))
+    trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1).run()
+    shown = capsys.readouterr().out
+    assert shown.count("compiled again") == 1  # not where the first kind comes back
+    assert "step 3 is compiled again: rows 8, 16 before (program 2)" in shown
+    assert shares[3] > 0.5  # of the time until the fourth step's end, most went by before the fifth's batch came
+    assert "input " in next(line for line in shown.splitlines() if line.startswith("step 4/"))
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
+    """It went on to its end, with status 0 and nothing saved; without its lock two runs destroyed each other."""
+    out = tmp_path / "removed"
+
+    def remove() -> None:
+        while not (out / "checkpoints" / "2").exists():  # what is being written meanwhile is for `make campaign`
+            time.sleep(0.01)
+        shutil.rmtree(out)
+
+    with pytest.raises(ValueError, match=r"removed is no longer this run's: it was removed or moved while"):
+        trainer(out, at(3, remove), strategy="single").run()
+    assert not out.exists()
+    out = tmp_path / "taken"
+
+    def take() -> None:
+        (out / ".owner").write_text(json.dumps({"id": "x", "host": "other", "pid": 7, "began": "1"}))
+
+    with pytest.raises(ValueError, match=r"taken is no longer this run's: process 7 on other has taken it"):
+        trainer(out, at(3, take), strategy="single").run()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["2"]
+
+
+def test_without_its_lock_a_run_still_has_its_folder(tmp_path: Path) -> None:
+    with claimed(jp.Loop(out=tmp_path)) as claim:
+        (tmp_path / ".lock").unlink()
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / ".owner").unlink()
+        claim.check()  # hidden files were swept up, and nobody has taken the folder
+        with pytest.raises(ValueError, match=rf"another run, {os.getpid()}, is going on"):
+            claimed(jp.Loop(out=tmp_path, resume=True)).__enter__()
+    assert not (tmp_path / ".owner").exists()
+    # A process of that number that began at another time is not the one.
+    mine = Claim(tmp_path)
+    assert not mine.take()
+    there = json.loads((tmp_path / ".owner").read_text())
+    (tmp_path / ".owner").write_text(json.dumps(there | {"began": "1"}))
+    assert not Claim(tmp_path).take()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file on a full disk")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path: Path) -> None:
+    """TensorBoard's writer died in its thread, and the run waited for it for ever."""
+    if name == "tensorboard" and importlib.util.find_spec("tensorboardX") is None:
+        pytest.skip("tensorboardX is not installed")
+    made = trainer(tmp_path, steps=200, save_every=1000, strategy="single")
+
+    def fill() -> None:
+        report: Recorder = made.report
+        if name == "tensorboard":
+            events = report._board._events._py_recordio_writer
+            events._writer.close()
+            events._writer = full
+        else:
+            report._file.close()
+            report._file = full
+
+    made.hooks.append(at(2, fill))
+    full: Any = open("/dev/full", *(("wb",) if name == "tensorboard" else ("w", 1)))  # noqa: SIM115
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{name}'"):
+        made.run()
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+def test_no_file_is_cut_short_by_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`loss.png` and `config.yaml` were written in place."""
+    trainer(tmp_path, strategy="single", steps=2).run()
+    before = (tmp_path / "loss.png").read_bytes()
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
+    monkeypatch.setattr("jaxpar.train.folder.os.replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        trainer(tmp_path, strategy="single", steps=3, resume=True).run()
+    assert (tmp_path / "loss.png").read_bytes() == before
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+def test_a_terminal_that_is_gone_ends_the_run_as_sighup_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that failed came before the signal, and ended the run without a checkpoint."""
+
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    heard: list[int] = []
+    monkeypatch.setattr("sys.stdout", Gone())
+    monkeypatch.setattr("jaxpar.train.progress.discard_output", lambda: None)
+    before = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    try:
+        Progress().say("step 1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard
+    assert set(heard) == {signal.SIGHUP}
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_out_batch_that_is_masked_throughout_counts_for_nothing() -> None:
+    """Its loss is 0 / 0; weighed with nothing it made the whole evaluation null."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    held = [{"x": x, "mask": np.full(8, mask, np.float32)} for mask in (1, 0)]
+    made = jp.Trainer(masked(), optax.set_to_zero(), held[:1], "single", jp.Loop(steps=1, quiet=True), held_out=held)
+    made.run()
+    assert made.evaluate()["held_out_loss"] == pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)
+    made.held_out = held[1:]
+    with pytest.raises(ValueError, match="held_out is masked throughout"):
+        made.evaluate()
