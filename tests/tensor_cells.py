@@ -142,7 +142,7 @@ class Cell(NamedTuple):
 
 
 BESIDE = ("", "data=2,fsdp=2,zero=1", "fsdp=2,zero=2,microbatches=2", "pipe=2,microbatches=3")
-# On 16 devices: all four axes, every ZeRO stage, schedules and chunks. `make test` takes the first of every model.
+# On 16 devices: all four axes, every ZeRO stage, schedules and chunks.
 FOUR = tuple(
     Cell(model, tensor, beside, sequence, remat)
     for model, tensor, beside, sequence, remat in (

@@ -1,18 +1,27 @@
-"""Batches: pytrees of global arrays, or of this host's rows."""
+"""Batches: pytrees of arrays with rows on dim 0; with several hosts, whose rows they are, and how each keeps its own.
+
+Rows are global, the same batch on every host, unless `rows="host"` is said to a step: then every host gives its own,
+and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.ShapeDtypeStruct`), are global always.
+"""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..strategy import ROWS
 from .model import Replicated
 from .paths import name_of
+
+GIVEN = ("global", "host")  # whose rows a batch is made of: what `rows=` of a step may be
+_WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
 
 
 def batch_specs(batch: Any) -> Any:
@@ -54,21 +63,31 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(on_mesh, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def hosts_of_rows(mesh: Mesh) -> int:
-    """How many hosts' rows make a batch. Hosts that hold the same rows, stages of one pipeline, count once."""
+def part_of_rows(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch's rows this host's devices have, and how many parts there are: (index, count). Hosts that
+    have the same rows, stages of one pipeline, have the same part.
+    """
     if jax.process_count() == 1:  # whatever hosts devices that are not there would have
-        return 1
+        return 0, 1
     places: dict[int, set[int]] = {}
     pipe, *rest = mesh.devices.shape
     devices = mesh.devices.reshape(pipe, -1, rest[-1])  # [pipe, rows, tensor]
     for (_, row, _), device in np.ndenumerate(devices):
         places.setdefault(device.process_index, set()).add(row)
-    return max(devices.shape[1] // len(rows) for rows in places.values())
+    parts = sorted({tuple(sorted(rows)) for rows in places.values()})
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != devices.shape[1]:
+        have = ", ".join(str(list(rows)) for rows in places.values())
+        raise ValueError(
+            f"rows='host' and hosts share some rows, or have unequal parts: of {devices.shape[1]} parts of a batch "
+            f"they have {have}; give global rows, the same on every host"
+        )
+    return parts.index(tuple(sorted(places[jax.process_index()]))), len(parts)
 
 
-def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None:
-    """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches; each of
-    `hosts` has its own rows unless the batch is global.
+def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> None:
+    """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches.
+
+    `hosts`: 1 where rows are global, else how many hosts' own rows make a batch.
     """
     rows: dict[int, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_replicated):
@@ -93,17 +112,24 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int) -> None
             f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows by "
             "jp.Replicated(...)"
         )
-    (count,) = rows
-    count *= 1 if _is_global(batch) else hosts
-    blocks = replicas * microbatches
+    (each,) = rows
+    hosts = 1 if _is_global(batch) else hosts
+    count, blocks = each * hosts, replicas * microbatches
+    own = f" ({each} from each of {hosts} hosts)" if hosts > 1 else ""
     if not count:
         raise ValueError(f"the batch has no rows; give a multiple of {blocks} ({replicas} replicas x {microbatches} "
                          "microbatches)")  # fmt: skip
     if count % blocks:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
+        rest = each // (replicas // hosts) if replicas % hosts == 0 and each % (replicas // hosts) == 0 else 0
+        most = max((m for m in range(2, microbatches) if rest % m == 0), default=1) if rest else 1
+        fewer = f"use microbatches={most}, or " if most > 1 else ""
+        if hosts > 1 or jax.process_count() > 1:
+            drop = f"{_WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
         raise ValueError(
-            f"batch has {count} rows; {replicas} replicas x {microbatches} microbatches need a multiple of {blocks}: "
-            f"{drop}pad with jp.pad_rows(batch, {blocks}), whose mask goes into a jp.Mean loss"
+            f"batch has {count} rows{own}; {replicas} replicas x {microbatches} microbatches need a multiple of "
+            f"{blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-blocks // hosts)}), whose mask goes into a "
+            "jp.Mean loss"
         )
 
 
@@ -127,26 +153,90 @@ def rows_of(batch: Any) -> int:
     return next(np.shape(x)[0] for x in leaves if not _is_replicated(x))
 
 
-def globalise(batch: Any, mesh: Mesh) -> Any:
-    """This host's rows as global arrays; on one host, and for global arrays, the batch itself, moved if need be."""
+def global_shapes(batch: Any, hosts: int) -> Any:
+    """The abstract global batch of which `batch` is given; `hosts` as for `check_rows`."""
+    shapes = jax.eval_shape(lambda x: x, batch)
+    if hosts == 1 or _is_global(batch):
+        return shapes
+
+    def leaf(x: Any) -> Any:
+        return x if isinstance(x, Replicated) else jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(leaf, shapes, is_leaf=_is_replicated)
+
+
+def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
+    """A batch as global arrays; on one host, and for global arrays, the batch itself, moved if need be.
+
+    Nothing is sent between hosts: each keeps what its devices need of a batch that is the same on all (`hosts` is 1),
+    or puts its own rows there.
+    """
     here = jax.process_count() == 1 or _is_global(batch)
     if here and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
         return batch
     places = batch_shardings(batch, mesh)
     if here:
         return jax.tree.map(_moved, batch, places)
-    hosts = hosts_of_rows(mesh)
 
     def made(x: Any, place: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        shape = x.shape if place.spec == PartitionSpec() else (x.shape[0] * hosts, *x.shape[1:])
-        return jax.make_array_from_process_local_data(place, x, shape)
+        if hosts == 1 or place.spec == PartitionSpec():
+            return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+        return jax.make_array_from_process_local_data(place, x, (x.shape[0] * hosts, *x.shape[1:]))
 
     return jax.tree.map(made, batch, places)
 
 
+def narrowed(batch: Any) -> Any:
+    """NumPy's integers of 64 bits in the 32 that jax has for them, unless they have been enabled.
+
+    Raises ValueError for a value that these cannot hold, naming leaf and row: jax would leave out its upper bits.
+    """
+
+    def leaf(path: Any, x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8:
+            return x
+        kind = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if kind == x.dtype or not x.size:
+            return x
+        limits = np.iinfo(kind)
+        if x.min() < limits.min or x.max() > limits.max:
+            wrong = (x < limits.min) | (x > limits.max)
+            place = np.unravel_index(int(np.argmax(wrong)), x.shape)
+            raise ValueError(
+                f"batch leaf {name_of(path) or 'batch'} holds {x[place]} in row {place[0]}, and as {kind} would be "
+                f"{x[place].astype(kind)}; see where it comes from, or enable jax_enable_x64"
+            )
+        return x.astype(kind)
+
+    return jax.tree_util.tree_map_with_path(leaf, batch)
+
+
+def agree(batch: Any, rows: str) -> None:
+    """Raise ValueError, on every host, unless all give the same number of rows and, where these are global, the same
+    values. All hosts call it for a batch of the same step; it communicates two numbers.
+    """
+    if jax.process_count() == 1 or _is_global(batch):
+        return
+    checksum = 0
+    for x in jax.tree.leaves(batch):
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, checksum)
+    mine = np.array([rows_of(batch), checksum if rows == "global" else 0], np.uint32)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    for what, found in zip(("rows", "other values (a checksum)"), every.T, strict=True):
+        if len(set(found.tolist())) > 1:
+            other = int(np.argmax(found != found[0]))
+            do = "give as many on each" if rows == "host" else "give the same on each, or say rows='host'"
+            raise ValueError(
+                f"hosts give batches of different {what}: {found[0]} on host 0, {found[other]} on host {other}; "
+                f"{_WHOSE}: {do}"
+            )
+
+
 def _is_global(batch: Any) -> bool:
-    return all(is_array(x) and not x.is_fully_addressable for x in jax.tree.leaves(batch))
+    """Whether a batch says itself that it is global: it lies on several hosts, or is traced or abstract."""
+    there = (jax.ShapeDtypeStruct, Tracer)
+    return all(isinstance(x, there) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))
 
 
 def _moved(x: Any, wanted: NamedSharding) -> Any:

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from .calls import check_call, described, reading
 from .model import Model, row_axes, without_mesh
 from .paths import name_of
 
@@ -89,11 +90,18 @@ def from_linen(
         raise ValueError(f"from_linen got {given}, needs a flax.linen.Module instance such as Net(...)")
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    check_call(loss, "from_linen(loss=)", "apply", "batch")
+    try:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    except TypeError as error:
+        raise ValueError(
+            f"from_linen(example=) is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
+        ) from error
 
     def create(key: jax.Array) -> Apply:
         apply = Apply(module, {}, key, creating=True)
-        loss(apply, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+        with reading(zeros := jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), "the example"):
+            loss(apply, zeros)
         return apply
 
     def names() -> dict[str, tuple[Any, ...]]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import collectives
+from .calls import check_call, reading
 
-_RESERVED = ("loss", "grad_norm", "skipped")
+_RESERVED = ("loss", "grad_norm", "skipped", "finite")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
 _couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("couplings", default=None)
@@ -48,7 +49,7 @@ class Model:
     """A model as two functions; `from_nnx` and `from_linen` make one from a Flax module.
 
     Attributes:
-      init: `init(key) -> params`, any pytree of arrays.
+      init: `init(key) -> params`, any pytree of arrays. Arguments of `init` and `loss` come by position.
       loss: `loss(params, batch, key) -> value` or `(value, metrics)`. `value` is a scalar mean over the rows of
         `batch`, or `jp.Mean`; `metrics` a dict of such values. `key` differs for every step and block of rows, and is
         None in `evaluate` (no dropout there).
@@ -79,6 +80,8 @@ class Model:
         for name in ("init", "loss"):
             if not callable(getattr(self, name)):
                 raise ValueError(f"Model({name}={getattr(self, name)!r}): {name} must be a function")
+        check_call(self.init, "Model(init=)", "key")
+        check_call(self.loss, "Model(loss=)", "params", *(("variables",) if self.stateful else ()), "batch", "key")
         if self.rows not in (None, "independent"):
             raise ValueError(f"Model(rows={self.rows!r}): use 'independent', or None to have the loss checked")
 
@@ -109,7 +112,7 @@ class Model:
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
-        with rows_over(rows), without_mesh():
+        with rows_over(rows), without_mesh(), reading(batch):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
+from .calls import check_call
 from .model import Model, row_axes
 
 
@@ -42,6 +43,9 @@ def from_nnx(
         )
     if not callable(make) or not callable(loss):
         raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
+
+    check_call(make, "from_nnx(make=)", "rngs")
+    check_call(loss, "from_nnx(loss=)", "module", "batch")
 
     def build(key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from . import model as llama
@@ -48,6 +50,10 @@ def to_config(given: Any) -> llama.Config:
     if missing := [name for name in _SIZES.values() if name not in options]:
         raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
     sizes = {ours: options[theirs] for ours, theirs in _SIZES.items()}
+    for ours, theirs in _SIZES.items():
+        if not isinstance(sizes[ours], Integral) or isinstance(sizes[ours], bool) or sizes[ours] < 1:
+            raise ValueError(f"{theirs}={sizes[ours]!r} is no size; needs a whole number from 1, as the model's own "
+                             "config.json has it")  # fmt: skip
     _check(options)
     head_dim = sizes["dim"] / sizes["heads"]
     if options.get("head_dim", head_dim) != head_dim:
@@ -103,13 +109,18 @@ def _check(options: Mapping[str, Any]) -> None:
 def _rope(options: Mapping[str, Any], context: int) -> dict[str, Any]:
     """`rope_theta` and `rope_factor` of a `Config`."""
     rope = {k: v for k, v in _rope_options(options).items() if v is not None}
-    theta = float(rope.pop("rope_theta", options.get("rope_theta", 10_000.0)))
+    theta = rope.pop("rope_theta", options.get("rope_theta", 10_000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)  # the older name, beside the newer
+    for name, value in (("rope_theta", theta), ("factor", rope.get("factor", 1))):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}={value!r} of rotary embedding is no positive number; Llama 3 has 500000.0 and 8.0"
+            )
     _check(rope)
     rope.pop("partial_rotary_factor", None)
     if kind == "default" and not rope:
-        return {"rope_theta": theta, "rope_factor": 1.0}
+        return {"rope_theta": float(theta), "rope_factor": 1.0}
     if kind != "llama3":
         raise ValueError(
             f"rope_scaling (rope_parameters) of type {kind!r} with {rope} is not supported: Llama here has 'default', "
@@ -122,8 +133,13 @@ def _rope(options: Mapping[str, Any], context: int) -> dict[str, Any]:
     stretch = {"original_max_position_embeddings": first, **rope}
     if stretch != _STRETCH:
         raise ValueError(f"rope_scaling (rope_parameters) of type 'llama3' with {stretch}: needs {_STRETCH}")
-    return {"rope_theta": theta, "rope_factor": float(factor)}
+    return {"rope_theta": float(theta), "rope_factor": float(factor)}
 
 
 def _rope_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    return options.get("rope_scaling") or options.get("rope_parameters") or {}
+    found = options.get("rope_scaling") or options.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"rope_scaling (rope_parameters) is {found!r}; needs a dict such as {{'rope_type': 'llama3', ...}}"
+        )
+    return found

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, knows bfloat16
 import numpy as np
 
+from ...files import json_of, member
+
 
 class Tensor(NamedTuple):
     """A tensor that is read when it is asked for: its shape, and `read()`, which gives a NumPy array."""
@@ -44,18 +46,25 @@ def fill(into: np.ndarray, x: np.ndarray) -> None:
 def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
     """The tensors of the model in a folder, by name. They can be read until the context is left.
 
-    Raises ValueError where there is no model, or not all of it, and where the package to read it with is missing.
+    Raises ValueError where there is no model, or not all of it, where a file is none, cannot be read or lies outside of
+    the folder, and where the package to read it with is missing.
     """
     file, part_of = _found(folder)
     parts = [file]
     if file.name.endswith(".index.json"):
-        parts = [folder / name for name in sorted(set(json.loads(file.read_text())["weight_map"].values()))]
-    if missing := [part.name for part in parts if not part.exists()]:
-        raise ValueError(f"{folder} lacks {missing[0]}, which {file.name} names; download the model once more")
+        places = json_of(file).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{file} has no weight_map, which says in which file each tensor is; fetch it once more")
+        parts = [member(folder, name, file) for name in sorted(set(places.values()))]
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for part in parts:
-            tensors |= part_of(part, stack)
+            try:
+                tensors |= part_of(part, stack)
+            except ValueError:  # of ours
+                raise
+            except Exception as error:  # the formats have many, of packages that may not be installed
+                raise ValueError(f"{part} cannot be read: {error}; fetch it once more") from error
         yield tensors
 
 
@@ -98,7 +107,7 @@ def _found(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], d
     for name, part_of in kinds.items():
         for file in (folder / name, folder / f"{name}.index.json"):
             if file.exists():
-                return file, part_of
+                return member(folder, file.name), part_of
     raise ValueError(
         f"{folder} holds no model: neither {' nor '.join(kinds)}, nor one in several files with {next(iter(kinds))}"
         ".index.json; download all files of the model"

@@ -7,8 +7,10 @@ the names; a matrix, [out, in] there (`torch.nn.Linear`) and [in, out] here; and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
+from ...files import json_of, member
 from ...model.paths import name_of
 from . import model as llama
 from .hf_config import to_config, to_dict
@@ -38,6 +41,7 @@ _NAMES = {
     "norm/scale": "model.norm.weight",
     "head/kernel": "lm_head.weight",
 }
+_MANY = 1000  # names that are missing: more are not looked for
 _EMBEDDING, _HEAD = _NAMES["embedding"], _NAMES["head/kernel"]
 
 
@@ -129,6 +133,8 @@ def to_hf(
 
 
 def _folder(source: str | Path) -> Path:
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"from_hf({source!r}): needs a folder, or a state dict")
     if not Path(source).is_dir():
         raise ValueError(
             f"{source} is not a folder; download the model into one: hf download {source} --local-dir FOLDER"
@@ -137,9 +143,9 @@ def _folder(source: str | Path) -> Path:
 
 
 def _stated(folder: Path) -> Any:
-    if not (file := folder / "config.json").exists():
+    if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; download it too, or pass config=")
-    return json.loads(file.read_text())
+    return json_of(member(folder, "config.json"))
 
 
 def _shapes(config: llama.Config) -> dict[str, tuple[int, ...]]:
@@ -160,8 +166,12 @@ def _one(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _names(path: str, config: llama.Config) -> list[str]:
     """The tensors that a parameter is made of, in order."""
+    return list(_each_name(path, config))
+
+
+def _each_name(path: str, config: llama.Config) -> Iterator[str]:
     name = _NAMES[path]
-    return [name.format(i) for i in range(config.layers)] if "{}" in name else [name]
+    return map(name.format, range(config.layers)) if "{}" in name else iter((name,))
 
 
 def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,10 +183,13 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check(tensors: Mapping[str, Tensor], config: llama.Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError unless the tensors are those of a model of these sizes."""
-    needed = {name: path for path in shapes for name in _names(path, config)}
-    if missing := [name for name in needed if name not in tensors]:
+    # Name by name: a config may speak of 10**9 layers.
+    lacking = (name for path in shapes for name in _each_name(path, config) if name not in tensors)
+    if missing := list(itertools.islice(lacking, _MANY)):
         hint = "set tie_word_embeddings=True if the embedding is the head" if missing == [_HEAD] else "see its config"
-        raise ValueError(f"the model lacks {_list(missing)}; {hint}")
+        least = "at least " if len(missing) == _MANY else ""
+        raise ValueError(f"the model lacks {least}{_list(missing)}; {hint}")
+    needed = {name: path for path in shapes for name in _names(path, config)}
     # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
     unexpected = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     if unexpected:

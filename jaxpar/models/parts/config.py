@@ -4,6 +4,7 @@ import dataclasses
 from numbers import Integral, Real
 from typing import Any
 
+_LARGEST = 2**31 - 1  # what an index of 32 bits reaches
 _WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
 
 
@@ -20,10 +21,12 @@ def check(config: Any) -> None:
         else:
             fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real)
         if not fits:
-            raise ValueError(f"{field.name}={value!r}: use {_WORDS[kind]}, such as {field.default}")
+            large = any(isinstance(n, int) and n > _LARGEST for n in (value if isinstance(value, tuple) else (value,)))
+            most = f" to {_LARGEST:,}" if large else ""
+            raise ValueError(f"{field.name}={value!r}: use {_WORDS[kind]}{most}, such as {field.default}")
     if not 0 <= (dropout := getattr(config, "dropout", 0)) < 1:
         raise ValueError(f"{dropout=} must lie in [0, 1); use 0 to switch it off")
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 < int(value) <= _LARGEST

@@ -25,12 +25,19 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
     `batch` is {"tokens": int32 [B, T+1]} for the mean over all B T predictions, and with "mask" [B, T] a `jp.Mean`
     over the predictions whose mask is 1: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`.
     """
-    tokens = batch["tokens"]
+    tokens, mask = batch["tokens"], batch.get("mask")
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens are {tokens.dtype}{list(tokens.shape)}; needs integers [rows, T + 1] with T from 1, each row its "
+            "input and the token after it"
+        )
+    if mask is not None and mask.shape != tokens[:, 1:].shape:
+        raise ValueError(f"mask is {list(mask.shape)}; needs {list(tokens[:, 1:].shape)}, one number a prediction")
     logits = module(tokens[:, :-1]).astype(jnp.float32)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    if "mask" not in batch:
+    if mask is None:
         return nats.mean()
-    return Mean(jnp.sum(nats * batch["mask"]), jnp.sum(batch["mask"]))
+    return Mean(jnp.sum(nats * mask), jnp.sum(mask))
 
 
 def generate(

@@ -29,6 +29,7 @@ from typing import Any
 from ...layout.leaves import PAD_FROM
 from ...text import did_you_mean
 from .pairs import found
+from .patterns import pattern
 from .presets import DIMS, ENDS, FUSED, HEADS, NORM, PAIRS, PRESETS
 
 Rules = Mapping[str, int | str | None]
@@ -125,7 +126,7 @@ def unsplit(leaves: Leaves, dims: Mapping[str, int], size: int) -> dict[str, str
 
 def _is_end(path: str) -> bool:
     """Whether a leaf is where a model begins or ends, which is split by vocabulary."""
-    return any(_pattern("", key).fullmatch(path) for key in ENDS)
+    return any(pattern("", key).fullmatch(path) for key in ENDS)
 
 
 def _kinds(what: str, rules: Any, known: set[str]) -> tuple[dict[str, int | None], dict[str, str | None]]:
@@ -180,22 +181,13 @@ def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table:
     return None
 
 
-def _pattern(what: str, key: str) -> re.Pattern[str]:
-    try:
-        return re.compile(f"(?:.*/)?(?:{key})")
-    except re.error as error:
-        raise ValueError(
-            f"{what}: {key!r} is no regular expression ({error}); escape what stands for itself: {re.escape(key)!r}"
-        ) from None
-
-
 def _claims(what: str, rules: Mapping[str, Any], shapes: _Shapes, known: set[str] | None = None) -> dict[str, Any]:
     """What a table says of the leaves that it names; with `known`, the names of dims, each rule must match."""
     chosen: dict[str, int | None] = {}
     by: dict[str, str] = {}
     for key, value in rules.items():
-        pattern = _pattern(what, key)
-        found = [path for path in shapes if pattern.fullmatch(path)]
+        matches = pattern(what, key).fullmatch
+        found = [path for path in shapes if matches(path)]
         if not found and known is not None:
             raise ValueError(_unmatched(key, shapes, known))
         for path in found:
@@ -219,7 +211,7 @@ def _pairs(
     shapes: _Shapes, size: int, chosen: Mapping[str, int | None], order: Callable[[], Sequence[str]] | None
 ) -> dict[str, int]:
     """What no rule names; where presets know columns and rows of the model's layers, feed-forwards alone."""
-    ends = [_pattern("", key) for key in ENDS]
+    ends = [pattern("", key) for key in ENDS]
     layers = [path for path in chosen if len(shapes[path]) > 1 and not any(end.fullmatch(path) for end in ends)]
     known = len({dim - len(shapes[path]) for path in layers if (dim := chosen[path]) is not None}) > 1
     whole = {path: None for path in shapes if FUSED.fullmatch(path)}
@@ -229,14 +221,14 @@ def _pairs(
 
 
 def _presets(shapes: _Shapes) -> dict[str, int | None]:
-    flat, by_heads = ([(_pattern("", key), dim) for key, dim in table.items()] for table in (PRESETS | ENDS, HEADS))
+    flat, by_heads = ([(pattern("", key), dim) for key, dim in table.items()] for table in (PRESETS | ENDS, HEADS))
     chosen: dict[str, int | None] = {}
     for path, shape in shapes.items():
         above, _, end = path.rpartition("value/")
         if end in ("kernel", "w") and not any(f"{above}{name}/{end}" in shapes for name in ("query", "key")):
             continue  # of a state, not of attention
         table = [*by_heads, *flat] if _has_heads(path, shapes) else flat
-        for dim in [dim for pattern, dim in table if pattern.fullmatch(path)][:1]:
+        for dim in [dim for end, dim in table if end.fullmatch(path)][:1]:
             if dim is None or len(shape) + dim >= 0:
                 chosen[path] = None if dim is None else len(shape) + dim
     return chosen

@@ -33,7 +33,7 @@ def cells() -> list[Any]:
 
 
 def test_covering_array_is_small() -> None:
-    assert len(CHOSEN) + len(FOUR) <= 40
+    assert len(CHOSEN) + len(FIRST) <= 34
 
 
 @pytest.mark.parametrize("cell", cells())
@@ -63,15 +63,16 @@ def on_sixteen_devices(cells: list[int]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-FIRST = [min(i for i, cell in enumerate(FOUR) if cell.model == model) for model in sorted({c.model for c in FOUR})]
-REST = [i for i in range(len(FOUR)) if i not in FIRST]
+# Pairs of axes, and each axis with every model, ZeRO stage, schedule and option, are in the cells on 8 devices, here
+# and in `parallel/pipeline/`. Left for 16 are all four at once: ZeRO-3 with sequence parallelism and remat, and ZeRO-2
+# with dropout of split features and microbatches that no axis divides.
+FIRST = [0, 2]
 
 
-@pytest.mark.parametrize("cells", [FIRST[:2], FIRST[2:]])  # a process each: its start takes as long as a cell
-def test_four_axes_on_sixteen_devices(cells: list[int]) -> None:
-    on_sixteen_devices(cells)
+def test_four_axes_on_sixteen_devices() -> None:
+    on_sixteen_devices(FIRST)  # in one process: its start takes as long as a cell
 
 
 @pytest.mark.battery
 def test_more_on_sixteen_devices() -> None:
-    on_sixteen_devices(REST)
+    on_sixteen_devices([i for i in range(len(FOUR)) if i not in FIRST])

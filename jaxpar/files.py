@@ -1,0 +1,72 @@
+"""Files that others have written: what is read is a plain file of a sensible size, in the folder where it belongs."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO, which waits for somebody to write",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+MOST = 1 << 28  # bytes of a text that is read as a whole; the index of a model of 671B parameters has 9 MB
+
+
+def plain(path: Path) -> Path:
+    """The path, of a regular file or a link to one. Raises ValueError for what is no file, OSError where nothing is.
+
+    A FIFO would be waited for without end, a device such as /dev/zero read without end.
+    """
+    if kind := _KINDS.get(stat.S_IFMT(path.stat().st_mode)):
+        raise ValueError(f"{path} is {kind}; needs a file: copy its content into one, or remove it")
+    return path
+
+
+def text_of(path: Path, most: int = MOST) -> str:
+    """The text of a plain file. Raises ValueError where it is none, is no UTF-8, or has more than `most` bytes."""
+    if (size := plain(path).stat().st_size) > most:
+        raise ValueError(f"{path} has {size:,} bytes, needs at most {most:,}; see that it is the file that is meant")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}; see that it is the file that is meant") from error
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError where it holds none."""
+    try:
+        found = json.loads(text_of(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} cannot be read as JSON: {why}; mend the file, or fetch it once more") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, needs an object {{...}}; fetch the file once more")
+    return found
+
+
+def member(folder: Path, name: Any, says: Path | None = None) -> Path:
+    """The plain file of that name in a folder. Raises ValueError where the name, or a link, leads out of it.
+
+    A folder of Hugging Face's cache, models--NAME/snapshots/REVISION, holds links to models--NAME/blobs: they are
+    followed. `says` is the file that gives the name, for the error.
+    """
+    given = f"{says}: " if says else ""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"{given}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{given}{name!r} leads out of {folder}; needs a file in it: fetch the model from where you "
+                         "trust it")  # fmt: skip
+    root = folder.resolve()
+    home = root.parent.parent if root.parent.name == "snapshots" else root
+    if not (real := path.resolve()).is_relative_to(home):
+        raise ValueError(f"{given}{path} is a link to {real}, outside of {folder}; copy that file into the folder")
+    if not path.exists():
+        by = f", which {says.name} names" if says else ""
+        raise ValueError(f"{folder} lacks {name}{by}; download the model once more")
+    return plain(path)

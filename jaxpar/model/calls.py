@@ -1,0 +1,130 @@
+"""Functions that users hand over: whether they take what jaxpar calls them with, and what of a batch they miss."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ..text import did_you_mean
+from .paths import name_of
+
+_BY_NAME = "an item by its name"
+_LISTED = 8  # leaves of a batch that an error names
+
+
+def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") -> None:
+    """Raise ValueError unless `fun` can be called with so many arguments by position.
+
+    Args:
+      fun: the user's function.
+      what: whose it is, such as "from_nnx(make=)".
+      names: what the arguments are, in order, for the error.
+      note: what else to say of them.
+    """
+    try:
+        # Not that of what it wraps, whose arguments a decorator may fill in; nor that of a metaclass, such as NNX's.
+        signature = inspect.signature(fun.__init__ if isinstance(fun, type) else fun, follow_wrapped=False)
+        if isinstance(fun, type):
+            signature = signature.replace(parameters=[*signature.parameters.values()][1:])
+    except (TypeError, ValueError):  # of functions in C, which have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        name = getattr(fun, "__name__", type(fun).__name__)
+        name = what.split("(")[-1].strip("=)") if name == "<lambda>" else name
+        call = f"{name}({', '.join(names)})"
+        parameters = [p for p in signature.parameters.values() if p.default is p.empty]
+        by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        hint = f"write it as def {call}"
+        if names and by_name == list(names):
+            given = ", ".join(f"{n}={n}" for n in names)
+            hint = f"wrap it: lambda {', '.join(names)}: {name}({given})"
+        elif isinstance(fun, type):
+            hint = f"wrap it: lambda {', '.join(names)}: {name}(...)"
+        hint += f" ({note})" * bool(note)
+        raise ValueError(f"{what} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
+
+
+def described(batch: Any) -> str:
+    """A batch by its leaves: "a dict of image float32[8, 28, 28], label int32[8]"."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        return f"an empty {type(batch).__name__}"
+    named = [f"{name_of(path)} {_kind(x)}".strip() for path, x in leaves[:_LISTED]]
+    more = f" and {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
+    kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array "
+    return f"{kind}{', '.join(named)}{more}"
+
+
+@contextlib.contextmanager
+def reading(batch: Any, what: str = "the batch") -> Iterator[None]:
+    """Around a call of the user's function with a batch: an error of what the batch lacks becomes ValueError with the
+    batch's tree; other errors of this kind get the tree as a note.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        if (asked := _asked(error, batch)) is not None:
+            hint = "read what is there, or give the data these names"
+            if asked == _BY_NAME:
+                hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
+            raise ValueError(f"the loss asks {what} for {asked}, and it is {described(batch)}; {hint}") from error
+        error.add_note(f"{what}, a block of its rows: {described(batch)}")
+        raise
+
+
+def _asked(error: Exception, batch: Any) -> str | None:
+    """What was asked of the batch, or of a container in it, where that is what the error is about."""
+    inside = list(_containers(batch))
+    if isinstance(error, AttributeError):
+        return f".{error.name}" if any(error.obj is x for x in inside) else None
+    frame = _last(error.__traceback__)
+    here = [x for x in inside if any(value is x for value in (frame.values() if frame else ()))]
+    if isinstance(error, KeyError):
+        key = error.args[0] if error.args else None
+        mappings = [x for x in here if isinstance(x, Mapping)]
+        if mappings and all(key not in x for x in mappings):
+            return f"{key!r}{did_you_mean(key, mappings[0])}"
+        return None
+    for x in here:
+        kind = type(x).__name__
+        if isinstance(error, IndexError) and str(error) == f"{kind} index out of range":
+            return f"an item beyond its {len(x)}"
+        if isinstance(error, TypeError) and str(error).startswith(f"{kind} indices must be integers"):
+            return _BY_NAME
+    return None
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    """The dicts, tuples and lists of a tree."""
+    if isinstance(tree, Mapping):
+        yield tree
+        for x in tree.values():
+            yield from _containers(x)
+    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
+        yield tree
+        for x in tree:
+            yield from _containers(x)
+
+
+def _last(traceback: TracebackType | None) -> Mapping[str, Any] | None:
+    """The variables of the innermost frame."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return None if traceback is None else traceback.tb_frame.f_locals
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else f"a {type(x).__name__}"
+
+
+def _short(signature: inspect.Signature) -> str:
+    """Without annotations and what is returned."""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))
