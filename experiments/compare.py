@@ -32,13 +32,14 @@ from jaxpar.inspect.verify.parity import Difference, Reference, differences
 from jaxpar.models import named
 
 WARM = 3  # steps that are not timed
+SPLIT = ("data=4,tensor=2", "pipe=4,data=2,microbatches=4")  # within a layer, and between layers
 
 
 @dataclass(frozen=True)
 class Options:
     """Trains one model under every strategy and shows that they compute the same, and what each stores and sends."""
 
-    strategies: tuple[str, ...] = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
+    strategies: tuple[str, ...] = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp", *SPLIT)
     """presets, or name=value,...; the first is what losses are compared with"""
     model: str = "llama-tiny"
     """the name of a model of text"""
@@ -104,16 +105,22 @@ class Trial:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes per device and step by kind of collective; of a server, through its links."""
+        """Bytes on the wire per device and step by kind of collective; of a server, through its links."""
         sent: dict[str, int] = {}
-        for one in (*self.explanation.transfers, *self.explanation.checks):
-            sent[one.kind] = sent.get(one.kind, 0) + one.found
+        for kind, found, _ in self._exchanges:
+            sent[kind] = sent.get(kind, 0) + found
         return sent
 
     @property
     def expected(self) -> int:
-        """Bytes of the closed form."""
-        return sum(one.expected for one in (*self.explanation.transfers, *self.explanation.checks))
+        """Bytes of the closed form, likewise."""
+        return sum(expected for _, _, expected in self._exchanges)
+
+    @property
+    def _exchanges(self) -> list[tuple[str, int, int]]:
+        """Kind, bytes found, bytes expected."""
+        through = [(one.kind, one.found, one.expected) for one in self.explanation.transfers]
+        return through + [(one.kind, one.found_sent, one.expected_sent) for one in self.explanation.checks]
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -188,7 +195,7 @@ def table(trials: Sequence[Trial]) -> Table:
         for place, (role, memory) in enumerate(trial.explanation.memory.items()):
             sizes = [f"{x / MB:.2f}" for x in (memory.params, memory.grads, memory.optimizer, memory.temporaries)]
             sizes += [f"{trial.measured[place] / MB:.2f}"] if trial.measured else []
-            name = trial.name if role == "each device" else f"{trial.name} {role}"
+            name = (trial.name if role == "each device" else f"{trial.name} {role}").replace(",", ",\n")
             if place:
                 grid.add_row(name, "", "", *sizes)
                 continue
@@ -212,8 +219,9 @@ def _caption(trials: Sequence[Trial], options: Options) -> str:
     timed = options.steps - WARM if options.steps > WARM else options.steps
     return (
         "Off by: the largest difference of a gradient from plain jax.grad on one device, relative to the largest "
-        f"element of its leaf: {error:.1e} at most, in {path} under {name}. Memory and sent: MB per device. Gradients "
-        "are among the temporaries, of a server among the arguments of its update; dp sends through the server. "
+        f"element of its leaf: {error:.1e} at most, in {path} under {name}. Memory and sent: MB per device; sent is "
+        "what goes out on the wire, on a ring of n devices (n-1)/n of a buffer, for an all-reduce twice that; dp sends "
+        "through the server. Gradients are among the temporaries, of a server among the arguments of its update. "
         f"Step: the median of {timed} steps" + (", all strategies in turn." if len(trials) > 1 else ".")
     )
 

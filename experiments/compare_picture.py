@@ -7,19 +7,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
+from jaxpar.inspect.explain.picture import HELD, SENT
+
 MB = 1e6
 THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines
-LINES = ("#8c959f", "#d1495b", "#e0902f", "#3fa05a", "#2aa5a0", "#4c8dd6", "#9a6fd0", "#c061a8")
-STORED = {
-    "parameters": "#4c8dd6",
-    "gradients": "#d9822b",
-    "optimizer state": "#3fa05a",
-    "activations, the rest": "#8c959f",
-}
-KINDS = {
-    "scatter": "#b5838d", "broadcast": "#d1495b", "gather": "#8d5a97",
-    "all-reduce": "#d9822b", "reduce-scatter": "#2aa5a0", "all-gather": "#4c8dd6",
-}  # fmt: skip
+LINES = ("#8c959f", "#d1495b", "#e0902f", "#3fa05a", "#2aa5a0", "#4c8dd6", "#9a6fd0", "#c061a8", "#7a5230")
+STORED = {name: HELD[name] for name in ("parameters", "gradients", "optimizer state")}
+STORED["activations, the rest"] = HELD["the rest"]
+NAMES = {"collective-permute": "messages between stages"}
 
 
 def parts(memory: Any) -> tuple[int, int, int, int]:
@@ -36,7 +31,7 @@ def draw(trials: Sequence[Any], title: str, path: Path, theme: str) -> None:
     style |= {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path", "svg.hashsalt": "jaxpar"}
     with plt.rc_context(style):
-        figure = plt.figure(figsize=(11, 6.6), layout="constrained")
+        figure = plt.figure(figsize=(12, 6.8), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         axes = figure.subplot_mosaic(
             [["loss", "stored"], ["apart", "sent"]], width_ratios=[1, 1.05], height_ratios=[1.15, 1]
@@ -102,22 +97,24 @@ def _sent(axis: Any, trials: Sequence[Any]) -> None:
     for place, trial in enumerate(trials):
         left = 0
         for kind, value in trial.sent.items():
-            axis.barh(place, value / MB, left=left / MB, color=KINDS.get(kind, "0.5"), height=0.66)
+            axis.barh(place, value / MB, left=left / MB, color=SENT.get(kind, "0.5"), height=0.66)
             left += value
         axis.text(left / MB, place, f" {left / MB:.1f}" if left else " nothing", va="center")
         axis.plot(
             [trial.expected / MB] * 2, [place - 0.42, place + 0.42], color=plt.rcParams["text.color"], linewidth=1.6
         )
     _bars(axis, [t.name for t in trials], 1.18 * most / MB)
-    axis.set(title="sent per device and step, MB; dp: through the server")
+    axis.set(title="sent per device and step, MB; dp: through its server")
     seen = dict.fromkeys(kind for t in trials for kind, value in t.sent.items() if value > 1e-3 * most)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=KINDS.get(kind, "0.5")) for kind in seen]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=SENT.get(kind, "0.5")) for kind in seen]
     handles.append(plt.Line2D([], [], color=plt.rcParams["text.color"], linewidth=1.6))
-    _below(axis, handles, [*seen, "closed form"])
+    _below(axis, handles, [*(NAMES.get(kind, kind) for kind in seen), "closed form"])
 
 
 def _bars(axis: Any, names: Sequence[str], limit: float) -> None:
-    axis.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
+    axis.set_yticks(range(len(names)), names)
+    for label, name in zip(axis.get_yticklabels(), names, strict=True):
+        label.set_fontsize(10 if len(name) < 12 else 8)
     axis.invert_yaxis()
     axis.set_xlim(0, limit)
     axis.spines["left"].set_visible(False)

@@ -99,7 +99,9 @@ def by_hand(zero3: bool, mesh: Mesh) -> tuple[Callable[..., Any], Callable[[], T
         value, grads = gradients(state["params"], batch["tokens"])
         changes, moments = OPTIMIZER.update(grads, state["moments"], state["params"])
         params = optax.apply_updates(state["params"], changes)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        metrics = {"loss": value, "grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
         return {"step": state["step"] + 1, "params": params, "moments": moments, "key": state["key"]}, metrics
 
     place = functools.partial(jax.tree.map, lambda s: NamedSharding(mesh, s))

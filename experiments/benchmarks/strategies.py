@@ -24,7 +24,7 @@ RULES = {"query|key|value|gate|up|head": -1, "out|down": -2, "embed": 0}  # the 
 def main() -> None:
     devices, config = gpu_topology("8xH100"), Config()
     init, loss = model_fns(config)
-    print("| strategy | rows | state, GB per device | temporaries, GB | buffers sent per step, GB |\n|-|-|-|-|-|")
+    print("| strategy | rows | state, GB per device | temporaries, GB | sent per device and step, GB |\n|-|-|-|-|-|")
     for name in STRATEGIES:
         mesh = devices[:1] if name == "single" else devices
         model = jp.Model(init=init, loss=loss)
@@ -35,7 +35,7 @@ def main() -> None:
         batch = {"tokens": jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)}
         compiled = step.compile(batch)
         memory = compiled.memory_analysis()
-        sent = Ledger.from_hlo(compiled.as_text(), step.mesh).by("kind")
+        sent = Ledger.from_hlo(compiled.as_text(), step.mesh).by("kind", value="sent")
         parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in sent.items() if size > 5e7)
         print(
             f"| `{name}` | {rows} | {memory.argument_size_in_bytes / 1e9:.2f} "

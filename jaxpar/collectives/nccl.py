@@ -234,10 +234,22 @@ def send_recv(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
     return lax.ppermute(x, axes, pairs)
 
 
-def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """The value of the rank `by` places before along an axis, around its end, inside `shard_map`. Sends S."""
-    n = lax.axis_size(axis)
-    return send_recv(x, axis, [(i, (i + by) % n) for i in range(n)])
+@collective
+def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+    """The value of the rank `by` places before along some axes, around their end: [...] -> [...]. Sends S.
+
+    Args:
+      x: what is sent.
+      axes: mesh axes, or `on(mesh)`.
+      by: places; negative ones lead the other way.
+
+    Raises:
+      ValueError: no such axis, or `by` is no whole number.
+    """
+    if not isinstance(by, Integral) or isinstance(by, bool):
+        raise ValueError(f"by={by!r} is no number of places; use a whole number, such as 1 or -1")
+    n = count(axes)
+    return send_recv(x, axes, [(i, (i + int(by)) % n) for i in range(n)])
 
 
 @collective

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..text import did_you_mean
 
@@ -63,7 +63,9 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
                 f"mesh has no axis {name!r}; use {_listed(mesh.axis_names)}{did_you_mean(name, mesh.axis_names)}"
             )
     _check_order(names, mesh.axis_names)
-    return Ranks(mesh, names)
+    # jax.make_mesh gives explicit axes, on which shard_map takes no array that is not sharded for it already.
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    return Ranks(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), names)
 
 
 def collective(
@@ -81,16 +83,26 @@ def collective(
                 f"x {list(x.shape)} must stack the buffers of {axes.count} ranks along {_listed(axes.axes)}; make it "
                 f"[{axes.count}, ...], row i the buffer of rank i"
             )
-        return _outside(call, axes, _hashable(args), tuple((k, _hashable(v)) for k, v in options.items()))(x)
+        known = _hashable(args), tuple((k, _hashable(v)) for k, v in options.items())
+        # 1, 1.0 and True are equal: programs are told apart by their types as well.
+        return _outside(call, axes, *known, repr(known))(_placed(x, axes))
 
     return call
 
 
 @functools.lru_cache(maxsize=1024)
-def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: Any) -> Callable[..., jax.Array]:
+def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: Any, _: str) -> Callable[..., jax.Array]:
     spec = PartitionSpec(ranks.axes)
     one = lambda rows: call(rows[0], ranks.axes, *args, **dict(options))[None]
     return jax.jit(jax.shard_map(one, mesh=ranks.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _placed(x: jax.Array, ranks: Ranks) -> jax.Array:
+    """The stacked buffers on `ranks.mesh`, where they come from a mesh with explicit axes."""
+    mesh = None if isinstance(x, Tracer) else getattr(x.sharding, "mesh", None)
+    if mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return x
+    return jax.device_put(x, NamedSharding(ranks.mesh, PartitionSpec(ranks.axes)))
 
 
 def _hashable(value: Any) -> Any:
@@ -100,7 +112,15 @@ def _hashable(value: Any) -> Any:
         )
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
-    return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(v) for v in value)
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{value!r} is a {type(value).__name__}; root, dim, op and pairs are numbers, a text, and pairs of numbers"
+        ) from error
+    return value
 
 
 def spanned(axes: Axes) -> tuple[str, ...]:
@@ -129,7 +149,7 @@ def check_rank(rank: Any, axes: Axes, name: str) -> int:
     """`rank` as an int. Raises ValueError unless it is one of the ranks along some axes."""
     n = count(axes)
     try:
-        value = operator.index(rank)
+        value = -1 if isinstance(rank, bool) else operator.index(rank)
     except TypeError:
         value = -1
     if not 0 <= value < n:

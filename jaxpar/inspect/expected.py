@@ -13,7 +13,7 @@ stage's own leaf that is used outside the stack as well is all-gathered for that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,23 +35,24 @@ def expected(step: Step, batch: Any) -> Ledger:
     traced, rule = step.traced(batch), rule_of(step.strategy)
     counted = count(step, traced)
     found = list(counted.own)
-    units = step.layout.kept.units
+    units, sizes = step.layout.kept.units, step.mesh.shape
     for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
         found += _between_stages(step, leaf, runs)
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
-        found += [_entry(one) for one in promise.sends(used) if one.axes and one.count]
+        found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
     rows = tuple(traced.axes)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:
-        found.append(Collective("all-reduce", axes, "float32", 1, 4 * 2 * counted.metrics))
+        found.append(_entry(Sent("all-reduce", axes, jnp.float32, 1, 2 * counted.metrics), sizes))
         if counted.counts and rows:
-            found.append(Collective("all-reduce", rows, "float32", 1, 4))
+            found.append(_entry(Sent("all-reduce", rows, jnp.float32, 1, 1), sizes))
     return Ledger(found)
 
 
-def _entry(one: Sent) -> Collective:
-    return Collective(one.kind, one.axes, jnp.dtype(one.dtype).name, one.count, one.bytes)
+def _entry(one: Sent, sizes: Mapping[str, int]) -> Collective:
+    ranks = math.prod(sizes[axis] for axis in one.axes)
+    return Collective(one.kind, one.axes, jnp.dtype(one.dtype).name, one.count, one.bytes, ranks=ranks)
 
 
 def _between_stages(step: Step, leaf: Leaf, runs: Runs) -> Iterator[Collective]:
@@ -62,6 +63,6 @@ def _between_stages(step: Step, leaf: Leaf, runs: Runs) -> Iterator[Collective]:
     compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
     elements = math.prod(leaf.local.shape)
     if fetched:
-        yield _entry(Sent("all-gather", ("pipe",), compute, fetched, fetched * elements))
+        yield _entry(Sent("all-gather", ("pipe",), compute, fetched, fetched * elements), step.mesh.shape)
     if given and leaf.trainable:
-        yield _entry(Sent("reduce-scatter", ("pipe",), reduce, given, given * elements))
+        yield _entry(Sent("reduce-scatter", ("pipe",), reduce, given, given * elements), step.mesh.shape)

@@ -9,9 +9,9 @@ It is read from two places, which answer different questions:
   combines collectives as it likes, and an all-reduce followed by a slice may stand for a reduce-scatter: what is there
   is reported. The CPU backend widens bfloat16 collectives to float32, so dtypes and bytes differ there.
 
-Bytes are those of the whole buffer that a device takes part in, times the count: output for all-gather, input for
-every other kind. An algorithm on a ring of N devices sends (N-1)/N of them (all-reduce: twice that) per device.
-Groups of one device move nothing and are dropped.
+`bytes` are those of the whole buffer that a device takes part in, times the count: output for all-gather, input for
+every other kind. `sent` is what a device puts on the wire, by the ring convention: (n - 1)/n of the buffer in a group
+of n, for all-reduce twice that, and all of it for a permute. Groups of one device move nothing and are dropped.
 """
 
 import dataclasses
@@ -74,14 +74,14 @@ class Ledger(tuple[Collective, ...]):
         return cls(one for program in programs for one in collectives(program.operations, Place()))
 
     def by(self, *fields: str, value: str = "bytes") -> dict[Any, int]:
-        """Sums of `value` ("bytes" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
+        """Sums of `value` ("bytes", "sent" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
 
         One field gives plain keys: `by("dtype")` is {"float32": ...}.
 
         Raises:
           ValueError: no such field, or a collective runs in a loop of unknown length.
         """
-        self._check(*fields, value)
+        self._check(*fields, *({value} - {"sent"}))
         sums: dict[Any, int] = {}
         for one in self:
             if one.count is None:
@@ -95,7 +95,7 @@ class Ledger(tuple[Collective, ...]):
         return sums
 
     def total(self, value: str = "bytes", **where: Any) -> int:
-        """Sum of `value` ("bytes" or "count") where fields are as given: `total(kind="all-gather", dtype="bfloat16")`.
+        """Sum of `value` ("bytes", "sent" or "count") where fields are as given: `total(dtype="bfloat16")`.
 
         Raises:
           ValueError: as `by`; or a kind that no collective has, or axes that are no tuple, which nothing could equal.
@@ -116,12 +116,12 @@ class Ledger(tuple[Collective, ...]):
     def __str__(self) -> str:
         """A table with one line for each collective."""
         flags = ("asynchronous", "overlapped", "in_loop", "conditional")
-        rows = [("kind", "axes", "dtype", "count", "bytes", "")]
+        rows = [("kind", "axes", "dtype", "count", "bytes", "sent", "")]
         for one in self:
             notes = " ".join(flag for flag in flags if getattr(one, flag))
             count = "?" if one.count is None else str(one.count)
-            rows.append((one.kind, "+".join(one.axes), one.dtype, count, f"{one.bytes:,}", notes))
-        return table(rows, "<<<>><")
+            rows.append((one.kind, "+".join(one.axes), one.dtype, count, f"{one.bytes:,}", f"{one.sent:,}", notes))
+        return table(rows, "<<<>>><")
 
 
 def collectives(operations: Sequence[Operation], place: Place) -> Iterator[Collective]:
@@ -131,7 +131,7 @@ def collectives(operations: Sequence[Operation], place: Place) -> Iterator[Colle
             until = itertools.takewhile(functools.partial(operator.ne, Done(one.name)), operations[position + 1 :])
             hidden = not one.waits and any(map(_computes, until))
             here = dataclasses.replace(place, asynchronous=not one.waits, overlapped=hidden)
-            yield from here.collectives(one.kind, one.axes, one.sent)
+            yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers)
         elif isinstance(one, While):
             yield from collectives(one.body, place.loop(one.trips))
         elif isinstance(one, Choice):
@@ -158,8 +158,8 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> It
             if parts := eqn.params.get("axis_index_groups"):
                 axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
             avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
-            sent = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
-            yield from place.collectives(kind, axes, sent)
+            buffers = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
+            yield from place.collectives(kind, axes, group, buffers)
         elif name == "cond":
             walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
             yield from place.branches(walks)

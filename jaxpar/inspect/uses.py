@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from ..collectives import scatter_pieces
-from ..jaxprs.jaxpr import build, live, opened, trace
+from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..layout.precision import Policy
 from ..parallel import Times, Uses
@@ -154,7 +154,8 @@ def _plain(step: Step, traced: Traced) -> Counted:
 
     m = step.strategy.microbatches
     inputs = (traced.variables, traced.rows, traced.key)
-    runs, own = _counted(step, [(m, _live(run, traced.leaves, *inputs, axes=traced.traced_axes))])
+    flat, _ = trace(run, traced.leaves, *inputs, axes=traced.traced_axes)
+    runs, own = _counted(step, [(m, _live(flat, range(len(flat.outvars))))])
     return Counted(runs, own, len(traced.outputs[0]), traced.counts, m == 1)
 
 
@@ -165,27 +166,26 @@ def _piped(step: Step, traced: Traced) -> Counted:
     m = schedule.microbatches
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
-    def tick(forward: bool, backward: bool, epilogue: bool) -> Any:
-        def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
-            keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-            loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
-            pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
-            return pipeline.once(Phase(0, 1, forward, backward, epilogue))
+    def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+        """One with a forward, one with a backward, and one with both and an epilogue between them."""
+        keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
+        loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+        pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
+        return pipeline.once([Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)])
 
-        return _live(run, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
-
-    alone = [
-        (schedule.messages("F"), tick(True, False, False)),
-        (schedule.messages("B"), tick(False, True, False)),
-    ]
-    runs, own = _counted(step, [*alone, (m, tick(True, True, True)), (-m, tick(True, True, False))])
+    flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
+    numbers = jax.tree.unflatten(jax.tree.structure(outs), list(range(len(flat.outvars))))
+    forward, backward, both = (_live(flat, jax.tree.leaves(tick)) for tick in numbers)
+    # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
+    times = schedule.messages("F") - m, schedule.messages("B") - m, m
+    runs, own = _counted(step, list(zip(times, (forward, backward, both), strict=True)))
     return Counted(runs, own, len(traced.outputs[0]), traced.counts, False)
 
 
-def _live(run: Any, *args: Any, axes: dict[str, int]) -> Any:
-    """A program without what nobody reads."""
-    flat, _ = trace(run, *args, axes=axes)
-    return build(live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+def _live(flat: Flat, outs: Sequence[int]) -> Any:
+    """A program without what nobody reads, if these results alone are read."""
+    outvars = [flat.outvars[i] for i in outs]
+    return build(live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
 
 
 def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list[Collective]]:

@@ -17,3 +17,17 @@ KINDS = {
     "collective-broadcast": ("pbroadcast", "pbroadcast_dynamic"),
 }
 PRIMITIVES = {name: kind for kind, names in KINDS.items() for name in names}
+
+
+def on_the_wire(kind: str, ranks: int) -> float:
+    """The share of a collective's buffer that each of `ranks` devices sends, by the ring convention.
+
+    The buffer is the whole one that a device takes part in: the output of an all-gather, the input of every other kind.
+    A ring passes n - 1 of its n parts through every device, and for an all-reduce twice (Patarasuk and Yuan 2009).
+
+    >>> on_the_wire("all-reduce", 8), on_the_wire("all-gather", 8), on_the_wire("collective-permute", 8)
+    (1.75, 0.875, 1.0)
+    """
+    if kind.startswith("collective-"):  # a permute, and a broadcast, which NCCL pipelines: each passes all of it on
+        return 1.0
+    return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks

@@ -347,6 +347,12 @@ WRONG = {
         lambda m: collectives.ring_all_reduce(X * 1j, on(m), op="max"),
         r"complex.*no order; reduce jnp.abs",
     ),
+    "root_bool": (lambda m: collectives.broadcast(X, on(m), root=True), r"root=True is no rank"),
+    "op_dict": (
+        lambda m: collectives.all_reduce(X, on(m), op={"a": 1}),
+        r"\{'a': 1\} is a dict; root, dim, op and pairs",
+    ),
+    "by": (lambda m: collectives.shift(X, on(m), 1.5), r"by=1.5 is no number of places; use a whole number"),
     "dtype": (
         lambda m: collectives.all_reduce(X.astype(ml_dtypes.int4), on(m)),
         r"int4 cannot be reduced; cast to one of",
@@ -362,6 +368,23 @@ def test_buffers_without_elements_and_options_as_arrays() -> None:
     assert collectives.all_reduce(none, ranks, op="prod").shape == none.shape
     assert collectives.broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
     assert collectives.send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
+
+
+def test_options_that_are_equal_are_not_the_same() -> None:
+    # 1.0 was taken where 1 had been before: their programs were kept under one key.
+    ranks = on(ranks_of(8))
+    assert collectives.broadcast(X, ranks, root=1).shape == X.shape
+    with pytest.raises(ValueError, match=r"root=1\.0 is no rank"):
+        collectives.broadcast(X, ranks, root=1.0)  # type: ignore[arg-type]
+
+
+def test_meshes_with_explicit_axes() -> None:
+    # As jax.make_mesh makes them, and the error of `on` says: shard_map took no array of another sharding there.
+    mesh = jax.make_mesh((8,), ("a",))
+    x = np.arange(16.0, dtype="float32").reshape(8, 2)
+    for given in (x, jax.device_put(x, NamedSharding(mesh, P("a"))), jax.device_put(x, NamedSharding(mesh, P()))):
+        assert collectives.all_reduce(given, on(mesh)).tolist() == [x.sum(0).tolist()] * 8
+    assert collectives.shift(x, on(mesh), 3).tolist() == np.roll(x, 3, axis=0).tolist()
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -71,7 +71,10 @@ def test_of_one_program(strategy: str, shards: int) -> None:
     assert list(found.notes) == (["odd"] if shards > 1 else [])
     # Forward, and two products of each layer backwards, of this device's rows.
     assert found.flops == {"float32": 3 * LAYERS * 2 * (16 // found_devices(step)) * DIM * DIM}
-    assert found.exposed == sum(one.bytes for one in found.ledger)  # the CPU hides nothing
+    assert found.exposed == sum(one.sent for one in found.ledger)  # the CPU hides nothing
+    for one in found.ledger:
+        n = math.prod(found.axes[axis] for axis in one.axes)
+        assert one.sent == one.bytes * (n - 1) * (2 if one.kind == "all-reduce" else 1) // n
     assert found.across == frozenset()
     assert {check.strategy for check in found.checks} == SERVES[strategy]
     shown(found)
@@ -221,19 +224,18 @@ def test_of_two_hosts_of_gpus() -> None:
     assert (found.hosts, found.axes) == (2, {"data": 2, "fsdp": 8})
     assert found.across == {("data",), ("data", "fsdp")}
     rows = found.json()["ledger"]
-    sent = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
+    moved = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
     gathered, reduced = (it.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
-    assert 0 <= sent[False] - gathered - reduced < 1000  # norms
+    assert 0 <= moved[False] - gathered - reduced < 1000  # norms
     # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count.
-    assert sent[True] == reduced // 8 + 4 * 9 * it.step.layout.leaves[-1].shape[-1] + 8
-    hidden = sum(row["bytes"] for row in rows if row["overlapped"])
-    assert found.exposed == sum(sent.values()) - hidden
+    assert moved[True] == reduced // 8 + 4 * 9 * it.step.layout.leaves[-1].shape[-1] + 8
+    assert found.exposed == sum(row["sent"] for row in rows if not row["overlapped"])
     assert 0 < gathered_behind_compute(it.text) == it.ledger.total(kind="all-gather", overlapped=True)
     text = str(found)
     assert "H100 80GB HBM3 on 2 hosts (data=2, fsdp=8), 3,303,100 parameters" in " ".join(text.split())
     assert re.search(r"all-reduce +data +float32 .* across +\d+%", text)
     assert re.search(r"all-gather +fsdp +bfloat16 .* inside +\d+%", text)
-    assert f"exposed: {size(found.exposed)} of {size(sum(sent.values()))}" in text
+    assert f"exposed: {size(found.exposed)} of {size(found.ledger.total('sent'))}" in text
 
 
 def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:
@@ -292,7 +294,7 @@ def test_picture(strategy: str, tmp_path: Path) -> None:
     found = explained(strategy)
     found.picture(tmp_path / "step.svg")
     drawn = (tmp_path / "step.svg").read_text()  # text is drawn as outlines, and written beside them as comments
-    wanted = ["all-gather", "fsdp", "ZeRO-3"] if strategy == "zero3" else ["gather of gradients", "central server"]
+    wanted = ["all-gather", "fsdp", "ZeRO-3"] if strategy == "zero3" else ["gather of gradients", "through the server"]
     for text in (
         *wanted,
         "parameters",

@@ -333,9 +333,9 @@ def test_compiled_for_h100() -> None:
 def test_sums_and_table() -> None:
     ledger = Ledger(
         [
-            Collective("all-gather", ("fsdp",), "bfloat16", 2, 2_000_000, True, True, True),
-            Collective("all-reduce", ("data",), "float32", 1, 64),
-            Collective("all-gather", ("fsdp",), "bfloat16", 1, 1_000_000, True, True, True),
+            Collective("all-gather", ("fsdp",), "bfloat16", 2, 2_000_000, True, True, True, ranks=4),
+            Collective("all-reduce", ("data",), "float32", 1, 64, ranks=2),
+            Collective("all-gather", ("fsdp",), "bfloat16", 1, 1_000_000, True, True, True, ranks=4),
         ]
     )
     assert len(ledger) == 2
@@ -343,10 +343,13 @@ def test_sums_and_table() -> None:
     assert ledger.by("kind", "in_loop", value="count") == {("all-reduce", False): 1, ("all-gather", True): 3}
     assert ledger.total() == 3_000_064
     assert ledger.total("count", axes=("fsdp",)) == 3
+    assert ledger.by("kind", value="sent") == {"all-reduce": 64, "all-gather": 2_250_000}
+    with pytest.raises(ValueError, match="ranks"):
+        _ = Collective("all-reduce", ("data",), "float32", 1, 64).sent
     assert str(ledger).splitlines() == [
-        "kind        axes  dtype     count      bytes",
-        "all-reduce  data  float32       1         64",
-        "all-gather  fsdp  bfloat16      3  3,000,000  asynchronous overlapped in_loop",
+        "kind        axes  dtype     count      bytes       sent",
+        "all-reduce  data  float32       1         64         64",
+        "all-gather  fsdp  bfloat16      3  3,000,000  2,250,000  asynchronous overlapped in_loop",
     ]
 
 

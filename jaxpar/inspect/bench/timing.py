@@ -109,10 +109,14 @@ def _expected(op: str, rank: Any, n: int, at: jax.Array, dtype: str) -> jax.Arra
     return value((rank - 1) % n, at)  # send_recv
 
 
-def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort) -> Row:
-    """Time and check one collective of `size` bytes over all devices of a mesh."""
-    (axis,) = mesh.axis_names
-    n, width = mesh.size, jnp.dtype(dtype).itemsize
+def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort, axis: str | None = None) -> Row:
+    """Time and check one collective of `size` bytes over all devices of a mesh of one axis, or over `axis` of several,
+    by all its groups at once.
+    """
+    if axis is None:
+        (axis,) = mesh.axis_names
+    every = tuple(mesh.axis_names)
+    n, width = mesh.shape[axis], jnp.dtype(dtype).itemsize
     whole = max(size // width // n, 1) * n
     count = whole // n if op in ("all_gather", "gather") else whole
     collective: Callable[..., jax.Array] = getattr(collectives, op)
@@ -130,13 +134,13 @@ def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort) -> Row:
     def wrong(y: jax.Array) -> jax.Array:
         rank = lax.axis_index(axis)
         off = y != _expected(op, rank, n, lax.iota(jnp.int32, y.size), dtype)
-        return lax.psum(off.sum(dtype=jnp.int32), axis)
+        return lax.psum(off.sum(dtype=jnp.int32), every)
 
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     fill = lambda: _value(lax.axis_index(axis), lax.iota(jnp.int32, count), dtype)
-    x = jax.jit(over(fill, in_specs=(), out_specs=P(axis)))()
+    x = jax.jit(over(fill, in_specs=(), out_specs=P(every)))()
     scalar = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
-    program = jax.jit(over(chained, in_specs=(P(axis), P()), out_specs=P(axis)))
+    program = jax.jit(over(chained, in_specs=(P(every), P()), out_specs=P(every)))
     program = program.lower(x, scalar(np.int32(1))).compile()
 
     def run(times: int) -> tuple[float, jax.Array]:
@@ -149,7 +153,7 @@ def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort) -> Row:
     for _ in range(effort.warmup):
         run(1)
     once, y = run(1)
-    mistakes = int(jax.jit(over(wrong, in_specs=P(axis), out_specs=P()))(y))
+    mistakes = int(jax.jit(over(wrong, in_specs=P(every), out_specs=P()))(y))
     del y
     times = int(min(max(effort.seconds / effort.repeats / once, 1), effort.iterations))
     taken = [once] if once > effort.seconds else []

@@ -108,7 +108,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]
             if not i.collective or not (name := i.source) or "shard_map/" in name:
                 continue
             kind, (axes, _) = i.collective, module.axes(i)
-            if (sent := sum(module.sent(i, shapes).values())) < least:
+            if (sent := sum(module.moved(i, shapes).values())) < least:
                 continue
             users = _users(block)
             ends = i if not name.endswith("shard_map") else next(_ends(users, i), i)

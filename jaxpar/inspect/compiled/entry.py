@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...jaxprs.collectives import KINDS
+from ...jaxprs.collectives import KINDS, on_the_wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,12 @@ class Collective:
         those axes without filling any set of them.
       dtype: as numpy names it: "float32", "bfloat16".
       count: executions per step; None in a loop of unknown length. A combined instruction counts once per dtype.
-      bytes: bytes per device and step, over all executions (of one execution where `count` is None).
+      bytes: the buffer, in bytes per device and step, over all executions (of one execution where `count` is None).
       asynchronous: it starts in one place of the schedule and is waited for in another (HLO only).
       overlapped: compute, not only copies and casts, is scheduled between the two (HLO only).
       in_loop: it runs in the body of a loop.
       conditional: it runs in one branch of a conditional and not in the others; count and bytes are upper bounds.
+      ranks: the devices of one group, which follow from `axes` and the mesh; equal entries may leave them out.
     """
 
     kind: str
@@ -33,6 +34,14 @@ class Collective:
     overlapped: bool = False
     in_loop: bool = False
     conditional: bool = False
+    ranks: int | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def sent(self) -> int:
+        """What a device sends, in bytes per step, by the ring convention: see `on_the_wire`."""
+        if self.ranks is None:
+            raise ValueError(f"{self.kind} over {self.axes} says nothing of its ranks; make it with ranks=...")
+        return round(self.bytes * on_the_wire(self.kind, self.ranks))
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
@@ -67,12 +76,15 @@ class Place:
         times = None if trips is None or self.times is None else self.times * trips
         return dataclasses.replace(self, times=times, in_loop=True)
 
-    def collectives(self, kind: str, axes: tuple[str, ...], sent: Mapping[str, int]) -> Iterator[Collective]:
-        """One for each dtype of what one execution sends (dtype -> bytes), unless it never runs."""
+    def collectives(
+        self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int]
+    ) -> Iterator[Collective]:
+        """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
         place = dataclasses.asdict(self)
         if (times := place.pop("times")) != 0:
-            for dtype, nbytes in sent.items():
-                yield Collective(kind, axes, dtype, times, nbytes * (1 if times is None else times), **place)
+            for dtype, nbytes in buffers.items():
+                total = nbytes * (1 if times is None else times)
+                yield Collective(kind, axes, dtype, times, total, **place, ranks=ranks)
 
     def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
         """The branch that sends most; `conditional` unless all branches run the same collectives."""

@@ -64,13 +64,15 @@ class Instruction:
     @property
     def branches(self) -> list[str]:
         """The computations of a `conditional`, of which one runs."""
+        if self.opcode != "conditional":
+            return []
         found = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         named = found[1] if found else " ".join(re.findall(r"(?:true|false)_computation=(\S+)", self.rest))
         return re.findall(r"[\w.\-]+", named)
 
 
 class Module:
-    """The text of one HLO module: its computations, and what their collectives send over which axes of a mesh."""
+    """The text of one HLO module: its computations, and what their collectives move over which axes of a mesh."""
 
     def __init__(self, text: str, mesh: tuple[tuple[str, int], ...]) -> None:
         self.text, self.mesh = text, mesh
@@ -88,8 +90,8 @@ class Module:
                 operands = tuple(re.findall(r"%([\w.\-]+)", inside))
                 block.append(Instruction(found[2], shape, opcode, operands, rest, bool(found[1])))
 
-    def sent(self, i: Instruction, shapes: Mapping[str, str]) -> dict[str, int]:
-        """Bytes by dtype of a collective; see `whole`; `shapes`: of all instructions of its computation, by name."""
+    def moved(self, i: Instruction, shapes: Mapping[str, str]) -> dict[str, int]:
+        """Bytes by dtype of a collective's buffers: `whole`. `shapes`: of all instructions beside it, by name."""
         operands = i.operands[:1] if i.collective == "ragged-all-to-all" else i.operands
         return whole(i.collective, self.axes(i)[1], (x for operand in operands for x in buffers(shapes[operand])))
 
@@ -139,10 +141,10 @@ def short(path: str) -> str:
 def _split(text: str) -> tuple[str, str]:
     """What stands in the parentheses that `text` opens with, and what follows them."""
     depth = 0
-    for position, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
         if not depth:
-            return text[: position + 1], text[position + 1 :]
+            return text[: found.end()], text[found.end() :]
     raise ValueError(f"HLO text is cut off: no closing parenthesis in {text[:80]!r}; give all of compiled.as_text()")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
+from ...jaxprs.collectives import on_the_wire
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 
@@ -65,7 +66,8 @@ class Start:
       name: of its instruction; a `Done` waits for it.
       groups: devices that communicate, as places in the mesh; of a permute its pairs.
       waits: nothing runs beside it.
-      sent: `bytes` by dtype.
+      buffers: `bytes` by dtype.
+      ranks: devices of one group.
     """
 
     name: str
@@ -75,7 +77,13 @@ class Start:
     bytes: int
     groups: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
     waits: bool
-    sent: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    buffers: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    ranks: int = 1
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends, by the ring convention."""
+        return round(self.bytes * on_the_wire(self.kind, self.ranks))
 
 
 @dataclass(frozen=True)
@@ -173,11 +181,11 @@ class Executable:
         """The collective `i`, which stands alone or in the asynchronous computation that `outer` starts."""
         if not self._with_collectives:
             return
-        if sent := self.module.sent(i, shapes):
-            axes, _ = self.module.axes(i)
+        if buffers := self.module.moved(i, shapes):
+            axes, ranks = self.module.axes(i)
             waits = (not outer.opcode.endswith("-start") and outer.opcode != "send") or '"is_sync":true' in outer.rest
             groups = tuple(tuple(ids) for ids in self.module.groups(i))
-            yield Start(outer.name, i.source, i.collective, axes, sum(sent.values()), groups, waits, sent)
+            yield Start(outer.name, i.source, i.collective, axes, sum(buffers.values()), groups, waits, buffers, ranks)
 
     def _asynchronous(self, outer: Instruction) -> Iterator[Operation]:
         for called in outer.called:

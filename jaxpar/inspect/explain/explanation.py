@@ -37,11 +37,12 @@ class Check:
       strategy: what it serves: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
         "beside the closed form".
       kind, axes: as in `Collective`.
-      expected: bytes of the closed form.
+      expected: bytes of the closed form's buffers.
       expected_count: executions of the closed form.
       written_count: executions in the jaxpr, None where a loop's length is unknown. It equals `expected_count`.
-      found: bytes in the compiled program.
+      found: bytes of the compiled program's buffers.
       found_count: its executions, likewise. Compilers combine collectives, so the count is the compiler's.
+      expected_sent, found_sent: of both what a device sends, by the ring convention: see `Collective.sent`.
     """
 
     strategy: str
@@ -52,6 +53,8 @@ class Check:
     written_count: int | None
     found: int
     found_count: int | None
+    expected_sent: int
+    found_sent: int
 
     @property
     def ratio(self) -> float | None:
@@ -103,14 +106,15 @@ class Explanation:
 
     @property
     def exposed(self) -> int:
-        """Bytes of collectives during which nothing is computed."""
-        return sum(one.bytes for one in self.ledger if not one.overlapped)
+        """Bytes that a device sends while nothing is computed."""
+        return sum(one.sent for one in self.ledger if not one.overlapped)
 
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers, bytes unrounded."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "across"}
         ledger = [
-            dataclasses.asdict(one) | {"axes": list(one.axes), "across_hosts": one.axes in self.across}
+            dataclasses.asdict(one)
+            | {"axes": list(one.axes), "sent": one.sent, "across_hosts": one.axes in self.across}
             for one in self.ledger
         ]
         checks = [dataclasses.asdict(c) | {"axes": list(c.axes), "ratio": c.ratio} for c in self.checks]
@@ -124,19 +128,25 @@ class Explanation:
         }
 
     def picture(self, path: Path | str) -> None:
-        """Draws memory per device and bytes sent, as .svg, .png or .pdf; it has no ground of its own, so that it is
-        legible on light and dark pages.
+        """Draws memory per device and the bytes that it sends, as .svg, .png or .pdf; it has no ground of its own, so
+        that it is legible on light and dark pages.
         """
         from .picture import Bar, picture  # matplotlib takes its time
 
         if self.transfers:
-            title = "sent through the server's links in a step"
-            bars = [Bar(f"{t.kind} of {t.what}", "central server", t.expected, t.found) for t in self.transfers]
+            title = "through the server's links in a step"
+            bars = [Bar(t.kind, f"{t.kind} of {t.what}", t.expected, t.found) for t in self.transfers]
         else:
             checks = [c for c in self.checks if c.strategy != "scalars"]
-            title = "sent by a device in a step, in collectives" + ("" if checks else ": none")
+            title = "sent by each device in a step" + ("" if checks else ": nothing")
             bars = [
-                Bar(f"{c.kind}  {'+'.join(c.axes)}", c.strategy, c.expected, c.found, c.axes in self.across)
+                Bar(
+                    c.kind,
+                    f"{c.strategy}, over {'+'.join(c.axes)}",
+                    c.expected_sent,
+                    c.found_sent,
+                    c.axes in self.across,
+                )
                 for c in checks
             ]
         picture(self.strategy, self.devices, self.memory, bars, title, Path(path))
@@ -194,25 +204,30 @@ def _transfers(found: Explanation) -> str:
 
 
 def _ledger(found: Explanation) -> str:
-    rows = [["collective", "axes", "dtype", "count", "bytes", "hosts", "hidden"]]
+    rows = [["collective", "axes", "dtype", "count", "buffers", "sent", "hosts", "hidden"]]
     groups: dict[tuple[Any, ...], list[Collective]] = {}
     for one in found.ledger:
         groups.setdefault((one.kind, one.axes, one.dtype), []).append(one)
     for (kind, axes, dtype), same in groups.items():
-        total, hidden = sum(one.bytes for one in same), sum(one.bytes for one in same if one.overlapped)
+        total, hidden = sum(one.sent for one in same), sum(one.sent for one in same if one.overlapped)
         share = f"{hidden / total:.0%}" if any(one.asynchronous for one in same) else "-"
         where = "across" if axes in found.across else "inside"
         counts = [one.count for one in same]
         times = "?" if None in counts else str(sum(n or 0 for n in counts))
-        rows.append([kind, "+".join(axes), dtype, times, size(total), where, share])
-    total = sum(one.bytes for one in found.ledger)
-    beside = f"exposed: {size(found.exposed)} of {size(total)}, sent while nothing is computed"
-    return f"{table(rows, '<<<>>>>', whole=1)}\n{beside}"
+        rows.append(
+            [kind, "+".join(axes), dtype, times, size(sum(one.bytes for one in same)), size(total), where, share]
+        )
+    total = sum(one.sent for one in found.ledger)
+    beside = (
+        f"exposed: {size(found.exposed)} of {size(total)}, sent while nothing is computed\n"
+        "sent: on the wire; of a buffer (n-1)/n among n, for an all-reduce twice that"
+    )
+    return f"{table(rows, '<<<>>>>>', whole=1)}\n{beside}"
 
 
 def _checks(found: Explanation) -> str:
     rows = [
-        ["expected v found", "", "times", "", "bytes", "", ""],
+        ["expected v found", "", "times", "", "sent", "", ""],
         ["", "axes", "formula", "jaxpr", "formula", "compiled", "ratio"],
     ]
     names = dict.fromkeys(c.strategy for c in found.checks)
@@ -222,7 +237,7 @@ def _checks(found: Explanation) -> str:
             ratio = "-" if c.ratio is None or name == "scalars" else f"{c.ratio:.2f}"
             written = "?" if c.written_count is None else str(c.written_count)
             counts = [str(c.expected_count), written]
-            rows.append([f"  {c.kind}", "+".join(c.axes), *counts, size(c.expected), size(c.found), ratio])
+            rows.append([f"  {c.kind}", "+".join(c.axes), *counts, size(c.expected_sent), size(c.found_sent), ratio])
     said = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
     return f"{table(rows, '<<>>>>>', whole=1)}\n{said}"
 

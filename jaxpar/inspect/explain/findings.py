@@ -85,14 +85,15 @@ def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Ite
 
     for key in dict.fromkeys((one.kind, one.axes) for ledger in (closed, written, found) for one in ledger):
         a, b, c = (chosen(ledger, key) for ledger in (closed, written, found))
-        sent, compiled = sum(one.bytes for one in a), sum(one.bytes for one in c)
-        name = _served(step, *key, max(sent, compiled)) if a or compiled < SCALARS else "beside the closed form"
-        yield Check(name, *key, sent, count(a) or 0, count(b), compiled, count(c))
+        formula, compiled = sum(one.bytes for one in a), sum(one.bytes for one in c)
+        name = _served(step, *key, max(formula, compiled)) if a or compiled < SCALARS else "beside the closed form"
+        sent = [sum(one.sent for one in side) for side in (a, c)]
+        yield Check(name, *key, formula, count(a) or 0, count(b), compiled, count(c), *sent)
 
 
-def _served(step: Step, kind: str, axes: tuple[str, ...], sent: int) -> str:
+def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
     """What a collective is for, which its kind and axes tell."""
-    if kind == "all-reduce" and sent < SCALARS:
+    if kind == "all-reduce" and nbytes < SCALARS:
         return "scalars"
     if "tensor" in axes:
         return "tensor"

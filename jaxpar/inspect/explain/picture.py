@@ -1,4 +1,4 @@
-"""The picture of `explain`: memory of a device as one bar, and bars of the bytes that it sends, by kind and axes."""
+"""The picture of `explain`: a device's memory as one bar, and bars of the bytes that it sends, by kind and axes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,33 @@ from ..memory import Memory
 
 # Legible on white and on black: the figure has no ground of its own.
 _INK = "#808080"
-_HELD = {
-    "parameters": "#5b8dd9",
-    "gradients": "#e07b39",
-    "optimizer state": "#a07bd0",
-    "saved activations": "#4fa66a",
-    "the rest": "#9a9a9a",
+# One colour for one thing, here and in the pictures of docs and experiments.
+HELD = {
+    "parameters": "#4c8dd6",
+    "gradients": "#d9822b",
+    "optimizer state": "#3fa05a",
+    "saved activations": "#a07bd0",
+    "the rest": "#8c959f",
+}
+SENT = {
+    "all-reduce": "#c8553d",
+    "reduce-scatter": "#e0b13c",
+    "all-gather": "#2aa5a0",
+    "collective-permute": "#6b5fb5",
+    "all-to-all": "#b5838d",
+    "scatter": "#a3b18a",
+    "broadcast": "#588157",
+    "gather": "#8d5a97",
 }
 _PLAIN: dict[str, Any] = {"frameon": False, "labelcolor": _INK, "fontsize": 8}
-_SENT = ("#5b8dd9", "#e07b39", "#4fa66a", "#a07bd0", "#c75b6b")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Bytes of one kind: found, beside the closed form; `across` hosts or within."""
+    """Bytes of one `kind` of collective: found, beside the closed form; `across` hosts or within."""
 
+    kind: str
     label: str
-    group: str
     expected: int
     found: int
     across: bool = False
@@ -55,7 +65,7 @@ def picture(strategy: str, devices: str, memory: dict[str, Memory], bars: list[B
         axes.tick_params(colors=_INK, labelsize=8, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(_INK)
-    patches = [Patch(color=color, label=name) for name, color in _HELD.items()]
+    patches = [Patch(color=color, label=name) for name, color in HELD.items()]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, **_PLAIN)
     figure.legend(handles=_key(right, bars), loc="outside lower right", ncols=3, **_PLAIN)
     figure.savefig(path, dpi=160, transparent=True)
@@ -75,7 +85,7 @@ def _memory(axes: Any, memory: dict[str, Memory]) -> None:
     for row, one in enumerate(memory.values()):
         start = 0
         for name, value in held(one).items():
-            axes.barh(row, value, left=start, height=0.55, color=_HELD[name])
+            axes.barh(row, value, left=start, height=0.55, color=HELD[name])
             start += value
         axes.text(start, row, f"  {size(one.total)}", color=_INK, va="center", fontsize=8)
     axes.set(yticks=range(len(memory)), yticklabels=list(memory))
@@ -85,20 +95,20 @@ def _memory(axes: Any, memory: dict[str, Memory]) -> None:
 def _sent(axes: Any, bars: list[Bar]) -> None:
     for row, bar in enumerate(bars):
         hatch = "///" if bar.across else None
-        axes.barh(row, bar.found, height=0.55, color=_color(bars, bar.group), hatch=hatch, edgecolor=_INK, linewidth=0)
+        axes.barh(row, bar.found, height=0.55, color=_color(bar.kind), hatch=hatch, edgecolor=_INK, linewidth=0)
         axes.vlines(bar.expected, row - 0.42, row + 0.42, color=_INK, linewidth=1.5)
         axes.text(max(bar.found, bar.expected), row, f"  {size(bar.found)}", color=_INK, va="center", fontsize=8)
     axes.set(yticks=range(len(bars)), yticklabels=[bar.label for bar in bars])
     _ticks(axes, max((max(bar.found, bar.expected) for bar in bars), default=0))
 
 
-def _color(bars: list[Bar], group: str) -> str:
-    return _SENT[list(dict.fromkeys(bar.group for bar in bars)).index(group) % len(_SENT)]
+def _color(kind: str) -> str:
+    return SENT.get(kind, _INK)
 
 
 def _key(axes: Any, bars: list[Bar]) -> list[Any]:
-    groups = dict.fromkeys(bar.group for bar in bars)
-    handles: list[Any] = [Patch(color=_color(bars, group), label=group) for group in groups]
+    kinds = dict.fromkeys(bar.kind for bar in bars)
+    handles: list[Any] = [Patch(color=_color(kind), label=kind) for kind in kinds]
     if any(bar.across for bar in bars):
         handles.append(Patch(facecolor="none", edgecolor=_INK, hatch="///", label="across hosts"))
     return [*handles, axes.vlines([], 0, 1, color=_INK, linewidth=1.5, label="closed form")] if bars else handles

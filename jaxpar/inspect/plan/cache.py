@@ -1,4 +1,4 @@
-"""What a plan has compiled, as JSON files: numbers, never programs.
+"""What a plan has compiled, as JSON files: numbers, never programs, and a hash of them.
 
 A file's name is the hash of all that its numbers depend on: the jaxprs of the loss and of the optimizer's update, the
 shapes, the strategy, the target with its hardware, the compiler's flags, the versions, and jaxpar's own source.
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from ...files import json_of
 from ...model.model import Model
 from ..targets.devices import Target
 
@@ -52,17 +53,19 @@ class Cache:
                              "cache= or JAXPAR_CACHE, or in Python cache=False")  # fmt: skip
 
     def get(self, *what: str) -> Any:
-        """What was put, or None; also where the file is not whole."""
+        """What was put, or None: also where the file is not whole, or not what was put."""
         try:
-            return json.loads(self._file(what).read_text())
-        except (OSError, ValueError):  # not there, or written by a process that was killed
+            found = json_of(self._file(what))
+        except (OSError, ValueError):  # not there, or no file, or damaged
             return None
+        value = found.get("value")
+        return value if found.get("hash") == _hash(json.dumps(value)) else None
 
     def put(self, value: Any, *what: str) -> None:
         """Keeps `value`. Processes may put at the same time: a file appears whole."""
         file = self._file(what)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(value))
+        part.write_text(json.dumps({"hash": _hash(json.dumps(value)), "value": value}))
         part.replace(file)
 
     def _file(self, what: tuple[str, ...]) -> Path:

@@ -27,7 +27,7 @@ class Line:
       memory: as `Memory` has it, by name.
       prediction: `Prediction.json()` without its parts.
       kernels: `Prediction.lines()`.
-      links: bytes of collectives by "link" (within a host) and "network".
+      links: bytes that a device sends by "link" (within a host) and "network".
       exposed: seconds in which kernels wait for collectives, by axes.
       sent: [kind, axes, bytes by the closed form, bytes found in the program].
       bubble: the part of the kernels' time in which a rank of the pipeline does masked work.

@@ -75,6 +75,11 @@ def plan(
 
     Raises ValueError where the target's bandwidths and peaks are not known, and where no strategy can be.
     """
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(...)"
+        )
+    Strategy(precision=precision)
     target = target if isinstance(target, Target) else target_of(target)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
@@ -85,7 +90,7 @@ def plan(
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
-    check_rows(batch, 1, 1, 1)
+    check_rows(batch, 1, 1)
     batch = jax.eval_shape(lambda x: x, batch)
     return _Planner(model, target, batch, optimizer or optax.adamw(3e-4), rules, flops, length, cache).plan(
         None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console
@@ -257,7 +262,7 @@ class _Planner:
         (memory,) = of_step(step, self.batch, compiled).values()
         found = predict(program, step, self.batch, self.target.hardware, self.flops)
         ledger, closed = Ledger.of(program), expected(step, self.batch)
-        sums = [one.by("kind", "axes") for one in (closed, ledger)]
+        sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
         links: dict[str, float] = {}
         exposed: dict[str, float] = {}
         for part in found.collectives:

@@ -133,7 +133,7 @@ def _left(plan: Plan) -> Iterator[str]:
         yield "\n".join(lines)
     yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
-        "does not fit. GB link and GB net: buffers of collectives within a host and across. ms by the model of "
+        "does not fit. GB link and GB net: what each device sends within a host and across. ms by the model of "
         "jaxpar.inspect.predict.prediction, of the compiled program.",
         2,
     )
@@ -198,7 +198,7 @@ def explained(plan: Plan, number: int) -> str:
             for kind, axes, want, got in line.sent
         ]
         sent += [(f"by {way}", size(count), "sum of the above") for way, count in line.links.items()]
-        parts.append(_rows("sent: buffers of collectives in the compiled program", sent))
+        parts.append(_rows("sent by each device, in collectives of the compiled program", sent))
     if estimate:
         rows = [
             ("bytes", size(estimate.bytes), "parameters + optimizer + the larger of gradients and activations"),

@@ -23,7 +23,7 @@ class Part:
       seconds: in which it runs, `slowed` included.
       slowed: seconds more than it would take without collectives beside it.
       exposed: of a collective the seconds in which it runs and kernels wait, for it or for one after it.
-      flops, bytes: computed; read and written, or of the collective's buffer.
+      flops, bytes: computed; read and written, or of a collective sent by the device.
       axes: of a collective.
       way: of a collective, "link" or "network".
       reason: of the time of one execution.
@@ -153,7 +153,7 @@ class Clock:
         part = self._parts[start.name]
         part.executions += times
         part.seconds += times * self._seconds[start.name]
-        part.bytes += times * start.bytes
+        part.bytes += times * start.sent
         return self._seconds[start.name]
 
     def _wait(self, queue: Queue, name: str, times: int) -> float:

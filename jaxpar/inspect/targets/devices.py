@@ -19,6 +19,7 @@ from .hardware import peak_flops as peak_flops
 from .kinds import load, nearest
 
 DEVICES_PER_HOST = 8
+_MOST = 1 << 17  # devices of a target
 INSTALL = 'pip install "jaxpar[cuda12]"'
 INSTALL_TPU = 'pip install "jaxpar[tpu]"'
 
@@ -65,6 +66,8 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
     """
     if not isinstance(name, str):
         raise ValueError(f"target is a {type(name).__name__}; use a text such as '8xH100', or a Target")
+    if (digits := max(map(len, re.findall(r"\d+", name)), default=0)) > 18:
+        raise ValueError(f"target={name[:60]!r} has a number of {digits} digits; use at most {_MOST:,} devices")
     if cpu := re.fullmatch(r"cpu:(\d+)", name):
         return _cpu(name, int(cpu[1]))
     if tpu := re.fullmatch(r"(\w+):\d+(?:x\d+)*", name):
@@ -76,6 +79,8 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
             "'v5e:4x4' or 'cpu:8'"
         )
     first, second, kind = match.groups()
+    if (asked := int(first) * int(second or 1)) > _MOST:  # the compiler describes each: 10**9 take 21 GB
+        raise ValueError(f"target={name!r} has {asked:,} devices; use at most {_MOST:,}")
     known = load(kind) if kind.endswith(".toml") and hardware is None else _known(name, kind, hardware)
     if second:
         return _gpu(name, known, int(first), int(second))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ...files import text_of
 from .hardware import DTYPES, KINDS, Hardware, peaks_of
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Hardware)}
@@ -30,8 +31,8 @@ def load(path: str | pathlib.Path) -> Hardware:
     """
     path = pathlib.Path(path)
     try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # TOML's and UTF-8's errors are ValueErrors that name no file
+        given = tomllib.loads(text_of(path))
+    except (OSError, ValueError, RecursionError) as error:  # TOML's errors are ValueErrors that name no file
         raise ValueError(f"{path} cannot be read as TOML: {error}; give a file that describes a kind") from error
     like = given.pop("like", None)
     if like is not None and str(like) not in KINDS:
@@ -41,7 +42,7 @@ def load(path: str | pathlib.Path) -> Hardware:
     if "kind" not in given:
         raise ValueError(f'{path} gives no kind; name it, as in kind = "H100-96GB"')
     if "config" in given and "{" not in given["config"]:
-        given["config"] = (path.parent / given["config"]).read_text()
+        given["config"] = _config_at(path, given["config"])
     if like is not None:
         peaks = {**KINDS[like].peaks, **given.pop("peaks", {})}
         return dataclasses.replace(KINDS[like], peaks=peaks, **given)
@@ -85,6 +86,15 @@ def to_toml(hardware: Hardware) -> str:
         elif value is not None:
             lines.append(f"{name} = {json.dumps(value)}")  # of strings and numbers, JSON is TOML
     return "\n".join(lines) + "\n"
+
+
+def _config_at(path: pathlib.Path, name: str) -> str:
+    try:
+        return text_of(path.parent / name)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: config={name!r} is neither a text with braces nor a file beside it: {error}"
+        ) from error
 
 
 def nearest(kind: str) -> str:

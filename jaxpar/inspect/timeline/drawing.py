@@ -152,7 +152,7 @@ def slot_bytes(step: Step, batch: Any) -> int:
         loss, rows = step.local.bound(stored, variables, batch, key)
         piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
         phase = Phase(start=0, length=1, forward=True, backward=False, epilogue=False)
-        return piped.pipeline(jnp.float32(1)).once(phase).stash
+        return piped.pipeline(jnp.float32(1)).once([phase])[0].stash
 
     step.check(batch)
     stored = state.copy if step.layout.copied else state.params

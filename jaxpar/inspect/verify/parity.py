@@ -115,6 +115,8 @@ def verify(
         the parameters; the gradients are compared beside them, whatever the optimizer.)
       progress: whether to show on standard error what runs; None: if that is a terminal.
     """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"verify(steps={steps!r}): use a whole number from 1, such as 3")
     key = jax.random.key(0) if key is None else key
     name, strategy = str(strategy), as_strategy(strategy)
     optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer
@@ -130,7 +132,7 @@ def verify(
         for number in range(steps):
             shown(f"{name}: step {number + 1} of {steps}")
             state, _ = step(state, batch)
-        reference = Reference(model, strategy, step.replicas)
+        reference = Reference(model, step.strategy, step.replicas)
         shown("one device: gradients")
         expected_loss, expected_grads = reference.value_and_grad(key, batch)
         shown(f"one device: {steps} steps")

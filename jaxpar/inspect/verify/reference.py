@@ -95,7 +95,7 @@ class Reference:
 
     def value_and_grad(self, key: jax.Array, batch: Any, nudge: float = 0.0, sample: int = 0) -> tuple[jax.Array, Any]:
         """Loss and gradients at the initial values that `key` gives, for the keys of the first step."""
-        check_rows(batch, self.replicas, self.strategy.microbatches, jax.process_count())
+        check_rows(batch, self.replicas, self.strategy.microbatches)
         params, variables = self._start(key, nudge, sample)
         (loss, _), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), 0)
         return loss, _trained(grads)
