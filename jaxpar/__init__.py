@@ -1,7 +1,14 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
+from .quiet import filter_errors, is_command
+
+if is_command():
+    filter_errors()
+
 from . import collectives
-from .data import pad_rows
+from .checkpoint.saved import Checkpoint
+from .data import check_ids, pad_rows
+from .hosts.initialize import initialize
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
 from .jaxprs.kernels import local_kernel
@@ -17,6 +24,7 @@ from .train.loop import Hook, Loop, Units
 from .train.trainer import Trainer
 
 __all__ = [
+    "Checkpoint",
     "Hook",
     "Loop",
     "Mean",
@@ -28,9 +36,11 @@ __all__ = [
     "Units",
     "all_rows",
     "attention",
+    "check_ids",
     "collectives",
     "from_linen",
     "from_nnx",
+    "initialize",
     "local_kernel",
     "make_train_step",
     "pad_rows",

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.restore import restored, weights
+from .checkpoint.saved import Checkpoint
+from .hosts import ending, initialize, notes
 from .inspect.check import check as _check
+from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
 from .layout.mesh import make_mesh
 from .layout.state import State
-from .model.batches import globalise
+from .model.batches import GIVEN
 from .model.model import Model
 from .parallel.tensor.dims import Rules
+from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
 from .step.server import ServerStep
-from .strategy import Strategy, as_strategy
+from .strategy import PER_RANK, Strategy, as_strategy
 
 
 def make_train_step(
@@ -32,6 +41,8 @@ def make_train_step(
     trainable: Callable[[str], bool] | None = None,
     rules: Rules | None = None,
     check: bool = False,
+    rows: str = "global",
+    skip_nonfinite: bool = False,
 ) -> TrainStep:
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -48,8 +59,15 @@ def make_train_step(
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
         program does what the strategy promises: see `inspect/check/`. ValueError names each promise that is broken,
         and nothing has run. Nothing is compiled twice for it.
+      rows: with several hosts, what a batch given to the step is: "global", the same on every host, which keeps its
+        part; or "host", this host's own rows, as many as every other's, in the order of hosts along the mesh. Hosts
+        that hold stages of one pipeline then give the same rows. With one host both are the same.
+      skip_nonfinite: do not apply a step whose loss or gradients have a NaN or an infinity: parameters, optimizer state
+        and mutable state stay as they are, `metrics["finite"]` is False, and the step's number goes on. Other steps are
+        what they would be, to the bit; it costs a few kernels, and no memory.
 
-    Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try.
+    Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
+    a pipeline has one microbatch, and so one rank that works at a time.
     """
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
@@ -64,9 +82,20 @@ def make_train_step(
         raise ValueError(
             f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
         )
+    if rows not in GIVEN:
+        raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     kind = ServerTrainStep if strategy.server else TrainStep
-    step = kind(model, optimizer, strategy, make_mesh(strategy, mesh), trainable, rules)
-    step.proves = check
+    mesh = make_mesh(strategy, mesh)
+    strategy = strategy.on(ranks := mesh.shape["pipe"])
+    if ranks > 1 and strategy.microbatches == 1:
+        m = PER_RANK * ranks
+        warnings.warn(
+            f"pipe={ranks} with microbatches=1: one rank works at a time, and each idles {1 - 1 / ranks:.0%} of a "
+            f"step; use microbatches={m} ({(ranks - 1) / (m + ranks - 1):.0%}), or as many as divide a replica's rows",
+            stacklevel=2,
+        )
+    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite)
+    step.proves, step.rows = check, rows
     return step
 
 
@@ -76,14 +105,52 @@ class TrainStep(Step):
     proves = False  # whether what is compiled is checked before it runs
 
     def __init__(self, *args: Any) -> None:
+        initialize.check_joined()
         super().__init__(*args)
         self._proven: set[Any] = set()
+        self._compared: set[Any] = set()
+        self._several = jax.process_count() > 1 and len({d.process_index for d in self.mesh.devices.flat}) > 1
+        self._saves: dict[Any, Checkpoints] = {}
+
+    def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
+        """See `Start.init`; several processes compare strategy, versions, parameters' shapes and key first."""
+        if self._several:
+            own = {"its key": notes.digest(key), "its parameters": notes.shapes(params)}
+            notes.compare("the first state", {**self._settings, **own})
+        return super().init(key, params, fresh)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """See `Step.__call__`; with `check=True` the program is checked before it first runs."""
+        """See `Step.__call__`; with `check=True` the program is checked before it first runs. Several processes first
+        compare what they are about to run: ValueError in all of them names what differs.
+        """
         if self.proves:
             self._prove(batch)
-        return super().__call__(state, batch)
+        if not self._several or any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+            return super().__call__(state, batch)
+        batch = self.place(batch)
+        self.compare(batch)
+        with ending.step():
+            return super().__call__(state, batch)
+
+    def compare(self, batch: Any) -> None:
+        """Raise ValueError in every process of a run where any is about to run another program on a batch of these
+        shapes, naming what differs and where. A step does this itself for the first batch of each kind.
+
+        Args:
+          batch: as for the step. All processes call it, with theirs.
+        """
+        if not self._several or (kind := _kind(batch)) in self._compared:
+            return
+        whole = self.shapes(batch)
+        own = {**self._settings, "the batch": notes.shapes(whole)}
+        notes.compare("the step", own, {"the program": notes.program(self.trace(whole))})
+        self._compared.add(kind)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1)
+        shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.logical, leaf.dtype) for leaf in self.layout.leaves}
+        return {"the strategy": self.strategy, "the mesh": sizes, "the model": notes.shapes(shapes), **notes.versions()}
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """See `Step.compile`; with `check=True` the program is checked."""
@@ -101,20 +168,92 @@ class TrainStep(Step):
         Args:
           batch: as for `compile`.
         """
-        return _explain(self, batch)
+        return _explain(self, self.shapes(batch) if self.rows == "host" else batch)
+
+    def check_replicas(self, state: State) -> None:
+        """Raise ValueError where two devices that should hold the same of an array do not, to the bit; it names the
+        first such array of the state, the devices and their processes.
+
+        Reads the state once on every device; with several hosts, all must call it. A server's state has no replicas.
+        """
+        check_state(state)
+        if self.layout.mesh.size == 1:
+            return
+        if "replicas" not in self._jitted:
+            specs = [x.sharding.spec for x in jax.tree.leaves(self.abstract_state())]
+            self._jitted["replicas"] = checksums(self.mesh, specs)
+        sums = np.asarray(self._jitted["replicas"](jax.tree.leaves(state)))
+        if found := differing(self.abstract_state(), sums, self.mesh):
+            raise ValueError(
+                f"replicas have drifted apart after step {int(state.step)}: {found} have other bits of what should be "
+                "the same; go on from a checkpoint from before, and where it comes again look at those devices"
+            )
+
+    def save(
+        self, folder: Path | str, state: State, data: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> Checkpoints:
+        """Saves a state in the background, as `folder/<state.step>`; it may be donated to the next step at once.
+
+        Waits for the copy from the devices to the host, and where the save before is still being written, for that.
+        With several hosts all must call it, with a folder that all of them see.
+
+        Args:
+          folder: of all checkpoints of the run, made if need be.
+          state: as a step returned it.
+          data: where in the data the run is, as JSON: given back as `jp.Checkpoint(folder).data`.
+          keep: how many are kept, the last ones; all if None.
+
+        Returns the folder's `Checkpoints`, whose `wait()` returns when all is on disk; so does the end of the program.
+        Raises ValueError where the save before could not be written.
+        """
+        saves = self._saves.get(key := (str(folder), keep))
+        if saves is None:
+            saves = self._saves[key] = Checkpoints(folder, self, {}, keep)
+        saves.save(int(state.step), state, data)
+        return saves
+
+    def restore(
+        self,
+        folder: Path | str,
+        weights_only: bool = False,
+        key: jax.Array | None = None,
+        fresh: Callable[[str], bool] | None = None,
+    ) -> State:
+        """The state in a checkpoint, of whatever strategy, devices, hosts: each device reads its own part of each leaf.
+
+        Args:
+          folder: of a checkpoint, or of several, of which it is the last.
+          weights_only: parameters and variables alone, in a new state: the optimizer, the number of the step and the
+            loss scale begin anew.
+          key: with `weights_only`, that of the new state; `jax.random.key(0)` if None.
+          fresh: with `weights_only`, `fresh(path)` for the paths of parameters that begin as the model's own: fresh
+            adapters beside a given base.
+
+        Raises ValueError where the checkpoint is of another model or optimizer, or another dtype (nothing is cast), or
+        damaged: naming the array, and the file.
+        """
+        saved = Checkpoint(folder)
+        if weights_only:
+            return weights(self, saved, jax.random.key(0) if key is None else key, fresh)
+        if key is not None or fresh is not None:
+            raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
+        return restored(self, saved)
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
-        leaves, tree = jax.tree.flatten(batch)
-        kind = (tree, *(np.shape(x) for x in leaves))
-        if kind in self._proven:
+        if (kind := _kind(batch)) in self._proven:
             return
         self._proven.add(kind)  # it compiles, where nothing is compiled yet
         try:
-            _check(self, batch if compiled else globalise(batch, self.mesh), compiled).require()
+            _check(self, self.shapes(batch), compiled).require()
         except ValueError:
             self._proven.discard(kind)
             raise
+
+
+def _kind(batch: Any) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return (tree, *(np.shape(x) for x in leaves))
 
 
 class ServerTrainStep(TrainStep, ServerStep):

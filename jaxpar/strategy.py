@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .tables import SCHEDULES
+from .tables import MOST, SCHEDULES
 from .text import did_you_mean
 
 
@@ -56,9 +56,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "zero3": {"fsdp": -1, "zero": 3},
     "fsdp": {"fsdp": -1, "zero": 3},
     "hsdp": {"data": "hosts", "fsdp": -1, "zero": 3},
-    "pp": {"pipe": -1},
+    "pp": {"pipe": -1, "microbatches": -1},
     "tp": {"tensor": -1},
 }
+PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2019 (GPipe, section 2.3) find a bubble
+# of m = 4 p negligible
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16"),
@@ -91,7 +93,9 @@ class Strategy:
       rule: a rule of one's own for `data` and `fsdp`, in place of plain replicas, `zero` and `server`: the name under
         which `jaxpar.parallel.register` knows it.
       microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with
-        `pipe` they are what the ranks work on at the same time.
+        `pipe` they are what the ranks work on at the same time: with one, one rank works and p - 1 idle. -1, as in the
+        preset `pp`, is four for each rank of the pipeline (of which 4 p / (5 p - 1) are work), and 1 where there is
+        no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
@@ -121,6 +125,17 @@ class Strategy:
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
 
+    def __new__(cls, *args: Any, **fields: Any) -> Strategy:
+        """Refuses what is no field, and values without a name, in words of its own."""
+        if args:
+            text = f"Strategy.parse({args[0]!r})" if isinstance(args[0], str) else "Strategy(fsdp=-1)"
+            raise ValueError(f"Strategy{args!r}: its fields come by name; use {text}")
+        known = cls.__dataclass_fields__
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"Strategy has no {name!r}; use one of {', '.join(known)}{did_you_mean(name, known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
@@ -136,8 +151,12 @@ class Strategy:
         if not _is_int(self.zero) or self.zero not in (1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
         for name in ("microbatches", "chunks"):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a count; use a whole number from 1")
+            count, free = getattr(self, name), name == "microbatches"
+            if not _is_int(count) or (count < 1 and not (free and count == -1)):
+                four = ", or -1 for four a rank of the pipeline" if free else ""
+                raise ValueError(f"{name}={count!r} is not a count; use a whole number from 1{four}")
+            if count > MOST:
+                raise ValueError(f"{name}={count} is more than a step can have; use a whole number from 1 to {MOST:,}")
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
         for name, choices in _CHOICES.items():
@@ -187,7 +206,7 @@ class Strategy:
                     known = (*PRESETS, *fields)
                     raise ValueError(
                         f"strategy {name!r} is unknown; use one of {', '.join(PRESETS)}, or name=value"
-                        f"{did_you_mean(name, known)}"
+                        f"{did_you_mean(name.lower(), known)}"
                     )
                 values.update(PRESETS[name])
             elif name not in fields:
@@ -223,6 +242,12 @@ class Strategy:
                 f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return known
+
+    def on(self, ranks: int) -> Strategy:
+        """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""
+        if self.microbatches != -1:
+            return self
+        return dataclasses.replace(self, microbatches=PER_RANK * ranks if ranks > 1 else 1)
 
     def _text(self, skip: str = "") -> str:
         parts = []

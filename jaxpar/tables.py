@@ -32,6 +32,7 @@ class Op(NamedTuple):
     microbatch: int
 
 
+MOST = 1 << 16  # ranks, microbatches, chunks: tables of more would fill the memory before anything is said
 Table = tuple[tuple[tuple[Op, ...], ...], ...]  # [tick][rank]: none, one, or a forward and then a backward
 
 

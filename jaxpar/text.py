@@ -36,6 +36,16 @@ def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: f
     return form.format(f"did you mean {near[0]!r}?") if near else ""
 
 
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names.
+
+    >>> few(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def heading(strategy: str, rest: str) -> str:
     """A strategy and more, in one line where it fits."""
     line = f"{strategy}: {rest}"

@@ -5,6 +5,7 @@ those of the same kind, groups and channel. So of any two in one rendezvous one 
 stands for itself, for the loop that it is in, or for the call.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -17,21 +18,20 @@ Rendezvous = tuple[str, str, str]
 def unordered(text: str) -> list[str]:
     """Pairs of collectives of a compiled program that may meet in one rendezvous and do not depend on each other."""
     module = Module(text, ())
-    inside: dict[str, frozenset[Rendezvous]] = {}
 
     def meets(i: Instruction) -> frozenset[Rendezvous]:
         """The rendezvous in which an instruction, or what it runs, takes part."""
         if i.collective:
             return frozenset([(i.collective, *(_attribute(i.rest, name) for name in ("replica_groups", "channel_id")))])
-        loops = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
-        return frozenset().union(*map(of, (*i.called, *loops, *i.branches)))
+        loops = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest) if i.opcode == "while" else ()
+        return frozenset().union(*(found for name in (*i.called, *loops, *i.branches) for found in of(name)))
 
-    def of(computation: str) -> frozenset[Rendezvous]:
-        if computation not in inside:
-            inside[computation] = frozenset().union(*map(meets, module.computations[computation]))
-        return inside[computation]
+    @functools.cache
+    def of(computation: str) -> list[frozenset[Rendezvous]]:
+        """Those of each instruction of a computation."""
+        return [meets(i) for i in module.computations[computation]]
 
-    return [pair for block in module.computations.values() for pair in _pairs(block, [meets(i) for i in block])]
+    return [pair for name, block in module.computations.items() for pair in _pairs(block, of(name))]
 
 
 def _attribute(rest: str, name: str) -> str:

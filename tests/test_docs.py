@@ -31,9 +31,13 @@ SHORT = {
     ("train",): ["--steps", "2", "--evaluate-batches", "1", "--sample", "1"],
     ("bench", "collectives"): ["--largest", "4k", "--seconds", "0.01"],
     ("timeline",): [],
+    ("doctor",): ["--bytes", "4096"],
     ("check",): [],
+    ("explain",): ["--model", "llama-tiny,layers=1"],
     ("plan",): ["--model", "llama-tiny,layers=1", "--target", "2xH100", "--batch", "2", "--seq", "32", "--top", "1"],
 }
+# Of the default model, which takes as long to compile for these as all else that they do; 4 layers for 4 stages.
+SMALL = "llama-tiny,layers=4,dim=16,heads=2,kv_heads=2,ffn=32"
 SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -109,9 +113,12 @@ def test_commands_exist(page: Path, tmp_path: Path, cache: Path, monkeypatch: py
             assert known, f"{name(page)} shows {line!r}, and no test knows how to cut it short"
             if words[1] == "plan" and missing_compiler():
                 continue
-            short = SHORT[known[0]]
-            if words[1] in ("train", "bench"):
-                short = [] if "--steps 0" in line else [*short, "--out", str(tmp_path / str(number))]
+            short = [] if "--steps 0" in line else SHORT[known[0]]
+            if words[1] in ("train", "bench") and "--steps 0" not in line:
+                short = [*short, "--out", str(tmp_path / str(number))]
+            words = [SMALL if word == "llama-tiny" else word for word in words]
+            if words[1] == "train" and "--model" not in words:
+                short = [*short, "--model", SMALL]
             ran(*words[1:], *short)
         elif words[0] == "python":
             assert (ROOT / words[1]).exists(), line

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,14 +25,18 @@ from jax.experimental import multihost_utils
 from .. import __version__
 from ..data import Text
 from ..data.streams import training
-from ..layout import distributed
-from ..make import make_train_step
+from ..hosts import ending, launch, notes
+from ..hosts.initialize import initialize, may_restart
+from ..layout.distributed import attach
+from ..make import TrainStep, make_train_step
 from ..strategy import Strategy
 from ..text import did_you_mean
-from ..train.loop import Hook
+from ..train.folder import write_whole
+from ..train.loop import OWN, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
-from .options import PASSING, CheckOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
+from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
+from .own import is_folder, is_function, own
 
 _USAGE = """usage: jaxpar COMMAND [OPTIONS]
 
@@ -37,10 +44,15 @@ Train any Flax model under any parallelism strategy, and see what it costs.
 
 commands:
   train               train a model by name, or see what that would take
+  explain             show what a training step holds and sends on each device
+  launch              start a script as several processes on this machine
   check               prove that a strategy takes effect, on devices here or not
   plan                rank strategies for devices that need not be here
   timeline            draw the schedule of a pipeline, before anything runs
+  doctor              look at versions, devices, clocks, the shared folder
   bench collectives   measure this machine's collectives as nccl-tests does
+  verify-checkpoint   compare what is saved with its checksums
+  convert             make weights, or a Hugging Face folder, of a checkpoint
 
 `jaxpar COMMAND --help` explains a command's options, `jaxpar --version` prints
 the version. With JAXPAR_TRACEBACK=1 an error shows where it comes from.
@@ -49,7 +61,7 @@ the version. With JAXPAR_TRACEBACK=1 an error shows where it comes from.
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line. Exits with 2 where the user can mend what is wrong, 1 where training failed or a file
-    could not be read or written, 130 after Ctrl-C and 143 after SIGTERM.
+    could not be read or written, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """
     words = list(sys.argv[1:] if args is None else args)
     try:
@@ -62,7 +74,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if os.environ.get("JAXPAR_TRACEBACK"):
             raise
         print(f"jaxpar: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+        ending.fail(error, status := 1 if isinstance(error, FloatingPointError) else 2)
+        sys.exit(status)
     except BrokenPipeError:  # whoever read the output has seen enough, as `head`
         if sys.stdout is not None:
             discard_output()
@@ -73,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
         where = f"{error.filename}: " if error.filename else ""
         hint = "see that the place exists, may be written to and has room, or name another"
         print(f"jaxpar: {where}{error.strerror or error}; {hint}", file=sys.stderr)  # noqa: T201
+        ending.fail(error)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -87,8 +101,13 @@ def run(words: list[str]) -> None:
             print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
         case ["train", *rest]:
             train(_parse(TrainOptions, "train", rest, _default(rest)))
+        case ["launch", *rest]:
+            cut = rest.index("--") if "--" in rest else len(rest)
+            sys.exit(launch.launch(_parse(launch.LaunchOptions, "launch", rest[:cut]), rest[cut + 1 :]))
         case ["check", *rest]:
             check(_parse(CheckOptions, "check", rest, _default(rest, CheckOptions)))
+        case ["explain", *rest]:
+            explain(_parse(ExplainOptions, "explain", rest, _default(rest, ExplainOptions)))
         case ["plan", *rest]:
             from . import plan  # only this command needs it
 
@@ -97,6 +116,18 @@ def run(words: list[str]) -> None:
             from . import timeline
 
             timeline.main(_parse(timeline.TimelineOptions, "timeline", rest))
+        case ["doctor", *rest]:
+            from . import doctor
+
+            doctor.main(_parse(doctor.DoctorOptions, "doctor", rest))
+        case ["verify-checkpoint", *rest]:
+            from . import checkpoints
+
+            checkpoints.verify(_parse(checkpoints.VerifyOptions, "verify-checkpoint", rest))
+        case ["convert", *rest]:
+            from . import checkpoints
+
+            checkpoints.convert(_parse(checkpoints.ConvertOptions, "convert", rest))
         case ["bench", "collectives", *rest]:
             from ..inspect.bench import bandwidth
 
@@ -104,12 +135,23 @@ def run(words: list[str]) -> None:
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
-            _unknown(word, ["train", "check", "plan", "timeline", "bench collectives", "--help", "--version"])
+            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor", "bench collectives"]
+            _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
 
 
 def _parse(options: type, command: str, words: list[str], default: Any = None) -> Any:
     extra = {} if default is None else {"default": default}
-    return tyro.cli(options, prog=f"jaxpar {command}", args=words, config=(tyro.conf.FlagCreatePairsOff,), **extra)
+    for at in reversed([at for at, word in enumerate(words) if word == "--resume"]):
+        if words[at + 1 : at + 2] != ["latest-good"]:  # it may stand alone, as a flag does
+            words = [*words[: at + 1], "True", *words[at + 1 :]]
+    # tyro leaves this to the terminal, which breaks words; it keeps the ends of lines that begin with a blank.
+    width = min(shutil.get_terminal_size().columns, 120)
+    said = "\n\n".join(
+        textwrap.fill(part, width, subsequent_indent=" ")
+        for part in inspect.cleandoc(options.__doc__ or "").split("\n\n")
+    )
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(options, prog=f"jaxpar {command}", description=said, args=words, config=config, **extra)
 
 
 def _unknown(given: str, known: list[str]) -> NoReturn:
@@ -122,7 +164,7 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
     look = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--out"):
         look.add_argument(name, type=Path)
-    look.add_argument("--resume", action="store_true")
+    look.add_argument("--resume", nargs="?", const=True)
     try:
         given, _ = look.parse_known_args(words)
     except argparse.ArgumentError:
@@ -136,8 +178,14 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
 def train(options: TrainOptions) -> None:
     """`jaxpar train`: builds what the options name, trains it, and shows what it has learnt."""
     Strategy.parse(options.strategy)  # before anything that takes time
-    distributed.join(options.coordinator, options.processes, options.process)
-    distributed.attach(options.devices)
+    if is_function(options.model) or is_folder(options.model):
+        raise ValueError(
+            f"--model {options.model}: jaxpar train makes models by name from new values; for this one write "
+            "jp.Trainer(model, optimizer, data, ...), or a loop of step(state, batch) after step.init(key, params=...)"
+        )
+    initialize(options.coordinator, options.processes, options.process)
+    attach(options.devices)
+    notes.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
     model, source = model_of(options)
     options = _placed(options)
     begin = time.perf_counter()
@@ -164,29 +212,49 @@ def check(options: CheckOptions) -> None:
     found. Exits with 1 where a promise is broken.
     """
     from ..inspect.check import findings as proofs  # only this command needs it
-    from ..inspect.targets.devices import target
+
+    proof = proofs.check(*_step_of(options))
+    print(json.dumps(proof.json(), indent=1) if options.json else proof)  # noqa: T201
+    if not proof.ok:
+        sys.exit(1)
+
+
+def explain(options: ExplainOptions) -> None:
+    """`jaxpar explain`: compiles the step that the options name, and prints what it holds and sends."""
+    step, batch = _step_of(options)
+    found = step.explain(batch)
+    print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
+    if options.picture is not None:
+        found.picture(options.picture)
+        print(f"written: {options.picture}")  # noqa: T201
+
+
+def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
+    """The step that the options name, on devices here or not, and a batch for it."""
+    from ..inspect.targets.devices import target  # only what compiles for them needs it
 
     Strategy.parse(options.strategy)  # before anything that takes time
     devices = None
     if options.target is None:
-        distributed.join(options.coordinator, options.processes, options.process)
-        distributed.attach(options.devices)
+        initialize(options.coordinator, options.processes, options.process)
+        attach(options.devices)
     else:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
         devices = target(options.target).devices
+    if is_function(options.model):
+        mine = own(options.model)
+        return make_train_step(mine.model, optimizer_of(options), options.strategy, devices), mine.example(options.rows)
     model, source = model_of(options)
     step = make_train_step(model.model, optimizer_of(options), options.strategy, devices)
-    batch = next(training(source, options.rows, options.seed))
-    proof = proofs.check(step, batch)
-    print(json.dumps(proof.json(), indent=1) if options.json else proof)  # noqa: T201
-    if not proof.ok:
-        sys.exit(1)
+    return step, next(training(source, options.rows, options.seed))
 
 
 def _placed(options: TrainOptions) -> TrainOptions:
     """The options with a folder to write to: a new one, the same in every process, unless one is named."""
     if options.out is not None or options.steps == 0:
         return options
+    if may_restart():
+        raise ValueError("a run that is started again goes on from its own folder, and none is named; add --out FOLDER")
     now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     name = re.sub(r"[^\w.=-]+", "-", f"{options.model}-{options.strategy}")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -203,7 +271,7 @@ def _keep_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, flo
     for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in PASSING):
         if getattr(before, name) != getattr(options, name):
             trainer.progress.say(f"{name} is now {getattr(options, name)}, and was {getattr(before, name)}")
-    path.write_text(options.dump())
+    write_whole(path, options.dump().encode())
 
 
 def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generate: Callable[..., jax.Array]) -> str:

@@ -8,26 +8,41 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import optax
+import tyro
 import yaml
 
 from .. import data
 from ..data import images
+from ..files import text_of
 from ..models import Named, named
+from ..strategy import PRESETS, Strategy
 from ..text import did_you_mean
 from ..train.loop import Loop, Units
 from ..train.trainer import Trainer
+from .own import folder, is_folder
 
 # Of one invocation or one process, not of the run: they are not in its config.yaml.
 PASSING = ("config", "resume", "overwrite", "coordinator", "processes", "process")
-# What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says.
-FREE = ("out", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every", "keep",
-        "print_every", "quiet", "sample")  # fmt: skip
+# What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
+# and whether the data are the same, their content.
+FREE = ("out", "data", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every", "keep",
+        "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample")  # fmt: skip
+_STRATEGY = (
+    f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
+    f"names: {', '.join(field.name for field in dataclasses.fields(Strategy))}"
+)
+MODEL = (
+    "a name, and sizes to change, as llama-tiny,layers=2; a folder of Hugging Face's Llama, whose config.json is read; "
+    "or package.module:function, which returns a jp.Model and a batch"
+)
+Class = TypeVar("Class")
+_LONGEST, _DEEPEST = 1 << 20, 4  # bytes and levels of a file of options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +55,7 @@ class TrainOptions(Loop):
 
     model: str = "llama-tiny"
     """a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1"""
-    strategy: str = "fsdp"
-    """a preset (single dp ddp zero1 zero2 zero3 fsdp hsdp pp), and name=value to change: fsdp,precision=bf16"""
+    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY)] = "fsdp"
     data: Path | None = None
     """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class"""
     length: int = 64
@@ -101,26 +115,68 @@ class TrainOptions(Loop):
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in (*PASSING, *FREE)}
 
 
+def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
+    """Of the options of training that a class inherits, its command has these. The rest may stand in a YAML file, so
+    that a run's config.yaml serves as it is, and has no part.
+    """
+
+    def hidden(cls: type[Class]) -> type[Class]:
+        hints = typing.get_type_hints(TrainOptions, include_extras=True)
+        for field in dataclasses.fields(TrainOptions):
+            if field.name not in names:
+                cls.__annotations__[field.name] = tyro.conf.Suppress[hints[field.name]]
+                setattr(cls, field.name, field.default)
+        return cls
+
+    return hidden
+
+
+_OF_A_STEP = ("rows", "seed", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
+              "process")  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
+@_showing(*_OF_A_STEP)
 class CheckOptions(TrainOptions):
-    """Prove that a strategy takes effect, with the words of `jaxpar train`: nothing is trained.
+    """Prove that a strategy takes effect: nothing is trained. The config.yaml of a run serves as --config.
 
     The training step is compiled, and every promise of the strategy compared with the program: bytes of each array of
     the state, collectives by kind and axes. Exits with 1 where one is broken.
     """
 
+    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
     target: str | None = None
     """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
     json: bool = False
     """print JSON instead of a table"""
 
 
+@dataclass(frozen=True, kw_only=True)
+@_showing(*_OF_A_STEP)
+class ExplainOptions(TrainOptions):
+    """Show what a training step holds and sends on each device: nothing runs.
+
+    The step is compiled; memory, matrix products and collectives are read from its program, these beside their closed
+    form. The config.yaml of a run serves as --config.
+    """
+
+    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
+    target: str | None = None
+    """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    json: bool = False
+    """print JSON instead of a table"""
+    picture: Path | None = None
+    """draw memory and bytes sent into this file too: .svg, .png or .pdf"""
+
+
 def read(cls: type, path: Path | str) -> dict[str, Any]:
     """The fields of a dataclass that a YAML file names, in their types. Raises ValueError naming what is wrong."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = text_of(path, _LONGEST)
+        _check_flat(text)
+        values = yaml.safe_load(text) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; write one option a line, such as steps: 300")
@@ -133,6 +189,19 @@ def read(cls: type, path: Path | str) -> dict[str, Any]:
     return {name: _typed(f"{path}: {name}", value, types_[name]) for name, value in values.items()}
 
 
+def _check_flat(text: str) -> None:
+    """Raise ValueError where YAML is more than names and values: a few lines of aliases make gigabytes, and a few
+    thousand brackets take minutes.
+    """
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has an alias, *{event.anchor}; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError("it is nested; write one option a line, such as steps: 300")
+
+
 def _typed(where: str, value: Any, wanted: Any) -> Any:
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
     for kind in kinds:
@@ -143,9 +212,10 @@ def _typed(where: str, value: Any, wanted: Any) -> Any:
         # YAML 1.1 takes 3e-3, without a point, for text.
         if kind is float and (isinstance(value, int | float) or _is_number(value)) and not isinstance(value, bool):
             return float(value)
-        if type(value) is kind:
+        if type(value) is kind or value in typing.get_args(kind):
             return value
-    names = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
+    said = lambda kind: " or ".join(map(repr, typing.get_args(kind))) or kind.__name__
+    names = " or ".join("nothing" if kind is types.NoneType else said(kind) for kind in kinds)
     raise ValueError(f"{where} is {value!r}, needs {names}")
 
 
@@ -170,8 +240,11 @@ def named_of(text: str, length: int) -> Named:
     """A model by name, with sizes to change behind it, for rows of so many positions. Raises ValueError for an unknown
     model or size, and for rows that it is not meant for.
     """
-    name, changes = _name_of(text)
-    model = named(name, **changes)
+    if is_folder(text):
+        model = folder(text)
+    else:
+        name, changes = _name_of(text)
+        model = named(name, **changes)
     if model.kind == "text" and length > model.config.context:
         raise ValueError(
             f"length={length} is beyond the context of {text}, which is {model.config.context}; "
@@ -197,7 +270,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{part!r} in model {text!r}: write sizes to change as name=value, such as layers=2")
     try:
         return name, yaml.safe_load(value) if not _is_number(value) else float(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
 
 
@@ -226,7 +299,5 @@ def trainer_of(
 ) -> Trainer:
     """The trainer that `jaxpar train` runs."""
     units = units_of(options, model, source)
-    about = {**options.about, "data": source.description}
-    return Trainer(
-        model.model, optimizer_of(options), source, options.strategy, options, hooks=hooks, units=units, about=about
-    )
+    tx, about = optimizer_of(options), options.about
+    return Trainer(model.model, tx, source, options.strategy, options, hooks=hooks, units=units, about=about)

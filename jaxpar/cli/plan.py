@@ -7,14 +7,15 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import tyro
 
 from ..inspect.plan.planner import plan
 from ..strategy import Strategy
-from .options import named_of
+from .options import MODEL, named_of
+from .own import is_function, own
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class PlanOptions:
     The best few by closed forms are compiled; nothing runs. What was compiled is kept for the next time.
     """
 
-    model: str = "llama3-8b"
-    """a name, and sizes to change: llama3-8b, gpt2, ... or llama3-8b,layers=2"""
+    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama3-8b"
     target: str = "8xH100"
     """devices to plan for: 8xH100, 32x8xH100, v5e:4x4, 64xcluster.toml"""
     batch: int = 8
@@ -57,13 +57,18 @@ def main(options: PlanOptions) -> None:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
-    model = named_of(options.model, options.seq)
-    text = model.kind == "text"
+    if is_function(options.model):
+        mine = own(options.model)
+        model, batch, flops, text = mine.model, mine.example(options.batch), None, False
+    else:
+        known = named_of(options.model, options.seq)
+        model, batch, text = known.model, known.example(options.batch, options.seq), known.kind == "text"
+        flops = known.flops(options.batch, options.seq)
     found = plan(
-        model.model,
-        model.example(options.batch, options.seq),
+        model,
+        batch,
         options.target,
-        flops=model.flops(options.batch, options.seq),
+        flops=flops,
         strategies=options.strategy or None,
         top=options.top,
         precision=options.precision,

@@ -1,4 +1,4 @@
-"""Processes and devices of a run: joining the hosts, simulating devices, global batches, stopping together."""
+"""Processes and devices of a run: simulating devices, stopping together."""
 
 from __future__ import annotations
 
@@ -9,43 +9,10 @@ from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import clear_backends
-from jax.sharding import Mesh, NamedSharding
 
-from ..model.batches import batch_shardings
 from .mesh import simulate
-
-# What launchers set in each process that they start, where there are several: srun, and Open MPI's mpirun.
-_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-
-
-def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Joins the processes of one run, one a host; before anything else that touches a device.
-
-    Without arguments, a process that srun or mpirun started as one of several asks them, and any other is alone.
-
-    Args:
-      coordinator: host:port of process 0.
-      processes: how many there are.
-      process: which one this is, from 0.
-
-    Raises ValueError where only some of the three are given, or they cannot be.
-    """
-    if coordinator is None and processes is None and process is None:
-        if any(int(os.environ.get(name, 1)) > 1 for name in _LAUNCHERS):
-            jax.distributed.initialize()
-        return
-    if coordinator is None or processes is None or process is None:
-        raise ValueError(
-            f"coordinator={coordinator}, processes={processes}, process={process}: give all three, or none under srun"
-        )
-    if not 0 <= process < processes:
-        raise ValueError(f"process={process} of processes={processes}: number them 0 to {processes - 1}")
-    if not coordinator.rpartition(":")[2].isdigit():
-        raise ValueError(f"coordinator={coordinator!r} needs a port, as in {coordinator.rstrip(':')}:12345")
-    jax.distributed.initialize(coordinator, processes, process)
 
 
 def attach(devices: int | None, default: int = 8) -> None:
@@ -60,24 +27,16 @@ def attach(devices: int | None, default: int = 8) -> None:
     simulate(default if devices is None else devices)
 
 
-def spread(batch: Any, mesh: Mesh) -> Any:
-    """A global batch, the same in every process, as the step takes it: of several hosts each keeps its rows."""
-    if jax.process_count() == 1:
-        return batch
-
-    def spread(x: Any, place: NamedSharding) -> jax.Array:
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
-
-    return jax.tree.map(spread, batch, batch_shardings(batch, mesh))
-
-
 class Stop:
-    """Catches SIGINT and SIGTERM, so that a run ends after a step that all processes take. A context manager.
+    """Catches SIGINT, SIGTERM and SIGHUP (a terminal that closes), so that a run ends after a step that all processes
+    take. A context manager.
 
     `signal` is the first that came. A second Ctrl-C ends the process at once. Outside the main thread, which alone gets
-    signals, it does nothing.
+    signals, it does nothing. `last` is set from the last step on, after which the run ends in any case: then no other
+    process is told, since some may be gone, and jax would wait for them to agree.
     """
+
+    last = False
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -86,7 +45,9 @@ class Stop:
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
             # With several hosts SIGTERM is jax's: whoever gets it, all learn of it and agree on a step.
-            caught = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+            caught = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` wants it
+                caught.append(signal.SIGHUP)
             self._old = {number: signal.signal(number, self._on_signal) for number in caught}
         return self
 
@@ -97,7 +58,7 @@ class Stop:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # also while the process waits for a device
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not self.last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def after(self, number: int) -> bool:

@@ -191,7 +191,7 @@ class Layout:
             notes[path] = f"{notes[path]}; {why}" if path in notes else why
         if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=is_stored):
-                if x.leaf is None and math.prod(x.shape) >= PAD_FROM:
+                if x.spec == PartitionSpec() and math.prod(x.shape) >= PAD_FROM:
                     notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"
         return notes
 
@@ -231,7 +231,7 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
         names = _names(path)
         ends = (mirrors.get(names[at:]) for at in range(len(names) + 1))
         leaf = next((found for found in ends if found is not None and seen[found.path] == tuple(x.shape)), None)
-        if leaf is None or leaf.spec(sharded) == PartitionSpec():
+        if leaf is None:
             return Stored(tuple(x.shape), x.dtype, PartitionSpec(), None)
         return Stored(leaf.stored if sharded else leaf.shape, x.dtype, leaf.spec(sharded), leaf)
 

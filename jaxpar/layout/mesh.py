@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 from ..strategy import AXES, Strategy
 
+MOST_SIMULATED = 4096
+
 
 def enough_threads(devices: int | None = None) -> None:
     """Give XLA's CPU runtime four threads for each simulated device, unless the environment has a number.
@@ -39,6 +41,8 @@ def simulate(devices: int) -> None:
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ValueError(f"simulate({devices!r}): the number of devices must be a whole number from 1, such as 8")
+    if devices > MOST_SIMULATED:
+        raise ValueError(f"simulate({devices}): each device has threads of its own; use at most {MOST_SIMULATED:,}")
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")

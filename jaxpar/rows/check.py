@@ -59,7 +59,7 @@ def _pair(
         large = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
         if [e.primitive for e in flat.eqns] == [e.primitive for e in large.eqns]:
             return (flat, large), rows, axes
-        # What was traced has its loops over layers as scans.
+        # The loss looks at its number of rows, and is another program for twice as many.
     n = rows if rows > 1 else 2 * rows
     over = {**axes, name: 4}
     pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), {**over, name: 2})

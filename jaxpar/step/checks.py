@@ -1,6 +1,6 @@
 """Whether a state is one, and fits a step; if not the first array that does not, in words that name it.
 
-And what jax says of arrays that do not divide, with their names.
+And what jax says of arrays that do not divide, with their names; and how a batch enters a step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..layout.layout import Layout
 from ..layout.state import State
-from ..model.batches import is_array
+from ..model.batches import (
+    agree,
+    batch_shardings,
+    check_rows,
+    global_shapes,
+    globalise,
+    is_array,
+    narrowed,
+    part_of_rows,
+)
 from ..model.paths import name_of
+from ..strategy import Strategy
 
 Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
 
@@ -163,3 +173,72 @@ def _asked(error: BaseException) -> str:
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if not any(file.is_relative_to(folder) for folder in ours)]
     return f", as {Path(*own[-1][0].parts[-3:])}:{own[-1][1]} asks for" if own else ""
+
+
+class Intake:
+    """The part of a step that takes batches, for a strategy on a mesh."""
+
+    strategy: Strategy
+    mesh: Mesh
+    replicas: int
+    rows = "global"
+    traced: Callable[[Any], Any]
+    _jitted: dict[Any, Any]
+
+    def check(self, batch: Any) -> None:
+        """Raise ValueError unless the batch's rows fit the strategy."""
+        check_rows(batch, self.replicas, self.strategy.microbatches, self._hosts)
+
+    def shapes(self, batch: Any) -> Any:
+        """The shapes of the global batch of which `batch` is given. Raises ValueError unless its rows fit."""
+        self.check(batch)
+        return global_shapes(batch, self._hosts)
+
+    def place(self, batch: Any) -> Any:
+        """A batch as the step's programs take it: with several hosts global arrays, to which each has brought its rows.
+
+        The step does this with what it is given. Raises ValueError where the rows do not fit the strategy, and where
+        hosts disagree about the first batch of its shape (two numbers of each are sent to all).
+        """
+        leaves, tree = jax.tree.flatten(batch)
+        kind = ("fits", tree, *(np.shape(x) for x in leaves))
+        if kind not in self._jitted:
+            self.check(batch)
+            agree(batch, self.rows)
+            self._jitted[kind] = True
+        return globalise(narrowed(batch), self.mesh, self._hosts)
+
+    def send(self, batch: Any) -> Any:
+        """A batch on its devices, without a word to other hosts: for a thread that reads ahead.
+
+        Under `server`, which sends its rows itself, the batch as it is. Raises ValueError where rows do not fit.
+        """
+        self.check(batch)
+        if self.strategy.server:
+            return batch
+        placed = globalise(narrowed(batch), self.mesh, self._hosts)
+        return placed if jax.process_count() > 1 else jax.device_put(placed, batch_shardings(placed, self.mesh))
+
+    def check_weighs(self, batch: Any) -> None:
+        """Raise ValueError where the loss does not depend on the batch's "mask", so that rows without weight count."""
+        if not self.traced(batch).reads("mask"):
+            raise ValueError(
+                "a short batch is filled up with rows whose mask is 0, and the loss does not depend on batch['mask']: "
+                "return jp.Mean((losses * batch['mask']).sum(), batch['mask'].sum()), or let batches be full "
+                "(last='pad' or 'drop_last' of jaxpar.data.Rows)"
+            )
+
+    @functools.cached_property
+    def part(self) -> tuple[int, int]:
+        """Which part of every batch this host gives, and of how many: (index, count); (0, 1) where rows are global."""
+        return part_of_rows(self.mesh) if self.rows == "host" else (0, 1)
+
+    @property
+    def blocks(self) -> int:
+        """What the number of rows of a batch, as a host gives it, must be a multiple of."""
+        return self.replicas * self.strategy.microbatches // self._hosts
+
+    @property
+    def _hosts(self) -> int:
+        """How many hosts' rows make a batch as it is given."""
+        return self.part[1]

@@ -23,7 +23,7 @@ from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
-from ..model.batches import batch_shardings, batch_specs, check_rows, globalise, hosts_of_rows, is_array, one_block
+from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
@@ -31,7 +31,7 @@ from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
 from ..strategy import ROWS, Strategy
-from .checks import check_state, misfit, naming, shapes_of
+from .checks import Intake, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import Start
 from .tracing import Sums, Traced, Tracing
@@ -40,15 +40,22 @@ from .update import Update, taking_value
 _HERE = PartitionSpec()
 
 
-class Step(Start):
+class Step(Start, Intake):
     """A compiled training step; see `make_train_step`.
 
     `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
-    rows are divided; and `schedule`, the pipeline's, or None.
+    rows are divided; `rows`, whose rows a batch is made of; and `schedule`, the pipeline's, or None.
     """
 
     def __init__(
-        self, model: Model, optimizer: Any, strategy: Strategy, mesh: Mesh, trainable: Any, rules: Rules | None = None
+        self,
+        model: Model,
+        optimizer: Any,
+        strategy: Strategy,
+        mesh: Mesh,
+        trainable: Any,
+        rules: Rules | None = None,
+        skip_nonfinite: bool = False,
     ):
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
         self.optimizer = taking_value(optimizer)
@@ -69,7 +76,7 @@ class Step(Start):
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = unsplit(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
-        self.update = Update(self.optimizer, self.layout, self.rule, as_kept)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_kept, skip_nonfinite)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
@@ -87,10 +94,11 @@ class Step(Start):
 
         Args:
           state: from `init` or the last step.
-          batch: a pytree of arrays [rows, ...], global or this host's rows; `jp.Replicated` marks leaves without rows.
+          batch: a pytree of arrays [rows, ...]; `jp.Replicated` marks leaves without rows. With several hosts it is
+            the same on all of them, or with `rows="host"` each host's own rows.
 
-        Returns metrics as float32 scalars: `loss` (of all rows, before the update), `grad_norm`, `skipped` (steps
-        skipped so far, float16), and the loss's own.
+        Returns metrics as scalars, float32 but for `finite` and `skipped`: `loss` (of all rows, before the update),
+        `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far, float16), and the loss's own.
         """
         return self._run("train", state, batch)
 
@@ -123,18 +131,19 @@ class Step(Start):
         return self.model_def.bind(self._params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """The training step compiled for a batch of these shapes (arrays or `jax.ShapeDtypeStruct`); nothing runs.
+        """The training step compiled for a batch of these shapes (arrays, or `jax.ShapeDtypeStruct` of a global batch);
+        nothing runs.
 
         With compile-only devices in the mesh, it is compiled for them.
         """
-        self.check(batch)
-        batch = jax.eval_shape(lambda x: x, batch)
+        batch = self.shapes(batch)
         traced = self._function("train", batch).trace(self.abstract_state(), batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         return traced.lower(lowering_platforms=(platform,)).compile()
 
     def trace(self, batch: Any) -> Any:
         """The jaxpr of the training step for a batch of these shapes."""
+        batch = self.shapes(batch)
         return self._function("train", batch).trace(self.abstract_state(), batch).jaxpr
 
     def traced(self, batch: Any) -> Traced:
@@ -147,8 +156,7 @@ class Step(Start):
         its results, `schedule` and `axes` how a step runs it. Nothing is compiled; a loss is traced once for batches
         of one shape. Raises ValueError where the strategy cannot run it, or the batch's rows do not fit.
         """
-        self.check(batch)
-        state = self.abstract_state()
+        batch, state = self.shapes(batch), self.abstract_state()
         return self.tracing(state.variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
@@ -156,11 +164,13 @@ class Step(Start):
         leaves, tree = jax.tree.flatten(batch)
         # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
         # every array in every step costs more than the rest of this call.
-        places = [(np.shape(x), (x.sharding, x.committed) if is_array(x) else None) for x in leaves]
+        kinds = ((x.sharding, x.committed) if is_array(x) else getattr(x, "dtype", None) for x in leaves)
+        places = list(zip(map(np.shape, leaves), kinds, strict=True))
         inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
         kind = ("in place", name, inside, tree, *places)
         if (run := self._jitted.get(kind)) is None:
-            run, placed = self._function(name, batch, inside), globalise(batch, self.mesh)
+            placed = self.place(batch)
+            run = self._function(name, placed, inside)
             if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
                 self._jitted[kind] = run
             batch = placed
@@ -176,16 +186,11 @@ class Step(Start):
             order.leave(result[0].step if name == "train" else jax.tree.leaves(result)[0])
         return result
 
-    def check(self, batch: Any) -> None:
-        """Raise ValueError unless the batch's rows fit the strategy."""
-        check_rows(batch, self.replicas, self.strategy.microbatches, hosts_of_rows(self.mesh))
-
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """The jitted function; `inside` a caller's `jit` nothing is donated."""
         leaves, tree = jax.tree.flatten(batch)
         key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
-            self.check(batch)
             state, rows = self._shardings, batch_shardings(batch, self.layout.mesh)
             fun, outs, donate = {
                 "train": (self._train, (state, None), (0,)),

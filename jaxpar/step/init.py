@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,11 @@ from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
 from ..model.model import Model
+from ..model.paths import name_of
+from ..text import did_you_mean, few
 from .update import Update
+
+BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
 
 
 class Start:
@@ -24,29 +29,45 @@ class Start:
     policy: Policy
     update: Update
 
-    def init(self, key: jax.Array, params: Any = None) -> State:
+    def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """A new state, created sharded; the same values under every layout.
 
         Args:
           key: a key from `jax.random.key`; parameters are `model.init(key)`.
           params: start from these parameters instead, a tree like `step.params(state)`; the source is left intact.
+          fresh: `fresh(path)` for the paths that `params` need not have, and that are as without it: fresh adapters
+            beside a given base.
 
-        Raises ValueError where the tree's structure or a leaf's shape is not the model's.
+        Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
         """
-        if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-            given = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
-            raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")
+        _check_key(key)
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)
-        given = jax.device_put(self._given(params), self.layout.handed_out)
+        places = jax.tree.leaves(self.layout.handed_out)
+        given = {at: jax.device_put(x, places[at]) for at, x in self._given(params, fresh).items()}
         return jax.jit(self._create, out_shardings=self._shardings)(key, given)
 
-    def _create(self, key: jax.Array, given: Any = None) -> State:
+    def begin(self, key: jax.Array, params: Any, variables: Any) -> State:
+        """A new state with the masters `params`, as they are stored, and `variables`. Both are donated."""
+        _check_key(key)
+        begun = jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
+        return begun(key, params, variables)
+
+    def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
         layout = self.layout
         params, variables = self.model_def.create(key)
-        values = zip(layout.kept.models, jax.tree.leaves(params if given is None else given), strict=True)
-        masters = [x.astype(Policy.master(leaf.dtype)) for leaf, x in values]
+        values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
+        leaves = zip(layout.kept.models, values, strict=True)
+        masters = [x.astype(Policy.master(leaf.dtype)) for leaf, x in leaves]
         whole = layout.to_stored(jax.tree.unflatten(layout.kept.model_tree, masters), "copy")
+        return self._first(key, whole, variables)
+
+    def _begun(self, key: jax.Array, params: Any, variables: Any) -> State:
+        return self._first(key, self.layout.to_logical(params, "params", as_kept=True), variables)
+
+    def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
+        """The state before the first step, of masters without padding, in the tree of the leaves."""
+        layout = self.layout
         params = layout.to_stored(whole, "params", as_kept=True)
         copy = None
         if layout.copied:
@@ -56,20 +77,33 @@ class Start:
         run = jax.random.fold_in(key, 1)
         return State(jnp.int32(0), params, copy, self.update.init(whole), variables, scale, run)
 
-    def _given(self, params: Any) -> Any:
-        params = self.model_def.unwrap(params)
-        tree = jax.tree.structure(params)
-        kept = self.layout.kept
-        if tree != kept.model_tree:
-            raise ValueError(
-                f"params= has structure {tree}, the model has {kept.model_tree}; pass a tree like step.params(state)"
-            )
-        for leaf, x in zip(kept.models, jax.tree.leaves(params), strict=True):
-            if tuple(jnp.shape(x)) != leaf.shape:
+    def _given(self, params: Any, fresh: Callable[[str], bool] | None) -> dict[int, Any]:
+        """Given parameters by their position among the model's."""
+        models = self.layout.kept.models
+        flat = jax.tree_util.tree_leaves_with_path(self.model_def.unwrap(params))
+        names, paths = [name_of(path) for path, _ in flat], [leaf.path for leaf in models]
+        if len({*paths}) < len(paths) and names == paths:  # paths with a slash of their own
+            given = dict(enumerate(x for _, x in flat))
+        else:
+            at = {path: number for number, path in enumerate(paths)}
+            if unknown := [name for name in names if name not in at]:
+                if unknown == [""]:
+                    raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
                 raise ValueError(
-                    f"params= has {leaf.path} of shape {tuple(jnp.shape(x))}, the model needs {leaf.shape}"
+                    f"params= has {few(unknown)}, and the model has {few(paths)}{did_you_mean(unknown[0], paths)}; "
+                    "pass a tree like step.params(state)"
                 )
-        return params
+            given = {at[name]: x for name, (_, x) in zip(names, flat, strict=True)}
+        missing = [path for number, path in enumerate(paths) if number not in given]
+        if missing := [path for path in missing if fresh is None or not fresh(path)]:
+            raise ValueError(f"params= lacks {few(missing)}; pass a tree like step.params(state), or {BEGIN_ANEW}")
+        for number, x in given.items():
+            if tuple(jnp.shape(x)) != models[number].shape:
+                raise ValueError(
+                    f"params= has {models[number].path} of shape {tuple(jnp.shape(x))}, "
+                    f"the model needs {models[number].shape}"
+                )
+        return given
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings, without any array."""
@@ -90,3 +124,9 @@ class Start:
             scale=jax.tree.map(lambda _: here, shapes.scale),
             key=here,  # type: ignore[arg-type]
         )
+
+
+def _check_key(key: Any) -> None:
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
+        given = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")

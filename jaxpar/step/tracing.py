@@ -18,6 +18,7 @@ from ..jaxprs import jaxpr as jx
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
+from ..model.paths import name_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -58,6 +59,14 @@ class Traced:
     traced_axes: dict[str, int]
     schedule: Schedule | None
     gathered: Mapping[str, int]
+
+    def reads(self, name: str) -> bool:
+        """Whether the loss depends on the leaf of the batch with this path; False where there is none."""
+        rest = jax.tree_util.tree_leaves_with_path((self.variables, self.rows, self.key))
+        inputs = zip(rest, self.program.inputs[len(self.program.consts) :], strict=True)
+        named = [v for (path, _), v in inputs if name_of(path) == f"1/{name}"]
+        loss: Any = self.outputs[0]["loss"].total  # the position of an output, in the place of an array
+        return bool(named) and self.program.depends(named, loss)
 
     @property
     def total(self) -> int:
@@ -151,7 +160,7 @@ class Tracing:
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(program.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-        self._check(rolled, program, outputs, (variables, rows, key))
+        self._check(whole, program, outputs, (variables, rows, key))
         inputs = (self._leaves, variables, rows, key)
         return Traced(program, outputs, *inputs, self.axes, self.traced_axes, self.schedule, self.gathered)
 
@@ -201,7 +210,7 @@ class Tracing:
         warn_no_rule(gathered, self.ranks)
         return local
 
-    def _check(self, rolled: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
+    def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
         self.layout.loops.update(described(program, self.layout.kept))
         if self.schedule is not None:
@@ -213,4 +222,4 @@ class Tracing:
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:
-            check_coupling(rolled, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)
+            check_coupling(whole, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)

@@ -31,12 +31,18 @@ from .tracing import Sums
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer under a layout and a rule; `as_kept` says whether it sees leaves as a step keeps them."""
+    """An optimizer under a layout and a rule.
+
+    Attributes:
+      as_kept: whether it sees leaves as a step keeps them.
+      skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
+    """
 
     optimizer: Any
     layout: Layout
     rule: Rule
     as_kept: bool
+    skip_nonfinite: bool = False
 
     def init(self, params: Any) -> Any:
         """The optimizer's state, as it is stored, from the leaves of a step."""
@@ -59,15 +65,21 @@ class Update:
         changes, opt_state = self._changes(updates, opt_state, params, loss)
         tuned = self.layout.to_stored(optax.apply_updates(params, changes), "params", self.as_kept)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
-        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads), "skipped": jnp.int32(0)}
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # the norm has looked at every gradient already
+        metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
         packed, scale = self.layout.to_stored(opt_state, "optimizer"), None
+        applied = None  # always
         if state.scale is not None:
-            finite = all_finite(grads)
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            applied = all_finite(grads)
+            scale = state.scale.next(applied)
+            metrics["skipped"] = scale.skipped
+        if self.skip_nonfinite:
+            applied = finite if applied is None else applied & finite
+        if applied is not None:
+            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
             old = state.params, state.optimizer, state.variables
             new, packed, variables = keep((new, packed, variables), old)
-            scale = state.scale.next(finite)
-            metrics["skipped"] = scale.skipped
         stored, copy, token = self.publish(new, state, order.start(metrics["grad_norm"], self.layout.mesh))
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (state.step + 1, metrics))

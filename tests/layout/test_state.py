@@ -220,7 +220,7 @@ def test_metrics_and_replicated_leaves(strategy: str) -> None:
     evaluated = step.evaluate(state, batch)
     _, metrics = step(state, batch)
     assert set(evaluated) == set(expected)
-    assert set(metrics) == {*expected, "grad_norm", "skipped"}
+    assert set(metrics) == {*expected, "grad_norm", "skipped", "finite"}
     for name, value in expected.items():
         assert float(evaluated[name]) == pytest.approx(value, rel=1e-5), name
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
@@ -240,6 +240,24 @@ def test_skipped_steps(strategy: str) -> None:
     state, metrics = step(state, BATCH)
     assert (int(metrics["skipped"]), float(state.scale.scale), int(state.scale.good)) == (1, scale / 2, 1)
     assert not equal(step.params(state), before[0])
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1,precision=bf16"])
+def test_a_step_that_is_not_finite_is_not_applied(strategy: str) -> None:
+    """Of masters, moments and the low copy nothing changes but the step's number; others are what they would be."""
+    mesh = jax.devices()[:4]
+    step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh, skip_nonfinite=True)
+    plain = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh)
+    state, same = step.init(KEY), plain.init(KEY)
+    before = jax.device_get((state.params, state.copy, state.optimizer))
+    poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
+    state, metrics = step(state, poison)
+    assert equal((state.params, state.copy, state.optimizer), before)
+    assert (bool(metrics["finite"]), int(state.step)) == (False, 1)
+    state, metrics = step(state, BATCH)
+    assert (bool(metrics["finite"]), int(metrics["skipped"]), int(state.step)) == (True, 0, 2)
+    same, _ = plain(same, BATCH)
+    assert equal((state.params, state.copy, state.optimizer), jax.device_get((same.params, same.copy, same.optimizer)))
 
 
 PARAMETERS = 64 * 64  # one leaf, so that the table is exact

@@ -490,6 +490,25 @@ def test_it_asks_only_where_rows_are_spread() -> None:
         jp.verify(of(ppo), "data=2,microbatches=2", BATCH, mesh=jax.devices()[:2])
 
 
+def test_a_loop_over_layers_is_traced_twice() -> None:
+    """Its trace was compared after its layers had become a scan, never fitted that of twice the rows, and the model ran
+    four times.
+    """
+    traces = 0
+
+    def loss(params: list[jax.Array], batch: Batch, key: jax.Array | None) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    model = jp.Model(init=lambda key: [jnp.eye(DIM)] * 3, loss=loss)
+    assert traced(model, "data=2") == []
+    assert traces == 2
+
+
 def test_one_row_in_a_block() -> None:
     """Where a dim of size 1 may be any."""
     batch = jax.tree.map(lambda x: x[:4], BATCH)

@@ -2,6 +2,7 @@
 compiled.
 """
 
+import pickle
 import re
 import types
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpar as jp
+from jaxpar.data import images
+from jaxpar.inspect.targets.devices import target
+from jaxpar.models.llama import from_hf
+from jaxpar.parallel.pipeline.schedules import Schedule
 
 X = np.ones((8, 2), np.float32)
 KEY = jax.random.key(0)
@@ -125,6 +130,10 @@ def test_simulate() -> None:
     jp.simulate(8)  # what is there already
 
 
+def nothing(module: Any, batch: Any) -> float:
+    return 0.0
+
+
 def linear(rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(2, 2, rngs=rngs)
 
@@ -136,7 +145,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
             lambda: jp.from_nnx(linear(nnx.Rngs(0)), len),
             ("got a Linear", "a function", "lambda rngs: Linear(..., rngs=rngs)"),
         ),
-        (lambda: jp.from_nnx(lambda rngs: {"a": linear(rngs)}, len), ("returned dict", "needs an nnx.Module")),
+        (lambda: jp.from_nnx(lambda rngs: {"a": linear(rngs)}, nothing), ("returned dict", "needs an nnx.Module")),
         (lambda: jp.from_nnx(linear, None), ("loss=None", "function")),
         (lambda: jp.from_linen(nn.Dense, len, example=X), ("Dense", "instance")),
         (lambda: jp.from_linen(nn.Dense(2), 3, example=X), ("loss=3", "loss(apply, batch)")),
@@ -157,7 +166,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
             ("Dense created no parameters", "does the loss call apply(...)?"),
         ),
         (
-            lambda: build(model=jp.Model(init=weights, loss=square, stateful=True)),
+            lambda: build(model=jp.Model(init=weights, loss=lambda p, v, b, k: (1.0, v), stateful=True)),
             ("init returned dict", "stateful=True", "(params, variables)"),
         ),
     ],
@@ -242,8 +251,9 @@ def test_key(key: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "parts"),
     [
-        ({"v": X}, ("structure PyTreeDef({'v': *})", "the model has PyTreeDef({'w': *})", "step.params(state)")),
-        ([X], ("structure PyTreeDef([*])", "the model has PyTreeDef({'w': *})", "step.params(state)")),
+        ({"v": X}, ("params= has v", "the model has w", "step.params(state)")),
+        ([X], ("params= has 0", "the model has w", "step.params(state)")),
+        ({}, ("params= lacks w", "step.params(state)", "fresh=lambda path")),
         ({"w": X}, ("w of shape (8, 2)", "the model needs (2, 2)")),
     ],
 )
@@ -253,7 +263,7 @@ def test_params(params: Any, parts: tuple[str, ...]) -> None:
 
 def test_params_of_nnx() -> None:
     """Neither of two NNX states has a structure that is short enough to read, so the paths that differ are named."""
-    step = build(model=jp.from_nnx(linear, len))
+    step = build(model=jp.from_nnx(linear, nothing))
     other = nnx.state(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param)
     raises(lambda: step.init(KEY, params=other), "params=", "bias", "step.params(state)")
 
@@ -373,3 +383,35 @@ def test_what_an_error_suggests_works() -> None:
         loss=lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean() * batch["scale"],
         batch={"x": X, "scale": jp.Replicated(2.0)},
     )
+
+
+def test_what_was_said_by_python_or_by_nobody() -> None:
+    raises(lambda: jp.Strategy("fsdp"), "Strategy('fsdp',)", "use Strategy.parse('fsdp')")
+    raises(lambda: jp.Strategy(fdsp=2), "has no 'fdsp'", "did you mean 'fsdp'")
+    raises(lambda: jp.Strategy.parse("FSDP"), "'FSDP' is unknown", "did you mean 'fsdp'")
+    raises(lambda: build().init(KEY, params="weights.npz"), "params= is a str", "step.params(state)")
+    raises(lambda: build().init(KEY, params={}), "params= lacks w", "step.params(state)")
+    raises(
+        lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), "x"), "example=", "one array a str", "ShapeDtypeStruct"
+    )
+    for steps in (0, 1.5, True):
+        raises(lambda steps=steps: jp.verify(jp.Model(weights, square), "ddp", {"x": X}, steps), "whole number from 1")
+    raises(lambda: jp.plan("llama", {"x": X}, "8xH100"), "model is a str", "jp.from_nnx")
+    raises(
+        lambda: jp.plan(jp.Model(weights, square), {"x": X}, "8xH100", precision="fp8"), "precision='fp8' is unknown"
+    )
+    raises(lambda: from_hf(None), "from_hf(None)", "a folder, or a state dict")
+    raises(lambda: images.folder("/", size="8"), "size='8'", "whole number from 1")
+    assert pickle.loads(pickle.dumps(jp.Strategy(fsdp=2))) == jp.Strategy(fsdp=2)
+
+
+def test_numbers_beyond_reason() -> None:
+    # Tables of schedules, devices and topologies of so many filled the memory before anything was said.
+    raises(lambda: build("pipe=8,microbatches=1000000000"), "microbatches=1000000000 is more than", "1 to 65,536")
+    raises(lambda: build("pipe=8,chunks=1000000000"), "chunks=1000000000 is more than", "1 to 65,536")
+    raises(lambda: Schedule("1f1b", 8, 10**9), "microbatches=1000000000 is more than", "1 to 65,536")
+    raises(lambda: Schedule("1f1b", 2**12, 2**12), "makes 16,777,216 cells", "4,194,304 at most")
+    raises(lambda: jp.simulate(10**9), "simulate(1000000000)", "at most 4,096")
+    for name, given in (("1000000000xH100", "1,000,000,000"), ("40000x8xH100", "320,000")):
+        raises(lambda name=name: target(name), f"target={name!r} has {given} devices", "at most 131,072")
+    raises(lambda: target("1" * 5000 + "xH100"), "a number of 5000 digits", "at most 131,072 devices")

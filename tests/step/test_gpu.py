@@ -1,6 +1,5 @@
 """Steps compiled for 8 H100s that are not there: memory, collectives, overlap; against steps written by hand."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -116,12 +115,8 @@ def piped(strategy: str) -> int:
 def test_memory_of_a_pipeline_is_flat_in_microbatches(chunks: int) -> None:
     few, many = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
     assert many <= 1.05 * few
-    assert many < 0.5 * gpipe()
-
-
-@functools.cache
-def gpipe() -> int:
-    return piped("pipe=4,schedule=gpipe,microbatches=32")
+    if chunks == 2:  # as chunks, in the battery; for CPUs: test_stages.py
+        assert many < 0.5 * piped("pipe=4,schedule=gpipe,microbatches=32")
 
 
 def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:

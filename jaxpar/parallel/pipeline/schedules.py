@@ -17,11 +17,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...tables import SCHEDULES, TIME, Op, Table
+from ...tables import MOST, SCHEDULES, TIME, Op, Table
 from ...text import did_you_mean
 
 Kind = Literal["F", "B"]
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
+
+_CELLS = 1 << 22  # of a table
 
 
 class Phase(NamedTuple):
@@ -67,6 +69,13 @@ class Schedule:
         for name, count in (("pipe", self.ranks), ("microbatches", self.microbatches), ("chunks", self.chunks)):
             if count < 1:
                 raise ValueError(f"{name}={count} is not a count; use a whole number from 1")
+            if count > MOST:
+                raise ValueError(f"{name}={count} is more than a table can have; use a whole number from 1 to {MOST:,}")
+        if (cells := self.ranks * self.microbatches * self.chunks) > _CELLS:
+            raise ValueError(
+                f"pipe={self.ranks} x microbatches={self.microbatches} x chunks={self.chunks} makes {cells:,} cells; "
+                f"use less, {_CELLS:,} at most"
+            )
         self.table()
 
     # -- the table -----------------------------------------------------------------------------------------------------

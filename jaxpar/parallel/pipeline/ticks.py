@@ -127,12 +127,12 @@ class Pipeline(Cut):
                 carry, _ = lax.scan(lap, carry, laps)
         return carry.grads, carry.sums
 
-    def once(self, phase: Phase) -> Carry:
-        """One tick from zeros, to look at."""
+    def once(self, phases: Sequence[Phase]) -> list[Carry]:
+        """One tick of each of these phases, from zeros, to look at."""
         row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
         row["epilogue"] = jnp.int32(0)
         carry, saved = self._start_of(row)
-        return self.tick(phase, saved, carry, row)
+        return [self.tick(phase, saved, carry, row) for phase in phases]
 
     def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
         """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""

@@ -126,7 +126,9 @@ def product() -> Iterator[Cell]:
             yield Cell(model, pipe, schedule, chunks, count, beside, remat)
 
 
-CHOSEN = covering(product())
+# Every pair of choices. Left to the battery: 2 p microbatches, between p and 4 p, and all three axes, which the four on
+# 16 devices of `parallel/tensor/test_tensor.py` hold.
+CHOSEN = covering(c for c in product() if c.microbatches != "2p" and c.beside != "data=2,fsdp=2,zero=3")
 
 
 def cells() -> Iterator[Any]:
@@ -137,7 +139,7 @@ def cells() -> Iterator[Any]:
 
 
 def test_covering_array_is_small() -> None:
-    assert len(CHOSEN) <= 40
+    assert len(CHOSEN) <= 24
 
 
 @functools.cache

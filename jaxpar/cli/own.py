@@ -1,0 +1,94 @@
+"""What `--model` takes beside names: a function of one's own that makes a model, and a folder of Hugging Face's."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..files import json_of, member
+from ..model.batches import check_rows
+from ..model.calls import check_call
+from ..model.model import Model, Replicated
+from ..model.nnx import from_nnx
+from ..models import Named
+from ..models.llama import Llama, loss
+from ..models.llama.hf_config import to_config
+from ..models.llama.model import RULES
+from ..models.parts import text
+
+
+@dataclass(frozen=True)
+class Own:
+    """A model that a function of the user made, and a batch that it takes, of any number of rows."""
+
+    model: Model
+    batch: Any
+
+    def example(self, rows: int) -> Any:
+        """The shapes of such a batch of `rows`."""
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Replicated):
+                return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), x)
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(leaf, self.batch, is_leaf=lambda x: isinstance(x, Replicated))
+
+
+def is_function(given: str) -> bool:
+    """Whether a model is named as `package.module:function`."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", given) is not None
+
+
+def is_folder(given: str) -> bool:
+    """Whether a model is named as a folder: what exists as one, or is written as a path."""
+    return os.path.isdir(given) or given.startswith((".", "/", "~"))
+
+
+def own(given: str) -> Own:
+    """What `package.module:function` makes; modules in the current folder are found too.
+
+    Raises ValueError where there is no such function, or it does not return a `jp.Model` and a batch; what the module
+    itself raises is its own.
+    """
+    module, _, name = given.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise
+        raise ValueError(
+            f"--model {given}: there is no module {error.name!r}; run it in the folder that holds it, or install it"
+        ) from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"--model {given}: {module} has no function {name!r}; write def {name}(): return model, batch")
+    check_call(function, f"--model {given}")
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Model)):
+        raise ValueError(
+            f"--model {given} returned a {type(made).__name__}; needs (model, batch): a jp.Model, from jp.from_nnx, "
+            "jp.from_linen or jp.Model(init=, loss=), and a batch of arrays or jax.ShapeDtypeStruct"
+        )
+    check_rows(made[1], 1, 1, 1)
+    return Own(*made)
+
+
+def folder(given: str) -> Named:
+    """The Llama whose sizes the `config.json` of a folder says; its weights are not read."""
+    path = Path(given).expanduser()
+    if not (path / "config.json").exists():
+        raise ValueError(
+            f"--model {given}: there is no {path / 'config.json'}; give the folder of a Hugging Face model"
+        )
+    config = to_config(json_of(member(path, "config.json")))
+    return Named(given, "text", config, from_nnx(lambda rngs: Llama(config, rngs=rngs), loss, RULES), text.generate)

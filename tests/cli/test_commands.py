@@ -1,0 +1,133 @@
+"""Commands that train nothing: what they take, what their help shows, and what reaches the terminal."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+from jaxpar.cli.commands import main
+from jaxpar.cli.options import TrainOptions, named_of
+from jaxpar.cli.own import own
+from jaxpar.strategy import PRESETS
+
+TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
+OWN = """
+import jax, jax.numpy as jnp, jaxpar as jp
+LOSS = lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean()
+def make():
+    batch = {"x": jax.ShapeDtypeStruct((1, 8), jnp.float32)}
+    return jp.Model(init=lambda key: {"w": jnp.ones((8, 8))}, loss=LOSS), batch
+def three(): return 3
+def of(size): return size
+"""
+
+
+def said(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    found = capsys.readouterr()
+    assert exit_.value.code == code, found
+    return found.err + found.out
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "mine_of_test.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine_of_test", raising=False)
+    return "mine_of_test"
+
+
+def test_explain_shows_a_model_of_ones_own(mine: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    # `jaxpar explain` said that there is no such command (did you mean 'plan'?).
+    main(["explain", "--model", f"{mine}:make", "--strategy", "fsdp", "--rows", "8", "--picture", "found.svg"])
+    shown = capsys.readouterr().out
+    for part in ("fsdp=-1: 8 x cpu", "64 parameters", "all-gather", "expected v found", "written: found.svg"):
+        assert part in shown
+    assert (tmp_path / "found.svg").read_text().startswith("<?xml")
+
+
+def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture) -> None:
+    for given, message in (
+        (f"{mine}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, batch"),
+        (f"{mine}:three", r"returned a int; needs \(model, batch\)"),
+        (f"{mine}:of", r"is of\(size\), and is called as of\(\): .*'size'; write it as def of\(\)"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            own(given)
+    with pytest.raises(ValueError, match=r"--model \./folder: there is no folder/config\.json"):
+        named_of("./folder", 8)
+    for given in (f"{mine}:make", "./folder"):
+        assert "jaxpar train makes models by name" in said(["train", "--model", given], 2, capsys)
+
+
+def test_a_folder_of_hugging_face_is_a_model(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 8}))
+    found = named_of(str(tmp_path), 8)
+    assert (found.config.layers, found.kind, found.example(4, 8)["tokens"].shape) == (2, "text", (4, 9))
+
+
+@pytest.mark.parametrize("command", ["check", "explain", "plan", "train"])
+def test_help_has_what_counts_and_no_broken_words(
+    command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = said([command, "--help"], 0, capsys)
+    assert max(map(len, shown.splitlines())) <= 80  # what is longer is broken by the terminal, anywhere
+    if command in ("check", "explain"):
+        for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep"):
+            assert option not in shown
+        assert "Unrecognized options: --steps" in said([command, "--steps", "3"], 2, capsys)
+    if command != "plan":
+        words = set(re.findall(r"\w+", shown))
+        assert words.issuperset({*PRESETS, "microbatches", "tensor", "sequence", "remat", "schedule", "rule"})
+
+
+def test_a_runs_config_serves_to_check_and_explain(tmp_path: Path) -> None:
+    from jaxpar.cli.options import CheckOptions, ExplainOptions, read
+
+    (path := tmp_path / "config.yaml").write_text(TrainOptions(steps=7, lr=1e-4, model=TINY).dump())
+    for options in (CheckOptions, ExplainOptions):
+        assert options(**read(options, path)).model == TINY
+
+
+# What C++ writes, as absl and XLA do, and then its end.
+NOISY = """
+import os, sys, {name}
+sys.argv, sys.orig_argv = {argv!r}, {argv!r}
+spec = importlib.util.spec_from_file_location("quiet", {path!r})
+quiet = importlib.util.module_from_spec(spec); spec.loader.exec_module(quiet)
+if quiet.is_command(): quiet.filter_errors()
+write = lambda line: os.write(2, line)
+write(b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
+write(b"I0000 00:00:1795355066.684374   25575 cudart_stub.cc:31] Could not find cuda drivers on your machine\\n")
+print("ours", file=sys.stderr)
+write(b"E0000 00:00:1795355066.684374   25575 rendezvous.cc:1] an error\\n")
+write(b"F0000 00:00:1795355066.684374   25575 check.cc:1] last words")
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "level", "noise"),
+    [(["/usr/bin/jaxpar"], None, False), (["own.py"], None, True), (["/usr/bin/jaxpar"], "0", True)],
+)
+def test_only_errors_of_cpp_reach_the_terminal(
+    argv: list[str], level: str | None, noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command began with 6 to 16 lines of absl's; now they are gone, and last words before an abort are not."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    path = str(Path(jaxpar.__file__).parent / "quiet.py")
+    script = NOISY.format(name="importlib.util", argv=argv, path=path)
+    shown = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=60).stderr
+    assert ("absl::InitializeLog" in shown) == ("cudart_stub" in shown) == noise
+    assert all(part in shown for part in ("ours", "an error", "last words")), shown
