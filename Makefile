@@ -4,6 +4,7 @@
 #   make test       format, types, docs, tests
 #   make battery    every strategy x every model, not only the covering array of `make test`
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120)
+#   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
@@ -26,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train compare test battery soak lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test battery soak campaign lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -39,10 +40,13 @@ test: $(VENV)/.packages
 	$(PYTEST)
 
 battery: setup
-	$(PYTEST) --battery tests/parallel tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/step/test_gpu.py tests/experiments
+	$(PYTEST) --battery tests/parallel tests/hosts tests/checkpoint tests/train tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/step/test_gpu.py tests/experiments
 
 soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
+
+campaign: setup
+	$(BIN)/python tests/campaign.py $(if $(SHORT),--short) $(if $(SECONDS),--seconds $(SECONDS))
 
 lint: setup
 	$(BIN)/ruff check .
