@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from ..collectives import scatter_pieces
 from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
-from ..layout.precision import Policy
 from ..parallel import Times, Uses
 from ..parallel.pipeline.schedules import Phase
 from ..step.core import Step

@@ -140,8 +140,8 @@ class GPT(nnx.Module):
         return self._logits(run(self.layers, x_BTD))
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
-        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache: logits
-        [B, T, V], and the cache with theirs. See `parts/cache.py`.
+        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
+        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
         """
         position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], at, tokens_BT.shape[1])
         x_BTD, cache = extended(self.layers, self._embedded(tokens_BT, position_TD), cache, at)

@@ -208,8 +208,8 @@ class Llama(nnx.Module):
         return self._logits(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
-        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache: logits
-        [B, T, V], and the cache with theirs. See `parts/cache.py`.
+        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
+        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
         """
         angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), at, tokens_BT.shape[1])
         x_BTD, cache = extended(self.layers, self.embedding[...][tokens_BT], cache, at, angles)

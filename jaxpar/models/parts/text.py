@@ -60,8 +60,8 @@ def generate(
     program for all tokens of a call, and for later calls of the same shapes. As long as all tokens fit into the window,
     keys and values are kept, and a token costs a forward pass over one position; once the window slides, all positions
     in it change, and a token costs a forward pass over the window. So does every token of a module without `extend` and
-    `empty`, as `Llama` and `GPT` have them. Raises ValueError where there is no prompt, or nothing to add, or the window
-    is larger than the model's context.
+    `empty`, as `Llama` and `GPT` have them. Raises ValueError where there is no prompt, or nothing to add, or the
+    window is larger than the model's context.
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 2 or not prompt.size:
@@ -76,10 +76,8 @@ def generate(
     # Tokens that are added while what the model sees still grows.
     growing = min(count, max(0, window - prompt.shape[1] + 1)) if hasattr(module, "extend") else 0
     data = jax.device_get(jax.random.key_data(key))  # as each of several hosts has it
-    made = _continued(_places(state))(
-        graph, state, prompt, data, np.float32(temperature), jax.random.key_impl(key), growing, count - growing, window
-    )
-    return made
+    sizes = {"growing": growing, "sliding": count - growing, "window": window, "kind": jax.random.key_impl(key)}
+    return _continued(_places(state))(graph, state, prompt, data, np.float32(temperature), **sizes)
 
 
 def _places(state: Any) -> Any:
