@@ -179,11 +179,11 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
 def train(options: TrainOptions) -> None:
     """`jaxpar train`: builds what the options name, trains it, and shows what it has learnt."""
     Strategy.parse(options.strategy)  # before anything that takes time
-    if options.export is not None:
-        exports.check(options.model, options.export, options.length)
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
     notes.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
+    if options.export is not None:
+        exports.check(options.model, options.export, options.length)
     options = _placed(options)
     begin = time.perf_counter()
     trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_keep_config, options))])

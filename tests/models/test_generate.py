@@ -122,3 +122,5 @@ def test_generation_says_what_it_needs(change: dict[str, Any], message: str) -> 
     )
     with pytest.raises(ValueError, match=message):
         text.generate(model, **({"prompt": [[1]], "count": 1, "key": jax.random.key(0)} | change))
+    with pytest.raises(ValueError, match="module is a Linear, which is no Llama or GPT"):
+        text.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]], 1, jax.random.key(0))

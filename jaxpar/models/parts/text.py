@@ -68,7 +68,10 @@ def generate(
         raise ValueError(f"prompt has shape {list(prompt.shape)}, needs [rows, tokens] with one token or more")
     if count < 1:
         raise ValueError(f"count={count} adds nothing; use 1 or more")
-    context = module.config.context
+    if (context := getattr(getattr(module, "config", None), "context", None)) is None:
+        raise ValueError(
+            f"module is a {type(module).__name__}, which is no Llama or GPT; pass step.model(state) of one"
+        )
     window = int(min(prompt.shape[1] + count, context) if window is None else window)
     if not 1 <= window <= context:
         raise ValueError(f"window={window} must lie in 1 to {context}, the model's context")
