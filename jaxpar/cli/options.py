@@ -145,7 +145,7 @@ def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
     return hidden
 
 
-_OF_A_STEP = ("rows", "seed", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
+_OF_A_STEP = ("rows", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
               "process")  # fmt: skip
 
 

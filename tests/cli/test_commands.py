@@ -82,7 +82,7 @@ def test_help_has_what_counts_and_no_broken_words(
     shown = said([command, "--help"], 0, capsys)
     assert max(map(len, shown.splitlines())) <= 80  # what is longer is broken by the terminal, anywhere
     if command in ("check", "explain"):
-        for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep"):
+        for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep", "--seed", "--export", "--profile"):
             assert option not in shown
         assert "Unrecognized options: --steps" in said([command, "--steps", "3"], 2, capsys)
     if command != "plan":
