@@ -6,6 +6,7 @@
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
+#   make package    a wheel and an sdist, built, installed into an empty environment, and tried
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
 
@@ -27,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train compare test battery soak campaign lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test package battery soak campaign lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -41,6 +42,9 @@ test: $(VENV)/.packages
 
 battery: setup
 	$(PYTEST) --battery tests/parallel tests/hosts tests/checkpoint tests/train tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/step/test_gpu.py tests/experiments
+
+package: setup
+	$(BIN)/python tests/package.py
 
 soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))

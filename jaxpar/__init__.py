@@ -18,6 +18,7 @@ from .make import make_train_step
 from .model.linen import from_linen
 from .model.model import Mean, Model, Replicated, all_rows
 from .model.nnx import from_nnx
+from .models.parts.text import generate
 from .ops.attention import attention
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
@@ -40,6 +41,7 @@ __all__ = [
     "collectives",
     "from_linen",
     "from_nnx",
+    "generate",
     "initialize",
     "local_kernel",
     "make_train_step",

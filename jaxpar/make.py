@@ -53,7 +53,8 @@ def make_train_step(
       strategy: a `Strategy` or its text, such as "fsdp" or "data=2,fsdp=4,precision=bf16".
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
-        gradients, no optimizer state. All floating-point and complex leaves if None.
+        gradients, no optimizer state, no float32 masters under bf16 and f16. All floating-point and complex leaves if
+        None.
       rules: for `tensor`, which dim of which parameter is split: patterns of paths, or logical names of the model's
         annotations (`parallel/tensor/dims.py`). They come before what the model and jaxpar know themselves.
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled

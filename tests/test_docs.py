@@ -8,6 +8,7 @@ import functools
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from importlib.metadata import metadata
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import jaxpar as jp
 from jaxpar.cli import main
 from jaxpar.inspect.targets import missing_compiler
-from jaxpar.models import NAMES, named
+from jaxpar.models import NAMES, llama, named
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,6 +36,8 @@ SHORT = {
     ("timeline",): [],
     ("doctor",): ["--bytes", "4096"],
     ("check",): [],
+    ("convert",): [],
+    ("--version",): [],
     ("explain",): ["--model", "llama-tiny,layers=1"],
     ("plan",): ["--model", "llama-tiny,layers=1", "--target", "2xH100", "--batch", "2", "--seq", "32", "--top", "1"],
 }
@@ -91,9 +96,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands for a model that was downloaded."""
+    sizes = llama.Config(vocab=64, dim=16, layers=1, heads=2, kv_heads=1, ffn=16, tied=True)
+    params, _ = jp.from_nnx(lambda rngs: llama.Llama(sizes, rngs=rngs), llama.loss).create(jax.random.key(0))
+    llama.to_hf(sizes, params, folder := tmp_path_factory.mktemp("hf"), dtype="bfloat16")
+    return folder
+
+
 @pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_exist(page: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_exist(
+    page: Path, tmp_path: Path, cache: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAXPAR_CACHE", str(cache))
     lines = [line for block in snippets(page) if block.language == "sh" for line in block.text.splitlines()]
@@ -114,7 +130,10 @@ def test_commands_exist(page: Path, tmp_path: Path, cache: Path, monkeypatch: py
             if words[1] == "plan" and missing_compiler():
                 continue
             short = [] if "--steps 0" in line else SHORT[known[0]]
-            if words[1] in ("train", "bench") and "--steps 0" not in line:
+            if "./Llama-3.2-1B" in words:
+                shutil.copytree(llama_folder, tmp_path / "Llama-3.2-1B")
+                np.save("ids.npy", np.arange(4000) % 64)
+            if words[1] in ("train", "bench") and "--steps 0" not in line and "--out" not in words:
                 short = [*short, "--out", str(tmp_path / str(number))]
             words = [SMALL if word == "llama-tiny" else word for word in words]
             if words[1] == "train" and "--model" not in words:

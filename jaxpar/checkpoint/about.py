@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..step.core import Step
@@ -105,7 +106,7 @@ def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Path) -> 
 
 def fits(saved: About, wanted: Mapping[str, Array], where: Path, more: Collection[str]) -> None:
     """Raise ValueError unless a checkpoint has the arrays `wanted` by name, and no others but `more`, naming the first
-    that differs. No dtype is cast.
+    that differs. No dtype is cast, but for frozen parameters, which are stored as the loss sees them.
     """
     hint = "resume with what it was trained with, take its weights alone with weights_only=True, or start a new run"
     for name, array in wanted.items():
@@ -113,6 +114,9 @@ def fits(saved: About, wanted: Mapping[str, Array], where: Path, more: Collectio
             near = did_you_mean(name, saved.arrays)
             raise ValueError(f"{where} is of another model or optimizer: {name} is here and not there{near}; {hint}")
         here, there = (array.logical, array.dtype), saved.arrays[name]
+        floats = array.frozen and all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in (here, there))
+        if floats and here[0] == there[0]:
+            continue
         if here != there or saved.kinds.get(name) != array.kind:
             texts = [f"{dtype.name}{list(shape)}" for shape, dtype in (there, here)]
             if saved.kinds.get(name) != array.kind:

@@ -44,6 +44,11 @@ class Array:
     derived: bool = False
 
     @property
+    def frozen(self) -> bool:
+        """Whether it is a parameter that is not trained, and so stored in the dtype that the loss sees."""
+        return self.leaf is not None and not self.leaf.trainable and not self.path.startswith("optimizer")
+
+    @property
     def logical(self) -> tuple[int, ...]:
         """The shape of each of the model's leaves in it."""
         if self.leaf is None:

@@ -89,10 +89,11 @@ class _Reader:
             mine = [device for device in devices if device.process_index == here]
             if mine:
                 shape = [stop - start for start, stop in box]
-                dtype = self.saved.arrays[array.names[0]][1] if made is None else array.dtype
-                into = np.zeros(shape, dtype) if made is None else np.array(own[box])
+                read = [name for name in array.names if anew is None or not anew(name)]
+                dtype = self.saved.arrays[read[0]][1] if read else array.dtype
+                into = np.zeros(shape, dtype) if made is None else np.array(own[box], dtype)
                 self._fill(array, box, into, anew, devices[0].process_index == here)
-                into = into.astype(array.dtype, copy=False)  # a copy in a lower precision, of its master
+                into = into.astype(array.dtype, copy=False)  # what is frozen, or a copy
                 shards += [jax.device_put(into, device) for device in mine]
         x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
         x.block_until_ready()  # so that one array at a time is in this host's memory

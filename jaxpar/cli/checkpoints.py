@@ -10,10 +10,9 @@ from typing import Literal
 import jax
 import tyro
 
-from ..checkpoint.saved import Checkpoint, converted, numbers, weights_of
-from ..models import llama
+from ..checkpoint.saved import Checkpoint, converted, numbers
 from ..text import size
-from .options import named_of
+from . import exports
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,4 @@ def convert(options: ConvertOptions) -> None:
     name = options.model or saved.run.get("model")
     if not isinstance(name, str):
         raise ValueError(f"{saved.folder} does not say which model it is of; name it: --model llama-tiny,layers=2")
-    config = named_of(name, 1).config
-    if not isinstance(config, llama.Config):
-        raise ValueError(f"{name} cannot be written for Hugging Face's transformers; Llamas can")
-    llama.to_hf(config, weights_of(saved), options.target, options.dtype)
-    print(f"written: {options.target}, {config.parameters:,} parameters of {name} after step {saved.step}")  # noqa: T201
+    print(f"written: {exports.export(name, saved.folder, options.target, options.dtype)}")  # noqa: T201

@@ -35,6 +35,7 @@ from ..train.folder import write_whole
 from ..train.loop import OWN, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
+from . import exports
 from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
 from .own import is_folder, is_function, own
 
@@ -178,20 +179,18 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
 def train(options: TrainOptions) -> None:
     """`jaxpar train`: builds what the options name, trains it, and shows what it has learnt."""
     Strategy.parse(options.strategy)  # before anything that takes time
-    if is_function(options.model) or is_folder(options.model):
-        raise ValueError(
-            f"--model {options.model}: jaxpar train makes models by name from new values; for this one write "
-            "jp.Trainer(model, optimizer, data, ...), or a loop of step(state, batch) after step.init(key, params=...)"
-        )
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
     notes.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
-    model, source = model_of(options)
+    if options.export is not None:
+        exports.check(options.model, options.export, options.length)
     options = _placed(options)
     begin = time.perf_counter()
-    trainer = trainer_of(options, model, source, [Hook(on_start=functools.partial(_keep_config, options))])
-    say = trainer.progress.say
-    say(f"{options.model} on {source.description}")
+    trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_keep_config, options))])
+    source, say = trainer.data, trainer.progress.say
+    say(f"{options.model} on {getattr(source, 'description', 'its own data')}")
+    if is_folder(options.model) and isinstance(source, Text) and source.corpus is not None:
+        say("text is read as bytes, which are no tokens of this model; its tokenizer makes ids for --data ids.npy")
     if trainer.units.lines:
         values = ", ".join(f"{name} {value:.3f}" for name, value in trainer.units.lines.items())
         say(f"to compare with: {values} {trainer.units.loss}")
@@ -199,12 +198,14 @@ def train(options: TrainOptions) -> None:
     if options.steps == 0:
         return
     say(f"{time.perf_counter() - begin:.1f} s; written: {options.out}")
-    if options.sample and isinstance(source, Text) and source.corpus is not None and model.generate is not None:
-        if jax.process_count() > 1:
-            say("no sample of text is generated where there are several processes")
-        else:
-            say("a sample, after the beginning of the held-out text:")
-            say(_sample(trainer, options, source.corpus.held_out[: options.length // 2], model.generate))
+    if options.export is not None:
+        assert options.out is not None
+        say(f"exported: {exports.export(options.model, options.out, options.export, options.export_dtype)}")
+    writes = model is not None and not is_folder(options.model) and model.generate
+    if options.sample and writes and isinstance(source, Text) and source.corpus is not None:
+        sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], writes)
+        say("a sample, after the beginning of the held-out text:")
+        say(sample)
 
 
 def check(options: CheckOptions) -> None:
@@ -278,6 +279,6 @@ def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generat
     """The prompt, bytes uint8 [n], and what the model writes after it."""
     module, key = trainer.step.model(trainer.state), jax.random.key(options.seed)
     tokens = generate(module, prompt[None], options.sample, key, window=options.length)
-    text = bytes(token for token in np.asarray(tokens[0]).tolist() if token < 256).decode(errors="replace")
+    text = bytes(token for token in np.asarray(tokens)[0].tolist() if token < 256).decode(errors="replace")
     # A model that has learnt little writes control characters, and a terminal would obey them.
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

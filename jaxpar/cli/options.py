@@ -20,26 +20,33 @@ import yaml
 from .. import data
 from ..data import images
 from ..files import text_of
-from ..models import Named, named
+from ..models import Named, llama, named
 from ..strategy import PRESETS, Strategy
 from ..text import did_you_mean
 from ..train.loop import Loop, Units
+from ..train.profile import Profile
 from ..train.trainer import Trainer
-from .own import folder, is_folder
+from .own import folder, is_folder, is_function, own
 
 # Of one invocation or one process, not of the run: they are not in its config.yaml.
 PASSING = ("config", "resume", "overwrite", "coordinator", "processes", "process")
 # What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
 # and whether the data are the same, their content.
 FREE = ("out", "data", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every", "keep",
-        "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample")  # fmt: skip
+        "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
+        "export", "export_dtype", "profile")  # fmt: skip
 _STRATEGY = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
     f"names: {', '.join(field.name for field in dataclasses.fields(Strategy))}"
 )
 MODEL = (
     "a name, and sizes to change, as llama-tiny,layers=2; a folder of Hugging Face's Llama, whose config.json is read; "
-    "or package.module:function, which returns a jp.Model and a batch"
+    "or package.module:function, which returns a jp.Model and a batch, or its data"
+)
+_TRAINED = (
+    "a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1; a "
+    "folder of Hugging Face's Llama, whose weights it starts from; or package.module:function, which returns a "
+    "jp.Model, its data and, if you like, what is held out"
 )
 Class = TypeVar("Class")
 _LONGEST, _DEEPEST = 1 << 20, 4  # bytes and levels of a file of options
@@ -47,14 +54,13 @@ _LONGEST, _DEEPEST = 1 << 20, 4  # bytes and levels of a file of options
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Loop):
-    """Train a model by name under any parallelism strategy.
+    """Train a model under any parallelism strategy: by name, from a folder of Hugging Face, or your own.
 
     Without --data, models of text learn from Python's own source, and models of images from handwritten digits. Without
     accelerators it runs on simulated CPU devices.
     """
 
-    model: str = "llama-tiny"
-    """a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1"""
+    model: Annotated[str, tyro.conf.arg(help=_TRAINED)] = "llama-tiny"
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY)] = "fsdp"
     data: Path | None = None
     """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class"""
@@ -72,6 +78,12 @@ class TrainOptions(Loop):
     """global norm that gradients are clipped to"""
     sample: int = 200
     """text: bytes to generate at the end; 0 for none"""
+    export: Path | None = None
+    """Llamas: write a folder for Hugging Face's transformers at the end"""
+    export_dtype: str | None = None
+    """of what is exported, such as bfloat16; without it: that of the folder that it started from, else float32"""
+    profile: int | None = None
+    """trace so many steps, the third and on, into the folder's profile"""
     devices: int | None = None
     """simulate so many CPU devices in each process; without it: the accelerators, or 8 simulated devices"""
     config: Path | None = None
@@ -88,6 +100,8 @@ class TrainOptions(Loop):
         for name, least in {"length": 1, "warmup": 0, "sample": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use {least} or more")
+        if self.profile is not None and self.profile < 1:
+            raise ValueError(f"profile={self.profile}: trace one step or more")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
@@ -131,7 +145,7 @@ def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
     return hidden
 
 
-_OF_A_STEP = ("rows", "seed", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
+_OF_A_STEP = ("rows", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
               "process")  # fmt: skip
 
 
@@ -294,10 +308,22 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(
-    options: TrainOptions, model: Named, source: data.Text | images.Images, hooks: Iterable[Any] = ()
-) -> Trainer:
-    """The trainer that `jaxpar train` runs."""
+def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
+    """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
+    tx, hooks = optimizer_of(options), [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
+    if is_function(options.model):
+        mine = own(options.model)
+        if mine.data is None:
+            raise ValueError(
+                f"--model {options.model} returned a model and a batch, and training takes data: return model, data, "
+                "where data(start) returns an iterator of batches that begins with batch start, or is a list or loader"
+            )
+        about = {"hooks": hooks, "about": options.about}
+        return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
+    model, source = model_of(options)
     units = units_of(options, model, source)
-    tx, about = optimizer_of(options), options.about
-    return Trainer(model.model, tx, source, options.strategy, options, hooks=hooks, units=units, about=about)
+    params = (lambda: llama.from_hf(Path(options.model).expanduser())[1]) if is_folder(options.model) else None
+    trainer = Trainer(
+        model.model, tx, source, options.strategy, options, hooks=hooks, units=units, about=options.about, params=params
+    )
+    return trainer, model

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from ..data.streams import training
 from ..files import json_of, member
 from ..model.batches import check_rows
 from ..model.calls import check_call
@@ -26,10 +29,23 @@ from ..models.parts import text
 
 @dataclass(frozen=True)
 class Own:
-    """A model that a function of the user made, and a batch that it takes, of any number of rows."""
+    """A model that a function of the user made, and a batch that it takes, of any number of rows; or the data to train
+    it on, and what is held out.
+    """
 
     model: Model
-    batch: Any
+    first: Any
+    held_out: Any = None
+
+    @property
+    def data(self) -> Any:
+        """What a `Trainer` takes as data; None where there is a batch alone."""
+        return self.first if is_data(self.first) else None
+
+    @functools.cached_property
+    def batch(self) -> Any:
+        """A batch."""
+        return self.first if self.data is None else next(training(self.data, 1, 0))
 
     def example(self, rows: int) -> Any:
         """The shapes of such a batch of `rows`."""
@@ -71,20 +87,30 @@ def own(given: str) -> Own:
         ) from error
     function = getattr(found, name, None)
     if not callable(function):
-        raise ValueError(f"--model {given}: {module} has no function {name!r}; write def {name}(): return model, batch")
+        raise ValueError(f"--model {given}: {module} has no function {name!r}; write def {name}(): return model, data")
     check_call(function, f"--model {given}")
     made = function()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Model)):
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], Model)):
         raise ValueError(
-            f"--model {given} returned a {type(made).__name__}; needs (model, batch): a jp.Model, from jp.from_nnx, "
-            "jp.from_linen or jp.Model(init=, loss=), and a batch of arrays or jax.ShapeDtypeStruct"
+            f"--model {given} returned a {type(made).__name__}; needs (model, data) or (model, data, held_out): a "
+            "jp.Model, from jp.from_nnx, jp.from_linen or jp.Model(init=, loss=), and what jp.Trainer takes as data; "
+            "to check, explain and plan, a batch of arrays or jax.ShapeDtypeStruct serves as well"
         )
-    check_rows(made[1], 1, 1, 1)
-    return Own(*made)
+    mine = Own(*made)
+    if mine.data is None:
+        check_rows(mine.first, 1, 1, 1)
+    return mine
+
+
+def is_data(given: Any) -> bool:
+    """Whether it is data to train on, a function, a list, a loader, and no batch, a pytree of arrays."""
+    if callable(given) or hasattr(given, "batches") or isinstance(given, list):
+        return True
+    return isinstance(given, Iterable) and not isinstance(given, dict | tuple) and not hasattr(given, "shape")
 
 
 def folder(given: str) -> Named:
-    """The Llama whose sizes the `config.json` of a folder says; its weights are not read."""
+    """The Llama whose sizes the `config.json` of a folder says; its weights are not read: `llama.from_hf` does."""
     path = Path(given).expanduser()
     if not (path / "config.json").exists():
         raise ValueError(

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from ..collectives import scatter_pieces
 from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
-from ..layout.precision import Policy
 from ..parallel import Times, Uses
 from ..parallel.pipeline.schedules import Phase
 from ..step.core import Step
@@ -101,7 +100,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,
-        stored=compute if step.layout.copied else Policy.master(leaf.dtype),
+        stored=compute if step.layout.copied else policy.kept(leaf.dtype, leaf.trainable),
     )
 
 

@@ -99,9 +99,14 @@ class Layout:
         """
         if kind == "optimizer":
             return self.optimizer
-        dtype = {"params": Policy.master, "copy": self.policy.computed, "grads": self.policy.reduced}[kind]
+        policy = self.policy
+        dtype = {
+            "params": lambda leaf: policy.kept(leaf.dtype, leaf.trainable),
+            "copy": lambda leaf: policy.computed(leaf.dtype),
+            "grads": lambda leaf: policy.reduced(leaf.dtype),
+        }[kind]
         return self.unflatten(
-            [Stored(self.stored(leaf, kind), dtype(leaf.dtype), self.spec(leaf, kind), leaf) for leaf in self.leaves]
+            [Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf) for leaf in self.leaves]
         )
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:

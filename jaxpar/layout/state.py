@@ -26,7 +26,8 @@ class State:
 
     Attributes:
       step: int32 scalar, steps taken.
-      params: the master parameters, float32, as the layout stores them (`step.params(state)` gives the model's tree).
+      params: the master parameters, float32 where they are trained and in the compute dtype where they are frozen, as
+        the layout stores them (`step.params(state)` gives the model's tree).
       copy: a replicated copy in the compute dtype (ZeRO-1 and 2 in low precision), or None.
       optimizer: the optimizer's state, as the layout stores it.
       variables: what is not a parameter (BatchNorm statistics, random streams), replicated.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -84,8 +86,10 @@ def _asked(error: Exception, batch: Any) -> str | None:
     inside = list(_containers(batch))
     if isinstance(error, AttributeError):
         return f".{error.name}" if any(error.obj is x for x in inside) else None
-    frame = _last(error.__traceback__)
-    here = [x for x in inside if any(value is x for value in (frame.values() if frame else ()))]
+    read, frame = _read(error.__traceback__)
+    if isinstance(read, Mapping) and not any(read is x for x in inside):
+        return None  # of the parameters, say
+    here = [x for x in inside if any(value is x for value in frame.values())]
     if isinstance(error, KeyError):
         key = error.args[0] if error.args else None
         mappings = [x for x in here if isinstance(x, Mapping)]
@@ -113,11 +117,20 @@ def _containers(tree: Any) -> Iterator[Any]:
             yield from _containers(x)
 
 
-def _last(traceback: TracebackType | None) -> Mapping[str, Any] | None:
-    """The variables of the innermost frame."""
+def _read(traceback: TracebackType | None) -> tuple[Any, Mapping[str, Any]]:
+    """What was read from where an error comes from, `x` of `x[...]`, None where that is no name; and all variables."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return None if traceback is None else traceback.tb_frame.f_locals
+    if traceback is None:
+        return None, {}
+    frame = traceback.tb_frame
+    found = frame.f_locals
+    line, end, start, stop = next(itertools.islice(frame.f_code.co_positions(), traceback.tb_lasti // 2, None))
+    if line is None or line != end:
+        return None, found
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[start:stop].decode(errors="replace")
+    name = text.partition("[")[0].strip()
+    return found.get(name, frame.f_globals.get(name)), found
 
 
 def _kind(x: Any) -> str:

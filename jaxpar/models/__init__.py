@@ -1,4 +1,4 @@
-"""Models to train and to read, by name; nothing in jaxpar depends on them."""
+"""Models to train and to read, by name; no step, strategy or trainer depends on them."""
 
 import dataclasses
 from collections.abc import Callable

@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..ops.attention import attention
 from .parts import text
+from .parts.cache import Attend, Cache, extended
 from .parts.config import check
 from .parts.stack import run, stack
 from .parts.text import loss as loss
@@ -87,13 +88,13 @@ class Attention(nnx.Module):
         self.query, self.key, self.value = (_linear(config.dim, config.dim, rngs) for _ in range(3))
         self.out = _linear(config.dim, config.dim, rngs, branches=2 * config.layers)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
         )
-        return self.out(attention(query, key, value).reshape(x_BTD.shape))
+        return self.out(attend(query, key, value).reshape(x_BTD.shape))
 
 
 class Layer(nnx.Module):
@@ -108,9 +109,9 @@ class Layer(nnx.Module):
         # Without dropout no stream is made, so that the model has no state beside its weights.
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), attend))
         hidden = jax.nn.gelu(self.up(self.ffn_norm(x_BTD)), approximate=True)
         return x_BTD + self.dropout(self.down(hidden))
 
@@ -135,6 +136,24 @@ class GPT(nnx.Module):
                 f"length={length} is more than the {self.config.context} positions that the model knows; "
                 f"use a length up to {self.config.context}, or named(..., context={length})"
             )
-        embedding_VD = self.embedding[...]
-        x_BTD = self.dropout(embedding_VD[tokens_BT] + self.position[:length])
-        return self.norm(run(self.layers, x_BTD)) @ embedding_VD.T
+        x_BTD = self._embedded(tokens_BT, self.position[:length])
+        return self._logits(run(self.layers, x_BTD))
+
+    def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
+        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
+        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
+        """
+        position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], at, tokens_BT.shape[1])
+        x_BTD, cache = extended(self.layers, self._embedded(tokens_BT, position_TD), cache, at)
+        return self._logits(x_BTD), cache
+
+    def empty(self, rows: int, positions: int) -> Cache:
+        """A cache without anything in it."""
+        config, dtype = self.config, self.layers.attention.key.kernel.dtype
+        return Cache.create(config.layers, rows, positions, config.heads, config.head_dim, dtype)
+
+    def _embedded(self, tokens_BT: jax.Array, position_TD: jax.Array) -> jax.Array:
+        return self.dropout(self.embedding[...][tokens_BT] + position_TD)
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        return self.norm(x_BTD) @ self.embedding[...].T

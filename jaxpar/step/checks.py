@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..layout.layout import Layout
@@ -36,6 +37,10 @@ from ..strategy import Strategy
 Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
 
 
+def _kind(x: Any) -> str:
+    return "flax.nnx.State" if isinstance(x, nnx.State) else type(x).__name__  # not to be taken for ours
+
+
 def check_state(state: Any) -> None:
     """Raise ValueError unless this is a state whose arrays are still there.
 
@@ -43,7 +48,7 @@ def check_state(state: Any) -> None:
     """
     if not isinstance(state, State):
         raise ValueError(
-            f"state is a {type(state).__name__}; pass what step.init or the last step returned, and then the batch"
+            f"state is a {_kind(state)}; pass what step.init or the last step returned, and then the batch"
         )
     leaves = jax.tree.leaves(state)
     gone = [is_array(x) and x.is_deleted() for x in leaves]

@@ -112,7 +112,9 @@ class Step(Start, Intake):
         return loss, self.model_def.wrap(grads) if all(f.trainable for f in self.layout.leaves) else grads
 
     def params(self, state: State) -> Any:
-        """The parameters in the model's own tree, unpadded, float32 masters, sharded where a dim divides."""
+        """The parameters in the model's own tree, unpadded, sharded where a dim divides: float32 masters, and frozen
+        ones in the compute dtype.
+        """
         check_state(state)
         return self.model_def.wrap(self._params(state))
 

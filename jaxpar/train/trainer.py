@@ -48,6 +48,8 @@ class Trainer:
       units: what progress and plot are counted in.
       about: what identifies the run besides model, layout and seed, such as the optimizer's settings (as JSON): it is
         saved with each checkpoint, and a run about something else does not resume from it.
+      params: start from these instead of new values, as in `step.init`: a tree like `step.params(state)`, or a function
+        that returns one, which is called only where no checkpoint is resumed from.
       rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
         `make_train_step`. All then need as many batches.
 
@@ -71,6 +73,7 @@ class Trainer:
         trainable: Callable[[str], bool] | None = None,
         rules: Rules | None = None,
         rows: str = "global",
+        params: Any = None,
     ):
         if not isinstance(loop, Loop | None):
             raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
@@ -91,6 +94,7 @@ class Trainer:
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
+        self._given = params
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
@@ -174,7 +178,7 @@ class Trainer:
         # The step finds what is compiled here. A server's programs are several, and none of them is the step.
         self.compiled = None if self.step.strategy.server else self.step.compile(batch)
         if latest is None:
-            self.state = self.step.init(jax.random.key(loop.seed))
+            self.state = self._new()
         ending.going_on(self.number, loop.out)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
@@ -213,6 +217,10 @@ class Trainer:
             if evaluates or saved or compares:
                 self._start_clock()
         return False
+
+    def _new(self) -> Any:
+        given = self._given() if callable(self._given) else self._given
+        return self.step.init(jax.random.key(self.loop.seed), params=given)
 
     def evaluate(self) -> dict[str, float]:
         """The held-out metrics as "held_out_loss" and so on: exact means over all that is held out, in its own weights.
@@ -271,8 +279,7 @@ class Trainer:
             saves.wait()
             self.progress.say(self.finite.back(error, saves.latest))
             self._late, self.number = None, error.step
-            fresh = saves.latest is None
-            state = self.step.init(jax.random.key(self.loop.seed)) if fresh else saves.restore()
+            state = self._new() if saves.latest is None else saves.restore()
             step = np.asarray(error.step, np.int32)
             number = jax.make_array_from_callback((), state.step.sharding, lambda _: step)
             self.state = dataclasses.replace(state, step=number)

@@ -76,3 +76,20 @@ def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> 
     wide = {**old.params(state), "head": np.ones((130, 132))}
     with pytest.raises(ValueError, match=r"params= has head of shape \(130, 132\), the model needs \(130, 131\)"):
         old.init(jax.random.key(1), params=wide)
+
+
+@pytest.mark.parametrize(("there", "here"), [("fsdp,precision=bf16", "zero2"), ("ddp", "fsdp,precision=bf16")])
+def test_a_frozen_base_goes_on_in_the_precision_of_the_step(there: str, here: str, tmp_path: Path) -> None:
+    """It is stored in the compute dtype, so that a run may go on under another precision, as with float32 masters."""
+    old = jp.make_train_step(model(2), optax.adam(1e-2), there, trainable=LORA)
+    state, _ = old(old.init(jax.random.key(0)), {"x": jnp.ones((8, 8), jnp.bfloat16)})
+    old.save(tmp_path, state).wait()
+    new = jp.make_train_step(model(2), optax.adam(1e-2), here, trainable=LORA)
+    low = jnp.bfloat16 if "bf16" in here else jnp.float32
+    want = {n: np.asarray(x if LORA(n) else x.astype(low)) for n, x in tree(old, state).items()}
+    for found in (new.restore(tmp_path), new.restore(tmp_path, weights_only=True, fresh=LORA)):
+        got = tree(new, found)
+        assert {n: x.dtype for n, x in got.items()} == {n: x.dtype for n, x in want.items()}
+        for name in got:
+            if not LORA(name) or int(found.step):
+                np.testing.assert_array_equal(got[name], want[name])

@@ -54,8 +54,8 @@ def test_explain_shows_a_model_of_ones_own(mine: str, capsys: pytest.CaptureFixt
 
 def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture) -> None:
     for given, message in (
-        (f"{mine}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, batch"),
-        (f"{mine}:three", r"returned a int; needs \(model, batch\)"),
+        (f"{mine}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, data"),
+        (f"{mine}:three", r"returned a int; needs \(model, data\)"),
         (f"{mine}:of", r"is of\(size\), and is called as of\(\): .*'size'; write it as def of\(\)"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
     ):
@@ -63,8 +63,8 @@ def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture
             own(given)
     with pytest.raises(ValueError, match=r"--model \./folder: there is no folder/config\.json"):
         named_of("./folder", 8)
-    for given in (f"{mine}:make", "./folder"):
-        assert "jaxpar train makes models by name" in said(["train", "--model", given], 2, capsys)
+    shown = said(["train", "--model", f"{mine}:make"], 2, capsys)
+    assert "returned a model and a batch, and training takes data: return model, data" in shown
 
 
 def test_a_folder_of_hugging_face_is_a_model(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_help_has_what_counts_and_no_broken_words(
     shown = said([command, "--help"], 0, capsys)
     assert max(map(len, shown.splitlines())) <= 80  # what is longer is broken by the terminal, anywhere
     if command in ("check", "explain"):
-        for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep"):
+        for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep", "--seed", "--export", "--profile"):
             assert option not in shown
         assert "Unrecognized options: --steps" in said([command, "--steps", "3"], 2, capsys)
     if command != "plan":

@@ -107,6 +107,30 @@ def test_frozen() -> None:
     assert step.layout.bytes["grads"] == 256 * 4 // 8
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", "dp"])
+def test_frozen_leaves_have_no_float32_master(strategy: str) -> None:
+    """LoRA on a base of 70 billion parameters held 280 GB of it under bf16, of which the loss saw 140."""
+    trainable = lambda path: path == "w"
+    step = make(f"{strategy},precision=bf16", trainable=trainable)
+    state = step.init(KEY)
+    held = {path: x.dtype.name for path, x in step.params(state).items()}
+    assert held == {"odd": "bfloat16", "small": "bfloat16", "w": "float32"}
+    full = make(f"{strategy},precision=bf16")
+    saved = full.layout.bytes["params"] - step.layout.bytes["params"]
+    parts = 8 if step.layout.copied or strategy == "zero3" else 1  # `odd` is padded to 136 rows where it is sharded
+    assert saved == 2 * ((136 * 131 // 8 if parts == 8 else 131 * 131) + 3)
+    # What is trained goes where it went beside float32 masters, which the loss saw in bfloat16 too.
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), init(KEY))
+    state, other = step.init(KEY, params=given), full.init(KEY, params=given)
+    for _ in range(2):
+        (loss_, grads), (other_loss, other_grads) = step.value_and_grad(state, BATCH), full.value_and_grad(other, BATCH)
+        assert equal((loss_, grads["w"]), (other_loss, other_grads["w"]))
+        state, metrics = step(state, BATCH)
+        other = full.init(KEY, params={**given, "w": step.params(state)["w"]})
+    assert metrics["finite"]
+    assert equal(step.params(state)["odd"], given["odd"])
+
+
 class Noisy(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)

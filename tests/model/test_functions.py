@@ -125,6 +125,17 @@ def test_other_errors_of_a_loss_stay_and_carry_the_batch() -> None:
     assert found.value.__notes__[0] == "the batch, a block of its rows: a dict of x float32[1, 4], y int32[1]"
 
 
+def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:
+    """It said that the loss asked the batch for 'W', which the batch had not either."""
+    model = jp.Model(init=lambda key: {"w": jnp.ones((4, 4))}, loss=lambda p, b, k: (b["x"] @ p["W"]).mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    with pytest.raises(KeyError, match="'W'") as found:
+        step.trace(BATCH)
+    assert "a dict of x" in found.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"state is a flax\.nnx\.State; pass what step\.init"):
+        step(nnx.State({}), BATCH)
+
+
 def test_an_example_that_lacks_a_key_is_shown() -> None:
     linen = jp.from_linen(Dense(), lambda apply, b: apply(b["image"]).mean(), BATCH)
     with pytest.raises(ValueError, match="asks the example for 'image', and it is a dict of x"):

@@ -57,6 +57,41 @@ def test_generation_on_eight_devices_is_that_of_one_and_traces_once(monkeypatch:
     np.testing.assert_array_equal(model.generate(module, prompt, 6, key), found)
 
 
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+def test_what_is_cached_is_what_a_whole_pass_sees(name: str) -> None:
+    """Logits of each position beside those of one pass over all; and tokens beside the most probable ones of such
+    passes, while the window grows and after it has begun to slide.
+    """
+    model = named(name, dim=32, heads=4, layers=3, context=12)
+    module = model.model.bind(*model.model.create(jax.random.key(0)))
+    module.eval()
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    whole = module(tokens)
+    cache, found = module.empty(2, 12), []
+    for part in (slice(0, 5), slice(5, 6), slice(6, 9), slice(9, 12)):
+        logits, cache = module.extend(tokens[:, part], cache, jnp.int32(part.start))
+        found.append(logits)
+    np.testing.assert_allclose(
+        jnp.concatenate(found, axis=1), whole, rtol=2e-5, atol=2e-5 * float(jnp.abs(whole).max())
+    )
+
+    expected, prompt = np.asarray(tokens[:, :4]), np.asarray(tokens[:, :4])
+    for _ in range(12):
+        expected = np.concatenate([expected, module(expected[:, -12:])[:, -1:].argmax(-1)], axis=1)
+    np.testing.assert_array_equal(jp.generate(module, prompt, 12, jax.random.key(2), temperature=0), expected)
+
+
+@pytest.mark.parametrize("strategy", ["zero3,precision=bf16", "tensor=2,fsdp=4", "pipe=2,fsdp=4,microbatches=2"])
+def test_generation_is_the_same_under_every_strategy(strategy: str) -> None:
+    model, prompt = named("llama-tiny", dim=64, layers=2), np.asarray([[1, 2, 3], [4, 5, 6]])
+    step = jp.make_train_step(model.model, optax.sgd(0.1), strategy)
+    module = step.model(step.init(jax.random.key(0)))
+    found = jp.generate(module, prompt, 9, jax.random.key(1), window=8)
+    assert found.sharding.is_fully_replicated
+    alone = model.model.bind(*jax.jit(model.model.create)(jax.random.key(0)))
+    np.testing.assert_array_equal(found, jp.generate(alone, prompt, 9, jax.random.key(1), window=8))
+
+
 def test_generation_draws_from_the_softmax_at_a_temperature() -> None:
     class Fixed(nnx.Module):
         def __init__(self) -> None:
@@ -87,3 +122,5 @@ def test_generation_says_what_it_needs(change: dict[str, Any], message: str) -> 
     )
     with pytest.raises(ValueError, match=message):
         text.generate(model, **({"prompt": [[1]], "count": 1, "key": jax.random.key(0)} | change))
+    with pytest.raises(ValueError, match="module is a Linear, which is no Llama or GPT"):
+        text.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]], 1, jax.random.key(0))

@@ -103,7 +103,8 @@ def _check(options: Mapping[str, Any]) -> None:
     for name, known in _ONLY.items():
         if name in options and options[name] not in known:
             needed = f"{known[0]!r}" if known else "none"
-            raise ValueError(f"{name}={options[name]!r} is not supported: Llama here has {needed}")
+            hint = "; write that model in Flax, and pass it to jp.from_nnx" if name == "model_type" else ""
+            raise ValueError(f"{name}={options[name]!r} is not supported: Llama here has {needed}{hint}")
 
 
 def _rope(options: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from flax import nnx
 
 from ...ops.attention import attention
 from ..parts import text
+from ..parts.cache import Attend, Cache, extended
 from ..parts.config import check
 from ..parts.stack import run, stack
 from ..parts.text import loss as loss
@@ -150,13 +151,13 @@ class Attention(nnx.Module):
         self.value = _linear(config.dim, config.kv_heads * config.head_dim, rngs)
         self.out = _linear(config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
 
-    def __call__(self, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
         )
-        mixed = attention(rope(query, angles), rope(key, angles), value)
+        mixed = attend(rope(query, angles), rope(key, angles), value)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -184,9 +185,9 @@ class Layer(nnx.Module):
         # Without dropout no stream is made, so that the model has no state beside its weights.
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
-    def __call__(self, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), angles))
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), angles, attend))
         return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)))
 
 
@@ -204,8 +205,24 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
-        config = self.config
-        angles = rope_table(tokens_BT.shape[1], config.head_dim, config.rope_theta, config.rope_factor)
-        embedding_VD = self.embedding[...]
-        x_BTD = self.norm(run(self.layers, embedding_VD[tokens_BT], angles))
-        return x_BTD @ embedding_VD.T if self.head is None else self.head(x_BTD)
+        return self._logits(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
+
+    def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
+        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
+        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
+        """
+        angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), at, tokens_BT.shape[1])
+        x_BTD, cache = extended(self.layers, self.embedding[...][tokens_BT], cache, at, angles)
+        return self._logits(x_BTD), cache
+
+    def empty(self, rows: int, positions: int) -> Cache:
+        """A cache without anything in it."""
+        config, dtype = self.config, self.layers.attention.key.kernel.dtype
+        return Cache.create(config.layers, rows, positions, config.kv_heads, config.head_dim, dtype)
+
+    def _angles(self, length: int) -> jax.Array:
+        return rope_table(length, self.config.head_dim, self.config.rope_theta, self.config.rope_factor)
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = self.norm(x_BTD)
+        return x_BTD @ self.embedding[...].T if self.head is None else self.head(x_BTD)

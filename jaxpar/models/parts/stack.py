@@ -20,3 +20,17 @@ def run(stacked: Any, x: jax.Array, *given: jax.Array) -> jax.Array:
         return layer(x, *given)
 
     return steps(stacked, x, *given)
+
+
+def run_with(
+    stacked: Any, x: jax.Array, each: Any, step: Callable[[Any, jax.Array, Any], Any]
+) -> tuple[jax.Array, Any]:
+    """`x, new = step(layer, x, own)` for every layer of the stack in turn, `own` being its part of `each` (leaves
+    [layers, ...]); returns the last x and what is new, stacked alike.
+    """
+
+    @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def steps(layer: Any, x: jax.Array, own: Any) -> Any:
+        return step(layer, x, own)
+
+    return steps(stacked, x, each)

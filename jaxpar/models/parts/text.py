@@ -3,13 +3,15 @@
 Dims: B rows, T positions, W window, V vocab.
 """
 
-from functools import partial
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...model.model import Mean
 
@@ -54,42 +56,94 @@ def generate(
       window: how many of the last tokens the model sees; if None, as many as there will be, at most its `context`. A
         model is at its best within the length that it was trained on.
 
-    Returns int32 [B, T + count]. It is one program for all tokens of a call, and for later calls of the same shapes.
-    Nothing is cached: every token costs a forward pass over the window. Raises ValueError where there is no prompt, or
-    nothing to add, or the window is larger than the model's context.
+    Returns int32 [B, T + count], on every device of the module's, and of all hosts, which call it alike. It is one
+    program for all tokens of a call, and for later calls of the same shapes. As long as all tokens fit into the window,
+    keys and values are kept, and a token costs a forward pass over one position; once the window slides, all positions
+    in it change, and a token costs a forward pass over the window. So does every token of a module without `extend` and
+    `empty`, as `Llama` and `GPT` have them. Raises ValueError where there is no prompt, or nothing to add, or the
+    window is larger than the model's context.
     """
-    prompt = jnp.asarray(prompt, jnp.int32)
+    prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 2 or not prompt.size:
         raise ValueError(f"prompt has shape {list(prompt.shape)}, needs [rows, tokens] with one token or more")
     if count < 1:
         raise ValueError(f"count={count} adds nothing; use 1 or more")
-    context = module.config.context
+    if (context := getattr(getattr(module, "config", None), "context", None)) is None:
+        raise ValueError(
+            f"module is a {type(module).__name__}, which is no Llama or GPT; pass step.model(state) of one"
+        )
     window = int(min(prompt.shape[1] + count, context) if window is None else window)
     if not 1 <= window <= context:
         raise ValueError(f"window={window} must lie in 1 to {context}, the model's context")
     graph, state = nnx.split(module)
-    return jnp.concatenate([prompt, _continue(graph, state, prompt, count, key, temperature, window)], axis=1)
+    # Tokens that are added while what the model sees still grows.
+    growing = min(count, max(0, window - prompt.shape[1] + 1)) if hasattr(module, "extend") else 0
+    data = jax.device_get(jax.random.key_data(key))  # as each of several hosts has it
+    sizes = {"growing": growing, "sliding": count - growing, "window": window, "kind": jax.random.key_impl(key)}
+    return _continued(_places(state))(graph, state, prompt, data, np.float32(temperature), **sizes)
 
 
-@partial(jax.jit, static_argnames=("graph", "count", "window"))
+def _places(state: Any) -> Any:
+    """On every device of a module's arrays; None where it has none, or abstract ones."""
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+            return NamedSharding(x.sharding.mesh, PartitionSpec())
+    return None
+
+
+@functools.cache
+def _continued(place: Any) -> Any:
+    static = ("graph", "kind", "growing", "sliding", "window")
+    return jax.jit(_continue, static_argnames=static, out_shardings=place)
+
+
 def _continue(
-    graph: Any, state: Any, prompt_BT: jax.Array, count: int, key: jax.Array, temperature: float, window: int
+    graph: Any,
+    state: Any,
+    prompt_BT: jax.Array,
+    data: jax.Array,
+    temperature: jax.Array,
+    kind: Any,
+    growing: int,
+    sliding: int,
+    window: int,
 ) -> jax.Array:
-    seen = prompt_BT[:, -window:]
-    padded_BW = jnp.pad(seen, [(0, 0), (0, window - seen.shape[1])])
+    keys = jax.random.split(jax.random.wrap_key_data(data, impl=kind), growing + sliding)
 
-    def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        # Tokens fill the window from the left, so that attention, being causal, never sees what is not written yet.
-        tokens_BW, filled = carry
+    def module() -> Any:
         module = nnx.merge(graph, state, copy=True)  # a module may not be used at another level of tracing
         module.eval()
-        logits_BV = module(tokens_BW)[:, filled - 1].astype(jnp.float32)
+        return module
+
+    def drawn(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
         # Gumbel's trick: a draw from softmax(logits / temperature), and plainly the largest logit at 0.
-        token_B = jnp.argmax(logits_BV + temperature * jax.random.gumbel(key, logits_BV.shape), axis=-1)
+        logits_BV = logits_BV.astype(jnp.float32)
+        return jnp.argmax(logits_BV + temperature * jax.random.gumbel(key, logits_BV.shape), axis=-1)
+
+    def grow(carry: tuple[Any, jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
+        cache, logits_BV, at = carry
+        token_B = drawn(logits_BV, key)
+        logits_B1V, cache = module().extend(token_B[:, None], cache, at)
+        return (cache, logits_B1V[:, 0], at + 1), token_B
+
+    def slide(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        # Tokens fill the window from the left, so that attention, being causal, never sees what is not written yet.
+        tokens_BW, filled = carry
+        token_B = drawn(module()(tokens_BW)[:, filled - 1], key)
         full = filled == window
         tokens_BW = jnp.where(full, jnp.roll(tokens_BW, -1, axis=1), tokens_BW)
         at = jnp.where(full, window - 1, filled)
         return (tokens_BW.at[:, at].set(token_B), at + 1), token_B
 
-    start = (padded_BW, jnp.int32(seen.shape[1]))
-    return jax.lax.scan(step, start, jax.random.split(key, count))[1].T
+    tokens_BT = prompt_BT
+    if growing:
+        rows, length = prompt_BT.shape
+        cache = module().empty(rows, length + growing)
+        logits_BTV, cache = module().extend(prompt_BT, cache, jnp.int32(0))
+        start = cache, logits_BTV[:, -1], jnp.int32(length)
+        tokens_BT = jnp.concatenate([prompt_BT, jax.lax.scan(grow, start, keys[:growing])[1].T], axis=1)
+    if sliding:
+        seen = tokens_BT[:, -window:]
+        start = jnp.pad(seen, [(0, 0), (0, window - seen.shape[1])]), jnp.int32(seen.shape[1])
+        tokens_BT = jnp.concatenate([tokens_BT, jax.lax.scan(slide, start, keys[growing:])[1].T], axis=1)
+    return tokens_BT

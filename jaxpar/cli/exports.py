@@ -1,0 +1,58 @@
+"""What is written for Hugging Face's `transformers`: weights, and beside them what its tokenizer needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..checkpoint.saved import Checkpoint, weights_of
+from ..files import json_of, member
+from ..models import llama
+from .options import named_of
+from .own import is_folder
+
+# Of a model's folder, whatever is there of these.
+_BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+           "generation_config.json")  # fmt: skip
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check(model: str, target: Path, length: int = 1) -> llama.Config:
+    """The sizes of a model that can be exported. Raises ValueError where it cannot be, and where `target` already holds
+    weights: before anything is trained.
+    """
+    config = None if ":" in model and not is_folder(model) else named_of(model, length).config
+    if not isinstance(config, llama.Config):
+        raise ValueError(f"{model} cannot be written for Hugging Face's transformers; Llamas can")
+    if there := sorted(file.name for file in target.glob("*") if file.suffix in (".safetensors", ".bin")):
+        raise ValueError(f"{target} already holds {there[0]}; choose another folder, or remove the weights in it")
+    return config
+
+
+def export(model: str, source: Path, target: Path, dtype: str | None = None) -> str:
+    """Writes the folder from the last checkpoint of a run, by one process; returns a line that says what it is.
+
+    Args:
+      model: its name, or the folder of Hugging Face's that it started from, whose tokenizer is copied.
+      source: the folder of a checkpoint, of several, or of a run.
+      target: the folder to make.
+      dtype: of the weights; the folder's if None, float32 for a name.
+    """
+    if jax.process_index():
+        return str(target)
+    config, saved = check(model, target), Checkpoint(source)
+    folder = Path(model).expanduser() if is_folder(model) else None
+    stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
+    dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
+    llama.to_hf(config, weights_of(saved), target, dtype)
+    if folder is not None:
+        path = target / "config.json"
+        ids = {name: stated[name] for name in _TOKENS if name in stated}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=2) + "\n")
+        for file in sorted({file for pattern in _BESIDE for file in folder.glob(pattern) if file.is_file()}):
+            shutil.copy(member(folder, file.name), target / file.name)
+    return f"{target}, {config.parameters:,} parameters of {model} after step {saved.step}"
