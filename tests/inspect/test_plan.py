@@ -196,6 +196,24 @@ def test_text_is_80_wide_and_explain_names_every_number() -> None:
         found.explain(2)
 
 
+def test_the_answer_is_the_first_sentence() -> None:
+    (line,) = a_plan(["fsdp=8,precision=bf16"], flops=FLOPS).lines
+    numbers = {"rows_per_second": 100.0, "mfu": 0.451, "seconds": 1.0}
+    line = dataclasses.replace(
+        line, prediction=line.prediction | numbers, memory=line.memory | {"total": 53_100_000_000}
+    )
+    found = dataclasses.replace(SHOWN, lines=(line,), memory=85_000_000_000, length=1000)
+    line = dataclasses.replace(line, usable=60_000_000_000)
+    said = "fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1T tokens: fsdp=8,precision=bf16"
+    assert str(dataclasses.replace(found, lines=(line,))).splitlines()[0] == said
+    alone = dataclasses.replace(found, lines=(line,), length=None)
+    assert str(alone).startswith("fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1B rows: ")
+    line = dataclasses.replace(line, usable=1)
+    refused = str(dataclasses.replace(found, lines=(line,)))
+    assert refused.startswith("fits: no; the least that was compiled takes 53 of 85 GB, as fsdp=8")
+    assert str(dataclasses.replace(found, lines=(), interrupted=True)).startswith("nothing was compiled")
+
+
 def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:
     names = ["ddp", "fsdp=8,remat=layer"]
     totals = {str(line.strategy): line.memory["total"] for line in a_plan(names).lines}

@@ -191,7 +191,10 @@ class _Planner:
         for strategy, estimate in queue:
             if not self._tried(strategy):
                 self.pruned[str(strategy)] = self._needless(strategy, estimate, top) or ""
-        if self.cache:
+        self._keep(precision)
+
+    def _keep(self, precision: str) -> None:
+        if self.cache and self.cache.get("closed forms", precision) != self.known:
             self.cache.put(self.known, "closed forms", precision)
 
     def _tried(self, strategy: Strategy) -> bool:
@@ -248,6 +251,7 @@ class _Planner:
             if (estimate := self._estimate(strategy)) is not None:
                 found.append((strategy, estimate))
             bar.advance(task)
+        self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
     def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
