@@ -31,11 +31,11 @@ FLOPS = 6.0 * WEIGHTS * ROWS
 ADAM = optax.adamw(1e-3)
 
 
-def stack(gain: float = 1.0, rules: Any = None) -> jp.Model:
+def stack(gain: float = 1.0, rules: Any = None, width: int = D) -> jp.Model:
     """A stack of small feed-forward layers: quick to compile, and its numbers are sums by hand."""
 
     def init(key: jax.Array) -> Any:
-        return {"up": jax.random.normal(key, (L, D, F)), "down": jax.random.normal(key, (L, F, D))}
+        return {"up": jax.random.normal(key, (L, width, F)), "down": jax.random.normal(key, (L, F, width))}
 
     def loss(params: Any, batch: jax.Array, key: Any) -> jax.Array:
         def layer(x: jax.Array, weights: Any) -> Any:
