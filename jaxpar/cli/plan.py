@@ -36,7 +36,7 @@ class PlanOptions:
     """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
     precision: Literal["bf16", "f16", "f32"] = "bf16"
     """compute dtype of the strategies that are tried"""
-    top: int = 8
+    top: int = 16
     """so many are compiled"""
     explain: int | None = None
     """print every number of this line with its source"""

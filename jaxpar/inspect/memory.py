@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jec
 
 from ..jaxprs import jaxpr as jx
 from ..step.core import Step
@@ -88,14 +90,28 @@ def saved(step: Step, batch: Any) -> int:
     """
     if step.schedule is not None:
         return step.schedule.slots * slot_bytes(step, batch)
-    return forward(step, batch)[1]
+    return forward(step, batch).saved
 
 
-def forward(step: Step, batch: Any) -> tuple[float, int]:
-    """FLOPs of the matrix products of one microbatch's forward on a device, and bytes that its backward needs of it.
+class Forward(NamedTuple):
+    """One microbatch's forward on a device.
 
-    Counted are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the next,
-    each once, without weights and batch. Not for pipelines.
+    Attributes:
+      flops: of its matrix products.
+      products: how many they are.
+      saved: bytes that its backward needs of it.
+    """
+
+    flops: float
+    products: int
+    saved: int
+
+
+def forward(step: Step, batch: Any) -> Forward:
+    """What one microbatch's forward on a device computes and keeps.
+
+    Counted as kept are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the
+    next, each once, without weights and batch. Not for pipelines.
     """
     loss = step.traced(batch)
 
@@ -107,4 +123,14 @@ def forward(step: Step, batch: Any) -> tuple[float, int]:
     traced, _ = jx.trace(tape, loss.leaves, loss.variables, loss.rows, loss.key, axes=loss.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
-    return flops, sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    return Forward(flops, _products(loss.program.eqns), saved)
+
+
+def _products(eqns: Iterable[Any], times: int = 1) -> int:
+    count = 0
+    for eqn in eqns:
+        count += times * (eqn.primitive.name in ("dot_general", "conv_general_dilated"))
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        count += sum(_products(jx.opened(inner)[0].eqns, inside) for inner in jec.jaxprs_in_params(eqn.params))
+    return count

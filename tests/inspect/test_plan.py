@@ -15,7 +15,9 @@ import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.inspect.plan.candidates import Estimator, candidates
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
+from jaxpar.inspect.plan.neighbours import family, neighbours
 from jaxpar.inspect.plan.ranking import Plan
+from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
@@ -29,11 +31,11 @@ FLOPS = 6.0 * WEIGHTS * ROWS
 ADAM = optax.adamw(1e-3)
 
 
-def stack(gain: float = 1.0, rules: Any = None) -> jp.Model:
+def stack(gain: float = 1.0, rules: Any = None, width: int = D) -> jp.Model:
     """A stack of small feed-forward layers: quick to compile, and its numbers are sums by hand."""
 
     def init(key: jax.Array) -> Any:
-        return {"up": jax.random.normal(key, (L, D, F)), "down": jax.random.normal(key, (L, F, D))}
+        return {"up": jax.random.normal(key, (L, width, F)), "down": jax.random.normal(key, (L, F, width))}
 
     def loss(params: Any, batch: jax.Array, key: Any) -> jax.Array:
         def layer(x: jax.Array, weights: Any) -> Any:
@@ -103,12 +105,42 @@ def test_closed_forms_by_hand() -> None:
     assert kept[2] < kept[1] - L * (ROWS // 8) * F * 4 + 8 * ROWS * D * 4  # but not its matmul
     piped = estimator.estimate(jp.Strategy(data=4, pipe=2, microbatches=2))
     assert piped.bubble == pytest.approx(1 / 3)  # p - 1 of m + p - 1
-    peak = H100.peak("tf32")
-    assert peak is not None
-    assert replicated.compute == pytest.approx(FLOPS / 8 / peak)
-    assert piped.compute == pytest.approx(FLOPS / 8 / peak * 3 / 2)
-    again = estimator.estimate(jp.Strategy(data=8, remat="layer"))
-    assert again.compute == pytest.approx(FLOPS / 8 / peak * 4 / 3)
+    again = jp.Strategy(data=8, remat="layer")
+    starts = 3 * 2 * L * PRODUCT_START  # longer than these few FLOPs
+    assert replicated.compute == pytest.approx(starts)
+    assert estimator.estimate(again).compute == pytest.approx(starts * 4 / 3)
+    four = estimator.estimate(jp.Strategy(data=8, microbatches=2))
+    assert H100.memory_bandwidth is not None
+    assert four.compute == pytest.approx(2 * (starts + 2 * 4 * WEIGHTS / H100.memory_bandwidth))  # sums of gradients
+    peak = 1e9
+    slow = Estimator(MODEL, ADAM, here(dataclasses.replace(H100, peaks={"tf32": peak})), BATCH)
+    assert slow.estimate(jp.Strategy(data=8)).compute == pytest.approx(FLOPS / 8 / peak)
+    assert slow.estimate(again).compute == pytest.approx(FLOPS / 8 / peak * 4 / 3)
+    piped = slow.estimate(jp.Strategy(data=4, pipe=2, microbatches=2))
+    assert piped.compute == pytest.approx(FLOPS / 8 / peak * 3 / 2, rel=1e-4)
+    narrow = Estimator(MODEL, ADAM, here(dataclasses.replace(H100, memory_bandwidth=1e6)), BATCH)
+    assert narrow.estimate(jp.Strategy(data=8)).compute == pytest.approx(2 * 4 * WEIGHTS / 1e6)  # weights read twice
+
+
+@pytest.mark.parametrize(
+    "name", ["data=8", "fsdp=8", "data=2,fsdp=4,zero=1", "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=4,chunks=2"]
+)
+def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> None:
+    strategy = jp.Strategy.parse(f"{name},precision=bf16")
+    found = list(neighbours(strategy, here(), ROWS))
+    assert len({str(s) for s in found}) == len(found)
+    assert strategy not in found
+    for other in found:
+        shape = other.sizes(8)
+        assert ROWS % (shape["data"] * shape["fsdp"] * other.microbatches) == 0
+        assert other.sequence == (other.tensor > 1)
+        assert other.chunks == 1 or other.microbatches % other.pipe == 0
+        if (other.microbatches, other.chunks) == (strategy.microbatches, strategy.chunks):
+            assert strategy in neighbours(other, here(), ROWS)  # and so is the way back
+    assert {"none", "dots", "layer"} - {strategy.remat} <= {s.remat for s in found}
+    assert any(s.reduce == "compute" for s in found)
+    assert any(s.microbatches == 2 * strategy.microbatches for s in found)
+    assert len({family(s, here()) for s in found}) > 2
 
 
 def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
@@ -162,6 +194,24 @@ def test_text_is_80_wide_and_explain_names_every_number() -> None:
     assert "matmul" in text
     with pytest.raises(ValueError, match="lines 1 to 1"):
         found.explain(2)
+
+
+def test_the_answer_is_the_first_sentence() -> None:
+    (line,) = a_plan(["fsdp=8,precision=bf16"], flops=FLOPS).lines
+    numbers = {"rows_per_second": 100.0, "mfu": 0.451, "seconds": 1.0}
+    line = dataclasses.replace(
+        line, prediction=line.prediction | numbers, memory=line.memory | {"total": 53_100_000_000}
+    )
+    found = dataclasses.replace(SHOWN, lines=(line,), memory=85_000_000_000, length=1000)
+    line = dataclasses.replace(line, usable=60_000_000_000)
+    said = "fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1T tokens: fsdp=8,precision=bf16"
+    assert str(dataclasses.replace(found, lines=(line,))).splitlines()[0] == said
+    alone = dataclasses.replace(found, lines=(line,), length=None)
+    assert str(alone).startswith("fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1B rows: ")
+    line = dataclasses.replace(line, usable=1)
+    refused = str(dataclasses.replace(found, lines=(line,)))
+    assert refused.startswith("fits: no; the least that was compiled takes 53 of 85 GB, as fsdp=8")
+    assert str(dataclasses.replace(found, lines=(), interrupted=True)).startswith("nothing was compiled")
 
 
 def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:

@@ -5,7 +5,9 @@
                  of a pipeline, those of a stage times the schedule's slots
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
-    compute      3 forwards (4 with remat="layer") of the traced matmuls at the peak, over 1 - bubble of a pipeline
+    compute      3 forwards (4 with remat="layer") of the traced matmuls, over 1 - bubble of a pipeline; of a microbatch
+                 the longest of: FLOPs at the peak, weights read and gradients written, a kernel's start each; beside it
+                 sums of gradients are read and written, if there is more than one
     seconds      compute + what tensor sends + what ZeRO and replicas send beyond compute, at `links`' speed; bandwidths
                  of the links and peaks are upper bounds, so that this is less than the program takes
 
@@ -35,11 +37,12 @@ from ...strategy import Strategy
 from ...tables import SCHEDULES
 from ..expected import expected
 from ..memory import forward
+from ..predict.efficiency import PRODUCT_START
 from ..predict.links import Way, collective_seconds
 from ..targets.devices import Target
 
 _PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32"}
-_REMATS = ("none", "dots", "layer")
+REMATS = ("none", "dots", "layer")
 _MICROBATCHES = (1, 2, 4)  # times the ranks of a pipeline: the bubble shrinks, the messages grow in number
 
 
@@ -79,7 +82,7 @@ def candidates(target: Target, rows: int, precision: str) -> Iterator[Strategy]:
     """
     n = len(target.devices)
     if n == 1:
-        for remat in _REMATS:
+        for remat in REMATS:
             for m in _powers(rows):
                 yield Strategy(data=1, microbatches=m, remat=remat, precision=precision)
         return
@@ -95,7 +98,7 @@ def candidates(target: Target, rows: int, precision: str) -> Iterator[Strategy]:
                 schedules = [(Strategy.schedule, 1)] if pipe == 1 else list(itertools.product(planned, (1, 2)))
                 for m in cuts:
                     for schedule, chunks in schedules:
-                        for remat in _REMATS:
+                        for remat in REMATS:
                             yield Strategy(
                                 pipe=pipe,
                                 tensor=tensor,
@@ -129,10 +132,11 @@ def _powers(n: int) -> list[int]:
 @dataclass(frozen=True)
 class _Facts:
     """Of the loss under one `tensor`, `sequence` and `remat`: forward FLOPs, kept bytes, bytes over `tensor`; of a row
-    each, and kept bytes that do not depend on the rows.
+    each; matmuls, and kept bytes that do not depend on the rows.
     """
 
     flops: float
+    products: int
     kept: float
     fixed: float
     sent: dict[str, float]  # by kind
@@ -168,15 +172,32 @@ class Estimator:
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / s.microbatches
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        hardware = self.target.hardware
-        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
-        assert peak is not None  # `plan` has seen to it
-        compute = (4 if s.remat == "layer" else 3) * facts.flops * rows / pipe / peak / (1 - bubble)
+        compute = s.microbatches * self._microbatch(s, shape, facts, state, rows / s.microbatches) / (1 - bubble)
         between = sum(self._seconds(kind, size * rows / pipe, shape, "tensor") for kind, size in facts.sent.items())
         hideable = self._of_weights(s, shape, state)
         seconds = compute + between + max(0.0, hideable - compute)
         sent = between + hideable
         return Estimate(**state, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
+
+    def _microbatch(
+        self, s: Strategy, shape: dict[str, int], facts: _Facts, state: dict[str, int], rows: float
+    ) -> float:
+        """Seconds of a rank's kernels for one microbatch of so many rows."""
+        hardware, passes = self.target.hardware, 4 if s.remat == "layer" else 3
+        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
+        bandwidth = hardware.memory_bandwidth
+        assert peak is not None  # `plan` has seen to it
+        assert bandwidth is not None
+        flops = passes * facts.flops * rows / shape["pipe"] / peak
+        weights = (passes - 1) * self._elements(s, shape, state) * _computed(s).itemsize / bandwidth
+        starts = passes * facts.products / shape["pipe"] * PRODUCT_START
+        sums = 2 * state["grads"] / bandwidth if s.microbatches > 1 else 0.0
+        return max(flops, weights, starts) + sums
+
+    def _elements(self, s: Strategy, shape: dict[str, int], state: dict[str, int]) -> int:
+        """The elements of parameters that a rank computes with."""
+        shards = shape["fsdp"] if "grads" in rule_of(s).sharded else 1
+        return state["grads"] // _reduced(s).itemsize * shards
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, mesh=devices, rules=self.rules)
@@ -192,23 +213,22 @@ class Estimator:
         strategy = dataclasses.replace(strategy, **changes)
         step = self._step(strategy, self.target.devices[: strategy.tensor])
         one, two = (_with_rows(self.batch, n) for n in (1, 2))
-        flops, first = forward(step, one)
-        _, second = forward(step, two)
+        first, second = forward(step, one), forward(step, two)
         sent: dict[str, float] = {}
         if strategy.tensor > 1:
             for entry in expected(step, one):
                 if entry.axes == ("tensor",):
                     sent[entry.kind] = sent.get(entry.kind, 0.0) + entry.bytes
-        return _Facts(flops, second - first, max(0, 2 * first - second), sent)
+        fixed = max(0, 2 * first.saved - second.saved)
+        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, sent)
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], state: dict[str, int]) -> float:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves as one, which is used
         once forwards and once backwards.
         """
-        rule, policy, m = rule_of(s), Policy.of(s), s.microbatches
-        compute, reduce = (in_which(jnp.dtype(jnp.float32)) for in_which in (policy.computed, policy.reduced))
-        # The elements that a rank computes with, and how often it fetches them: idle ranks do too.
-        whole = state["grads"] // reduce.itemsize * (shape["fsdp"] if "grads" in rule.sharded else 1)
+        rule, m = rule_of(s), s.microbatches
+        compute, reduce, whole = _computed(s), _reduced(s), self._elements(s, shape, state)
+        # How often it fetches them: idle ranks do too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
         uses = Uses(
             elements=whole,
@@ -234,6 +254,14 @@ class Estimator:
         local = max(1, min(shape[axis], self.target.per_host // inner))
         way = Way(shape[axis], -(-shape[axis] // local), local)
         return collective_seconds(kind, int(size), way, self.target.hardware)[0]
+
+
+def _computed(s: Strategy) -> Any:
+    return Policy.of(s).computed(jnp.dtype(jnp.float32))
+
+
+def _reduced(s: Strategy) -> Any:
+    return Policy.of(s).reduced(jnp.dtype(jnp.float32))
 
 
 def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:

@@ -7,6 +7,7 @@ ranked by what their programs hold and how long `predict` says that they take.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 import warnings
@@ -34,9 +35,10 @@ from ..targets.devices import target as target_of
 from .cache import Cache, about, folder
 from .candidates import Estimate, Estimator, candidates
 from .line import RESERVE, Line, ranked
+from .neighbours import family, neighbours
 from .ranking import Plan
 
-_SAME = 2  # of one layout, this many are compiled at first: remat and microbatches matter less than where weights live
+_TRIES = 3  # of a family whose fastest do not fit
 
 
 def plan(
@@ -47,7 +49,7 @@ def plan(
     rules: Rules | None = None,
     flops: float | None = None,
     strategies: Iterable[Strategy | str] | None = None,
-    top: int = 8,
+    top: int = 16,
     precision: str = "bf16",
     length: int | None = None,
     cache: str | os.PathLike[str] | bool = True,
@@ -62,8 +64,9 @@ def plan(
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
       rules: for `tensor`, as for `make_train_step`.
       flops: of a step on that batch, forward and backward without recomputation; gives the MFU.
-      strategies: these alone are compiled, all of them; else those of `candidates`, pruned by closed forms.
-      top: so many of the candidates are compiled.
+      strategies: these alone are compiled, all of them; else the best of `candidates` by closed forms, and then what
+        differs in one choice from the best that was found.
+      top: so many are compiled at most.
       precision: of the candidates: "bf16", "f16" or "f32".
       length: positions of a row; gives tokens/s.
       cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
@@ -109,6 +112,7 @@ class _Planner:
         if cache is not False:
             path = folder(None if cache is True else cache)
             self.cache = Cache(path, about(model, optimizer, batch, target, rules))
+        self.estimator, self.known = Estimator(model, optimizer, target, batch, rules), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
@@ -162,60 +166,97 @@ class _Planner:
             bar.advance(task)
 
     def _search(self, top: int, precision: str, bar: Progress) -> None:
+        """Compiles the best of each family by closed forms, then what differs in one choice from the best that was
+        found, until nothing of that may be faster; what is left of `top` then goes to the rest, by closed forms.
+        """
         queue = self._estimated(precision, bar)
         task = bar.add_task("compile", total=min(top, len(queue)))
-        families: dict[Any, int] = {}
-        later: list[tuple[Strategy, Estimate]] = []
-        while queue or later:
-            second = not queue
-            strategy, estimate = (queue or later).pop(0)
-            if (why := self._needless(strategy, estimate, top)) is not None:
-                self.pruned[str(strategy)] = why
-                continue
-            family = (strategy.pipe, strategy.data, strategy.fsdp, strategy.tensor, strategy.zero)
-            if not second and families.get(family, 0) >= _SAME:
-                later.append((strategy, estimate))
-                continue
+
+        def compile_(strategy: Strategy, estimate: Estimate) -> None:
             bar.update(task, description=f"compile {strategy}")
             if self._compile(strategy, estimate):
-                families[family] = families.get(family, 0) + 1
                 bar.advance(task)
 
+        families: dict[Any, list[tuple[Strategy, Estimate]]] = {}
+        for strategy, estimate in queue:
+            families.setdefault(family(strategy, self.target), []).append((strategy, estimate))
+        for members in list(families.values())[: max(1, top // 2)]:
+            tries = (pair for pair in members if not self._needless(*pair, top))
+            for strategy, estimate in itertools.islice(tries, _TRIES):
+                compile_(strategy, estimate)
+                if any(line.strategy == strategy and line.fits for line in self.lines):
+                    break
+        while (pair := self._around(top)) or (pair := self._first(queue, top)):
+            compile_(*pair)
+        for strategy, estimate in queue:
+            if not self._tried(strategy):
+                self.pruned[str(strategy)] = self._needless(strategy, estimate, top) or ""
+        self._keep(precision)
+
+    def _keep(self, precision: str) -> None:
+        if self.cache and self.cache.get("closed forms", precision) != self.known:
+            self.cache.put(self.known, "closed forms", precision)
+
+    def _tried(self, strategy: Strategy) -> bool:
+        return str(strategy) in self.refused or any(line.strategy == strategy for line in self.lines)
+
+    def _first(self, queue: list[tuple[Strategy, Estimate]], top: int) -> tuple[Strategy, Estimate] | None:
+        """The first that is worth compiling."""
+        left = (pair for pair in queue if not self._tried(pair[0]) and not self._needless(*pair, top))
+        return next(left, None)
+
+    def _around(self, top: int) -> tuple[Strategy, Estimate] | None:
+        """Of what differs from the best in one choice, the one that is likely to be fastest, and to fit."""
+        known = [line for line in self.lines if line.estimate]
+        if not known:
+            return None
+        best = min(known, key=lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"]))
+        assert best.estimate is not None
+        more = best.memory["total"] / best.estimate.bytes  # than closed forms say
+        found: list[tuple[bool, float, str, Strategy, Estimate]] = []
+        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch)):
+            if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
+                continue
+            if self._needless(strategy, estimate, top) is None:
+                found.append((estimate.bytes * more > self.usable, estimate.seconds, str(strategy), strategy, estimate))
+        return min(found, key=lambda one: one[:3])[3:] if found else None
+
+    def _estimate(self, strategy: Strategy) -> Estimate | None:
+        """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
+        name = str(strategy)
+        if name not in self.known:
+            try:
+                self.known[name] = vars(self.estimator.estimate(strategy))
+            except ValueError as error:
+                self.known[name] = str(error)
+        if isinstance(self.known[name], str):
+            self.refused[name] = self.known[name]
+            return None
+        estimate = Estimate(**self.known[name])
+        if estimate.bytes > self.usable:
+            self.pruned[name] = (
+                f"does not fit: at least {size(estimate.params + estimate.optimizer)} of state and "
+                f"{size(max(estimate.activations, estimate.grads))} of activations or gradients by closed forms"
+            )
+            return None
+        return estimate
+
     def _estimated(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
-        """The candidates that may fit, fastest first, by closed forms."""
+        """The candidates that may fit, fastest first, by closed forms; of those that are alike the simplest first."""
         every = list(candidates(self.target, rows_of(self.batch), precision))
         task = bar.add_task("closed forms", total=len(every))
-        estimator = Estimator(self.model, self.optimizer, self.target, self.batch, self.rules)
-        known: dict[str, Any] = (self.cache and self.cache.get("closed forms", precision)) or {}
-        before, found = len(known), []
+        self.known = (self.cache and self.cache.get("closed forms", precision)) or {}
+        found = []
         for strategy in every:
-            name = str(strategy)
-            if name not in known:
-                try:
-                    known[name] = vars(estimator.estimate(strategy))
-                except ValueError as error:
-                    known[name] = str(error)
+            if (estimate := self._estimate(strategy)) is not None:
+                found.append((strategy, estimate))
             bar.advance(task)
-            if isinstance(known[name], str):
-                self.refused[name] = known[name]
-                continue
-            estimate = Estimate(**known[name])
-            if estimate.bytes > self.usable:
-                self.pruned[name] = (
-                    f"does not fit: at least {size(estimate.params + estimate.optimizer)} of state and "
-                    f"{size(max(estimate.activations, estimate.grads))} of activations or gradients by closed forms"
-                )
-                continue
-            found.append((strategy, estimate))
-        if self.cache and len(known) > before:
-            self.cache.put(known, "closed forms", precision)
-        return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].bytes))
+        self._keep(precision)
+        return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
     def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
         """Why it need not be compiled, after what was."""
         fitting = [line for line in self.lines if line.fits]
-        if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
-            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
         if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
         for line in self.lines:
@@ -225,6 +266,8 @@ class _Planner:
                 likely = estimate.bytes * needs / line.estimate.bytes
                 if likely > 1.1 * self.usable:
                     return f"does not fit: {size(likely)} likely, as {other} needs {size(needs)}"
+        if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
+            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
         return None
 
     # -- compiling -----------------------------------------------------------------------------------------------------

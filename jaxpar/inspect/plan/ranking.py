@@ -16,6 +16,8 @@ from .line import RESERVE, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
+_DAY = 86_400  # seconds
+_SLOWER = "8 to 24%"  # docs/predict.md, against published throughput
 _SHOWN = 4  # reasons of those that were not compiled
 
 
@@ -76,14 +78,32 @@ def table(plan: Plan) -> str:
         f"{'#':>2}  {'GB':>6} {'ms':>8} {speed:>10} {'MFU':>6} {'GB link':>8} {'GB net':>7}  strategy",
     ]
     parts = [
+        _fill(summary(plan), 2),
         "\n".join(
             [*head, *(row for at, line in enumerate(plan.lines, 1) for row in _row(plan, at, line, bool(common)))]
-        )
+        ),
     ]
     if losers := [line for line in plan.lines if line.why]:
         parts.append("\n".join(["why not", *(_reason(plan, line) for line in losers)]))
     parts += _left(plan)
     return "\n\n".join(parts)
+
+
+def summary(plan: Plan) -> str:
+    """The answer in one sentence: whether it fits, how much of the device is used, how long a run takes."""
+    if not plan.lines:
+        return "nothing was compiled"
+    best = plan.lines[0]
+    need = f"{best.memory['total'] / 1e9:.0f} of {plan.memory / 1e9:.0f} GB"
+    if not best.fits:
+        return f"fits: no; the least that was compiled takes {need}, as {best.strategy}"
+    parts = [f"fits: yes, {need}"]
+    if best.prediction["mfu"] is not None:
+        parts.append(f"{best.prediction['mfu']:.0%} MFU")
+    speed = best.prediction["rows_per_second"] * (plan.length or 1)
+    unit, many = ("1T tokens", 1e12) if plan.length else ("1B rows", 1e9)
+    parts.append(f"{many / speed / _DAY:,.1f} days for {unit}")
+    return f"{'; '.join(parts)}: {best.strategy}"
 
 
 def _row(plan: Plan, number: int, line: Line, common: bool) -> Iterator[str]:
@@ -134,7 +154,8 @@ def _left(plan: Plan) -> Iterator[str]:
     yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
         "does not fit. GB link and GB net: what each device sends within a host and across. ms by the model of "
-        "jaxpar.inspect.predict.prediction, of the compiled program.",
+        f"jaxpar.inspect.predict.prediction, of the compiled program; three published runs took {_SLOWER} longer, so "
+        "that lines which differ by little may change places.",
         2,
     )
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):

@@ -44,7 +44,7 @@ _ASSUMED = 720 / 989.4, "assumed, as H100"
 # out within 27%, on average within 7% (tests/inspect/test_predict.py). Larger tiles read less for the same FLOPs
 # (guide, 2.3).
 _TILES = {(128, 256): 0.82, (256, 128): 0.82, (128, 128): 0.82, (128, 64): 0.57, (64, 128): 0.57, (64, 64): 0.53}
-_MATMUL_START = 5e-6  # xla: 256^3 takes 5.2 us, of which 0.1 would do for its FLOPs
+PRODUCT_START = 5e-6  # seconds; xla: 256^3 takes 5.2 us, of which 0.1 would do for its FLOPs
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _ATTENTION = {  # fa3; (head_dim, causal)
@@ -101,7 +101,7 @@ def _product_seconds(product: Product, hardware: Hardware) -> tuple[float, str]:
     name, peak = _peak(product, hardware)
     if product.kind.startswith("attention"):
         share, source = _attention_share(product, hardware)
-        seconds = _MATMUL_START + product.flops / (peak * share)
+        seconds = PRODUCT_START + product.flops / (peak * share)
         what = f"head_dim {product.k}, {product.m} queries x {product.n} keys{', causal' * product.causal}"
     else:
         share, source = _sustained(_family(hardware), name)
@@ -125,7 +125,7 @@ def quantized_seconds(product: Product, peak: float, hardware: Hardware) -> floa
         tiles = product.batch * math.ceil(product.m / tile[0]) * math.ceil(product.n / tile[1])
         return math.ceil(tiles / cores) * cores * 2 * tile[0] * tile[1] * product.k / (peak * _TILES[tile])
 
-    return _MATMUL_START + min(map(waves, _TILES))
+    return PRODUCT_START + min(map(waves, _TILES))
 
 
 def _attention_share(product: Product, hardware: Hardware) -> tuple[float, str]:

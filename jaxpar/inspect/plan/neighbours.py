@@ -1,0 +1,68 @@
+"""What a plan tries next: the families of strategies, and those that differ from a strategy in one choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ...strategy import AXES, PER_RANK, ROWS, Strategy
+from ..targets.devices import Target
+from .candidates import REMATS
+
+
+def family(strategy: Strategy, target: Target) -> tuple[Any, ...]:
+    """By what strategies differ in kind: which axes they have, and what `fsdp` shards."""
+    shape = strategy.sizes(len(target.devices), target.hosts)
+    return *(shape[axis] > 1 for axis in AXES), strategy.zero if shape["fsdp"] > 1 else 0
+
+
+def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strategy]:
+    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, or in `remat`, `reduce`
+    or `zero`; and that the devices and the rows of a global batch allow. `strategy`'s sizes are numbers.
+    """
+    n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
+    changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
+    changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
+    changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
+    if pipe > 1:
+        changes += [{"chunks": 2 * chunks}, {"chunks": chunks // 2}]
+    if strategy.fsdp > 1:
+        changes += [{"zero": zero} for zero in (1, 2, 3)]
+    shape = strategy.sizes(n, target.hosts)
+    for fewer in AXES:
+        for more in AXES:
+            if fewer != more and shape[fewer] % 2 == 0:
+                changes.append({fewer: shape[fewer] // 2, more: 2 * shape[more]})
+    seen = {strategy}
+    for change in changes:
+        found = _mended(strategy, change, rows // math.prod((shape | change)[axis] for axis in ROWS))
+        if found is None or found in seen or not _sensible(found, target, rows):
+            continue
+        seen.add(found)
+        yield found
+
+
+def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy | None:
+    """The strategy with that change and what follows from it; None where it cannot be. `mine`: rows of a replica."""
+    values = {name: getattr(strategy, name) for name in ("pipe", "fsdp", "tensor", "microbatches", "chunks")} | change
+    if 0 in values.values():
+        return None
+    if values["pipe"] == 1:
+        change = change | {"chunks": 1, "schedule": Strategy.schedule}
+    elif strategy.pipe == 1:
+        change = change | {"microbatches": math.gcd(PER_RANK * values["pipe"], mine)}
+    elif "microbatches" not in change and mine % values["microbatches"]:
+        change = change | {"microbatches": math.gcd(values["microbatches"], mine)}
+    if values["fsdp"] == 1:
+        change = change | {"zero": Strategy.zero}
+    return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)
+
+
+def _sensible(strategy: Strategy, target: Target, rows: int) -> bool:
+    shape = strategy.sizes(len(target.devices), target.hosts)
+    replicas = math.prod(shape[axis] for axis in ROWS)
+    if rows % (replicas * strategy.microbatches) or shape["tensor"] > max(target.per_host, 1):
+        return False
+    return strategy.chunks == 1 or strategy.microbatches % strategy.pipe == 0
