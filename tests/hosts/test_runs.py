@@ -34,7 +34,8 @@ for i in range(6):
             os.kill(os.getpid(), {"KILL": 9, "STOP": 19}[fault])
         if fault == "sleep": time.sleep(1000)
         if fault == "raise": raise RuntimeError("no such row")
-    state, metrics = step(state, {"x": np.full((8, 8), i, np.float32)})
+    wide = fault == "shape" and (int(rank), int(at)) == (place.process, i)
+    state, metrics = step(state, {"x": np.full((16 if wide else 8, 8), i, np.float32)})
     print("step", i + 1, float(metrics["loss"]))
 """
 
@@ -74,14 +75,16 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
         ("sleep:0:3", 75, "is stuck: it last finished step 3"),
         ("raise:1:3", 1, "failed: RuntimeError: no such row"),
         ("raise:0:0", 1, "failed: RuntimeError: no such row"),
+        ("shape:1:3", 1, "rank 0 will not compare the batch to train with the others: it last finished step "),
+        ("shape:1:0", 1, "the processes differ in the batch to train: its shape is ['x'] float32[8, 8] on rank 0 on "),
         ("rate:1:0", 1, "the processes differ in the step: the program is '"),
     ],
 )
 def test_faults(fault: str, status: int, says: str) -> None:
     found, said, seconds = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT=fault)
     assert found == status, said
-    assert f"rank {fault.split(':')[1]} on " in said
-    assert says in said
+    assert f"rank {fault.split(':')[1]} on " in said, said
+    assert says in said, said
     assert seconds < 100
 
 
