@@ -147,6 +147,7 @@ class TrainStep(Step):
         if self._several and name != "train" and not _traced(state, batch):
             batch = self.place(batch)
             self._compare_batch(name, batch)
+            ending.alive()
         return super()._run(name, state, batch)
 
     def compare(self, batch: Any) -> None:

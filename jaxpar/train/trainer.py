@@ -120,6 +120,7 @@ class Trainer:
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
+            stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
             stack.enter_context(ending.failing())
             stopped = self._train(saves or None, stop)
@@ -196,13 +197,17 @@ class Trainer:
             if looks and self._sound(self._settle, saves) and saved:
                 self.finite.come_further()
             if compares:
+                ending.doing("comparing replicas")
                 self.step.check_replicas(self.state)
             if evaluates:
+                ending.doing("evaluating")
                 self._emit("on_evaluate", {"step": self.number, **self.evaluate()})
             if saves is not None and saved:
+                ending.doing("saving a checkpoint")
                 self._save(saves)
             if ends:
                 return stopped
+            ending.doing("reading a batch")
             try:
                 batch = self._input.next(metrics["loss"])
             except BaseException:
@@ -297,6 +302,7 @@ class Trainer:
         number, metrics = self._late
         self._late = None
         values = {name: float(value) for name, value in metrics.items()}
+        ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if told := self.finite.look(number, values):

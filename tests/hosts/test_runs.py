@@ -88,6 +88,38 @@ def test_faults(fault: str, status: int, says: str) -> None:
     assert seconds < 100
 
 
+# -- all stuck at one point --------------------------------------------------------------------------------------------
+
+TRAINER = """
+import os, sys, time
+import jaxpar as jp
+jp.initialize()
+import jax, jax.numpy as jnp, numpy as np, optax
+def data(start):
+    for i in range(start, 1000):
+        if os.environ["FAULT"] == "data" and i == 12: time.sleep(1000)
+        yield {"x": np.full((8, 8), i, np.float32)}
+def wait(x):
+    if os.environ["FAULT"] == "step" and np.asarray(x)[0, 0] == 12: time.sleep(1000)
+    return x
+def loss(params, batch, key):
+    x = jax.pure_callback(wait, jax.ShapeDtypeStruct(batch["x"].shape, jnp.float32), batch["x"])
+    return ((x @ params["w"]) ** 2).mean()
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))}, loss=loss)
+jp.Trainer(model, optax.sgd(0.1), data, "ddp", jp.Loop(steps=20, quiet=True)).run()
+"""
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("fault", "doing"), [("data", "reading a batch"), ("step", "training")])
+def test_all_processes_that_hang_at_one_point_end(fault: str, doing: str) -> None:
+    """In their data, or each in the same step, whose collective none ends: it looked like a long compilation."""
+    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", TRAINER, FAULT=fault, JAXPAR_STALL="8")
+    assert status == 75, said
+    assert "all 2 processes are stuck: for " in said
+    assert f" is {doing}, which took " in said
+
+
 # -- unequal hosts -----------------------------------------------------------------------------------------------------
 
 TRAIN = """
