@@ -43,6 +43,7 @@ def make_train_step(
     check: bool = False,
     rows: str = "global",
     skip_nonfinite: bool = False,
+    ids: Mapping[str, int] | None = None,
 ) -> TrainStep:
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -65,6 +66,9 @@ def make_train_step(
       skip_nonfinite: do not apply a step whose loss or gradients have a NaN or an infinity: parameters, optimizer state
         and mutable state stay as they are, `metrics["finite"]` is False, and the step's number goes on. Other steps are
         what they would be, to the bit; it costs a few kernels, and no memory.
+      ids: leaves of the batch that hold ids, such as {"tokens": 32_000}, and how many there are, as for `jp.check_ids`:
+        the step counts those that are not below, and `metrics["outside/tokens"]` is their share of all ids of the leaf.
+        Two numbers a leaf join the all-reduce of the metrics.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time.
@@ -94,7 +98,10 @@ def make_train_step(
             f"step; use microbatches={m} ({(ranks - 1) / (m + ranks - 1):.0%}), or as many as divide a replica's rows",
             stacklevel=2,
         )
-    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite)
+    for name, limit in (ids or {}).items():
+        if not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
+    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
     step.proves, step.rows = check, rows
     return step
 

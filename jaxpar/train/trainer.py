@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from ..checkpoint.checkpoints import Checkpoints
+from ..data.contents import OUTSIDE, check_ids
 from ..data.streams import Data, Fitting, Stream, held_out, training, weight_of
 from ..hosts import ending, notes
 from ..hosts.initialize import restarts
@@ -50,6 +51,7 @@ class Trainer:
         saved with each checkpoint, and a run about something else does not resume from it.
       rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
         `make_train_step`. All then need as many batches.
+      ids: as for `make_train_step`; where one is beyond its limit the run ends with the leaf, the row and the value.
 
     Attributes: `step` (the `Step`), `state`, `number` (steps taken), `rows` (in a batch of all hosts), `compiled` (None
     under `server`), and the above.
@@ -71,6 +73,7 @@ class Trainer:
         trainable: Callable[[str], bool] | None = None,
         rules: Rules | None = None,
         rows: str = "global",
+        ids: Mapping[str, int] | None = None,
     ):
         if not isinstance(loop, Loop | None):
             raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
@@ -85,7 +88,10 @@ class Trainer:
         if self.loop.out is not None and hasattr(data, "fingerprint"):  # for checkpoints; it takes a look at all data
             self.about = {"data": data.fingerprint, **self.about}
         skips = self.loop.on_nonfinite == "skip"
-        self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips)
+        self.step = make_train_step(
+            model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips, ids=ids
+        )
+        self.ids = ids or {}
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
             check_rows(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
@@ -94,7 +100,7 @@ class Trainer:
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
-        self._late: tuple[int, Any] | None = None
+        self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
         self._clock, self._stopping = 0.0, False
         self._claim, self._input = Claim(None), Input(self.step, Stream(iter(()), 0), 0)
 
@@ -185,7 +191,7 @@ class Trainer:
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
-            self._late = self.number, metrics
+            self._late = self.number, metrics, batch if self.ids else None
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
@@ -227,17 +233,18 @@ class Trainer:
         sums: dict[str, float] = {}
         total, late, fit = 0.0, None, Fitting(self.step.check_weighs)
 
-        def add(weight: float, metrics: Any) -> None:
-            for name, value in metrics.items():
+        def add(weight: float, metrics: Any, batch: Any) -> None:
+            values = {name: float(value) for name, value in metrics.items()}
+            for name, value in self._inside(values, batch, "held out").items():
                 # Of a batch that is masked throughout, a mean is not a number, and none of it counts.
-                sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+                sums[name] = sums.get(name, 0.0) + (weight * value if weight else 0.0)
 
         for batch in held_out(self.held_out, self.loop.rows, self.loop.evaluate_batches):
             batch = self.step.place(fit(batch, self.step.blocks))
             metrics = self.step.evaluate(self.state, batch)
             if late:
                 add(*late)
-            late = weight_of(batch), metrics
+            late = weight_of(batch), metrics, batch if self.ids else None
             total += late[0]
         if late is None:
             raise ValueError("held_out has no batch to evaluate on; pass at least one, or None")
@@ -299,9 +306,9 @@ class Trainer:
         """Waits for the step before, and passes its metrics on. Raises NotFiniteError where it was not finite."""
         if self._late is None:
             return
-        number, metrics = self._late
+        number, metrics, batch = self._late
         self._late = None
-        values = {name: float(value) for name, value in metrics.items()}
+        values = self._inside({name: float(value) for name, value in metrics.items()}, batch, f"step {number}")
         ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -314,6 +321,19 @@ class Trainer:
         share = {"input_share": min(1.0, self._input.waited / seconds)}
         self.rows = self._input.rows
         self._emit("on_step", {"step": number, **values, **speed, **share})
+
+    def _inside(self, values: dict[str, float], batch: Any, what: str) -> dict[str, float]:
+        """The metrics without those on ids. Raises ValueError where some are beyond their limits."""
+        shares = {name: share for name, share in values.items() if name.startswith(OUTSIDE)}
+        for name, share in shares.items():
+            if share:
+                try:
+                    check_ids(batch, self.ids)
+                except ValueError as error:
+                    raise ValueError(f"{what}: {error}") from error
+                says = f"{what}: {share:.2g} of the ids in {name.removeprefix(OUTSIDE)} are beyond their limit"
+                raise ValueError(f"{says}; the error of another host names one")
+        return {name: value for name, value in values.items() if name not in shares}
 
     def _emit(self, event: str, metrics: dict[str, float]) -> None:
         for hook in self.hooks:
