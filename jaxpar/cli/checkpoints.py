@@ -81,5 +81,5 @@ def convert(options: ConvertOptions) -> None:
     config = named_of(name, 1).config
     if not isinstance(config, llama.Config):
         raise ValueError(f"{name} cannot be written for Hugging Face's transformers; Llamas can")
-    llama.to_hf(config, weights_of(saved), options.target, options.dtype)
+    llama.save_hf(config, weights_of(saved), options.target, options.dtype)
     print(f"written: {options.target}, {config.parameters:,} parameters of {name} after step {saved.step}")  # noqa: T201
