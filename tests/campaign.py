@@ -23,7 +23,7 @@ from campaign_faults import FAULTS, Fault
 from campaign_runs import Group, Truth, complete, last
 
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_MOMENTS = ("anywhere", "between steps", "in a save")
+_MOMENTS = ("anywhere", "between steps", "in a save", "while it starts", "at its end")
 ENDS = 60  # seconds within which a signal ends a run, and a run that nobody broke comes to its end once it trains
 
 

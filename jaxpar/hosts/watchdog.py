@@ -259,7 +259,8 @@ def _leave(watch: Watch, verdict: Verdict) -> None:
     said = f"\njaxpar: {verdict.sentence}"
     if verdict.stacks:
         said += f"; {stacks(watch)}"
-    end(f"{said}. Rank {rank}, after step {watch.own.position // 2}, ends with it.", ENDED)
+    status = 1 if watch.own.failed and not watch.own.follows else ENDED  # its own, where what it leaves behind hangs
+    end(f"{said}. Rank {rank}, after step {watch.own.position // 2}, ends with it.", status)
 
 
 def end(sentence: str, status: int) -> None:

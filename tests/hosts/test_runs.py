@@ -253,6 +253,41 @@ print("RESULT", json.dumps(losses("pipe=2,fsdp=2,microbatches=2")))
 """
 
 
+ENDLESS = """
+import jaxpar as jp
+jp.initialize(devices=1)
+import jax, numpy as np, optax
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))},
+                 loss=lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean())
+data = lambda start: iter(lambda: {"x": np.ones((8, 8), np.float32)}, None)
+says = jp.Hook(on_step=lambda _, metrics: metrics["step"] == 20 and print("TWENTY", flush=True))
+jp.Trainer(model, optax.sgd(1e-5), data, "ddp", jp.Loop(steps=10**6, quiet=True), hooks=[says]).run()
+"""
+
+
+@pytest.mark.battery
+def test_a_link_that_goes_down_ends_both_hosts(hosts: list[str]) -> None:
+    """Nothing is closed: packets are lost, and a collective would wait for them for ever."""
+    workers = []
+    for rank, host in enumerate(hosts):
+        env = {"JAXPAR_COORDINATOR": "10.77.0.1:12345", "JAXPAR_PROCESSES": "2", "JAXPAR_PROCESS": str(rank)}
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", ENDLESS]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        workers.append(subprocess.Popen(command, env={**os.environ, "JAXPAR_WATCHDOG": "30", **env}, **pipes))
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert any("TWENTY" in line for line in worker.stdout)
+        ip("-n", hosts[0], "link", "set", f"v{os.getpid()}a", "down")
+        said = [worker.communicate(timeout=200)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [75, 75], said
+    assert "rank 0 on " in said[1]
+    assert "is lost: " in said[1]
+
+
 @pytest.mark.battery
 def test_two_hosts_of_two_processes_train_as_one_device(hosts: list[str]) -> None:
     """Nothing but the coordinator's address is said to a process: Gloo finds the interface between the hosts."""
