@@ -6,8 +6,8 @@ state itself is in the host's memory: `save` is beside it, `restore` with it. Me
 
     python experiments/benchmarks/checkpoint.py [MODEL] [ROWS]
 
-    fresh      seconds of a core in which as much memory as the state is touched for the first time: on a virtual machine
-               whose host takes freed pages back this is most of the stall, and a copy into memory that is there the rest
+    fresh      seconds of a core to touch as much memory as the state has for the first time: most of the stall on a
+               virtual machine whose host takes freed pages back; a copy into memory that is there is the rest
     stall      seconds in which a save keeps the next step from starting: the copy from the devices, and Orbax's own
     written    seconds until all is on disk, in the background
     step       seconds of a step alone, and while a checkpoint is being written

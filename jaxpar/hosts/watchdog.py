@@ -199,8 +199,9 @@ class Watch:
         stderr = sys.__stderr__
         while not self._closed.wait(self.every):
             if stderr is not None:
-                # Where an extension keeps Python's lock no thread of ours runs; this one is C's.
-                faulthandler.dump_traceback_later(self.limit, exit=True, file=stderr)
+                # Where an extension keeps Python's lock no thread of ours runs; this one is C's. It does not end the
+                # process, as its clock also runs while a scheduler has all of them stopped, to go on later.
+                faulthandler.dump_traceback_later(self.limit, file=stderr)
             self.look()
 
     def look(self) -> None:
@@ -211,6 +212,7 @@ class Watch:
             self._answered = now
             for each in self.heard.values():
                 each.since = each.moved = now
+                each.behind = None
         self._looked = now
         self.verdict = self.verdict or self._judged(now)
         if self.verdict is not None:

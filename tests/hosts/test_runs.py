@@ -3,10 +3,12 @@
 They are started by `jaxpar launch`, as a user does, each on one or two simulated devices.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +120,35 @@ def test_all_processes_that_hang_at_one_point_end(fault: str, doing: str) -> Non
     assert status == 75, said
     assert "all 2 processes are stuck: for " in said
     assert f" is {doing}, which took " in said
+
+
+@pytest.mark.battery
+def test_processes_that_are_all_stopped_go_on_later() -> None:
+    """As under a scheduler that suspends jobs: each ended, without a sentence, once it was continued."""
+    code = LOOP.replace("range(6)", "range(10**6)").replace(
+        'print("step", i + 1', 'i % 100 or print("PID", os.getpid(), i); print("step", i + 1'
+    )
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "1", "--", "-uc", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, env={**os.environ, "JAXPAR_WATCHDOG": "12"}, **pipes)
+    assert run.stdout is not None
+    pids: set[int] = set()
+    try:
+        lines = (line.split("] PID ")[1].split() for line in run.stdout if "] PID " in line)
+        while len(pids) < 2:
+            pids.add(int(next(lines)[0]))
+        for sign, pause in ((signal.SIGSTOP, 16), (signal.SIGCONT, 0)):
+            for pid in pids:
+                os.kill(pid, sign)
+            time.sleep(pause)
+        until = time.monotonic() + 15
+        assert any(time.monotonic() > until for _ in lines)  # which end with the run
+    finally:
+        run.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.communicate()
 
 
 # -- unequal hosts -----------------------------------------------------------------------------------------------------

@@ -130,6 +130,19 @@ def test_a_stuck_process_is_who_others_wait_for(run: Run, slow: int) -> None:
     )
 
 
+def test_who_was_behind_when_all_were_stopped_is_given_time(run: Run) -> None:
+    """A scheduler stops all processes of a job, and lets them go on hours later."""
+    run.go(5, each=run.step)
+    run.watches[0].entered()
+    run.watches[1].entered()
+    run.go(20)
+    run.now += 10_000
+    run.go(20)
+    assert not run.left
+    run.go(40)
+    assert "rank 2 on node2 (pid 42) is stuck" in run.left[0].sentence
+
+
 def test_a_slow_process_that_moves_is_not_stuck(run: Run) -> None:
     run.step()
     for _ in range(5):
