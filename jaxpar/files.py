@@ -14,6 +14,11 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }
+SAFETENSORS = {  # dtypes of numbers, in the words of that format (https://github.com/huggingface/safetensors#format)
+    "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
 MOST = 1 << 28  # bytes of a text that is read as a whole; the index of a model of 671B parameters has 9 MB
 
 

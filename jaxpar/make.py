@@ -23,7 +23,7 @@ from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
 from .layout.mesh import make_mesh
 from .layout.state import State
-from .model.batches import GIVEN
+from .model.batches import GIVEN, WHOSE, is_global
 from .model.model import Model
 from .parallel.tensor.dims import Rules
 from .step.checks import check_state
@@ -43,6 +43,7 @@ def make_train_step(
     check: bool = False,
     rows: str = "global",
     skip_nonfinite: bool = False,
+    ids: Mapping[str, int] | None = None,
 ) -> TrainStep:
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -66,6 +67,9 @@ def make_train_step(
       skip_nonfinite: do not apply a step whose loss or gradients have a NaN or an infinity: parameters, optimizer state
         and mutable state stay as they are, `metrics["finite"]` is False, and the step's number goes on. Other steps are
         what they would be, to the bit; it costs a few kernels, and no memory.
+      ids: leaves of the batch that hold ids, such as {"tokens": 32_000}, and how many there are, as for `jp.check_ids`:
+        the step counts those that are not below, and `metrics["outside/tokens"]` is their share of all ids of the leaf.
+        Two numbers a leaf join the all-reduce of the metrics.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time.
@@ -95,7 +99,10 @@ def make_train_step(
             f"step; use microbatches={m} ({(ranks - 1) / (m + ranks - 1):.0%}), or as many as divide a replica's rows",
             stacklevel=2,
         )
-    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite)
+    for name, limit in (ids or {}).items():
+        if not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
+    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
     step.proves, step.rows = check, rows
     return step
 
@@ -110,6 +117,7 @@ class TrainStep(Step):
         super().__init__(*args)
         self._proven: set[Any] = set()
         self._compared: set[Any] = set()
+        self._held: dict[Any, dict[str, str]] = {}  # of the first batch of each kind, as this host gave it
         self._several = jax.process_count() > 1 and len({d.process_index for d in self.mesh.devices.flat}) > 1
         self._saves: dict[Any, Checkpoints] = {}
 
@@ -126,12 +134,29 @@ class TrainStep(Step):
         """
         if self.proves:
             self._prove(batch)
-        if not self._several or any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+        if not self._several or _traced(state, batch):
             return super().__call__(state, batch)
         batch = self.place(batch)
         self.compare(batch)
         with ending.step():
             return super().__call__(state, batch)
+
+    def place(self, batch: Any) -> Any:
+        """See `Intake.place`."""
+        self._look_at(batch)
+        return super().place(batch)
+
+    def send(self, batch: Any) -> Any:
+        """See `Intake.send`."""
+        self._look_at(batch)
+        return super().send(batch)
+
+    def _run(self, name: str, state: State, batch: Any) -> Any:
+        if self._several and name != "train" and not _traced(state, batch):
+            batch = self.place(batch)
+            self._compare_batch(name, batch)
+            ending.alive()
+        return super()._run(name, state, batch)
 
     def compare(self, batch: Any) -> None:
         """Raise ValueError in every process of a run where any is about to run another program on a batch of these
@@ -140,12 +165,31 @@ class TrainStep(Step):
         Args:
           batch: as for the step. All processes call it, with theirs.
         """
-        if not self._several or (kind := _kind(batch)) in self._compared:
+        if not self._several or ("program", kind := _kind(batch)) in self._compared:
             return
-        whole = self.shapes(batch)
-        own = {**self._settings, "the batch": notes.shapes(whole)}
-        notes.compare("the step", own, {"the program": notes.program(self.trace(whole))})
-        self._compared.add(kind)
+        self._look_at(batch)
+        self._compare_batch("train", batch)
+        notes.compare("the step", self._settings, {"the program": notes.program(self.trace(self.shapes(batch)))})
+        self._compared.add(("program", kind))
+
+    def _look_at(self, batch: Any) -> None:
+        """Of the first batch of each kind, before it is put on devices of several hosts: what is compared then."""
+        if not self._several or (given := _kind(batch)) in self._compared or is_global(batch):
+            return
+        held = {"its checksum": notes.digest(batch)} if self.rows == "global" else {}
+        self._held.setdefault(_kind(self.shapes(batch)), {"its shape": notes.shapes(batch), **held})
+        self._compared.add(given)
+
+    def _compare_batch(self, name: str, batch: Any) -> None:
+        """Raise ValueError in every process where any gives another batch: other shapes, or other values where rows are
+        global. The first of each kind is compared, in the program `name`.
+        """
+        if (name, kind := _kind(batch)) in self._compared:
+            return
+        own = self._held.get(kind, {"its shape": notes.shapes(batch)})
+        do = "as many rows on each" if self.rows == "host" else "the same on each, or say rows='host'"
+        notes.compare(f"the batch to {name}", own, hint=f"{WHOSE}: give {do}")
+        self._compared.add((name, kind))
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -254,7 +298,11 @@ class TrainStep(Step):
 
 def _kind(batch: Any) -> Any:
     leaves, tree = jax.tree.flatten(batch)
-    return (tree, *(np.shape(x) for x in leaves))
+    return (tree, *((np.shape(x), getattr(x, "dtype", None)) for x in leaves))
+
+
+def _traced(state: Any, batch: Any) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch)))
 
 
 class ServerTrainStep(TrainStep, ServerStep):

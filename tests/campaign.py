@@ -2,7 +2,8 @@
 
     python tests/campaign.py [--seconds 1800] [--kills 200] [--flips 40] [--faults all] [--short]
 
-Kills: runs of one process and of two (on loopback, one folder) are ended at random moments, each gone on with until it
+Kills: runs of one process and of two (on loopback, one folder) are ended at random moments, also while they start, in a
+save and in their last steps, each gone on with until it
 is done. None may lose a checkpoint that was complete, hang, or end with other numbers than the run that nobody broke.
 Flips: in a copy of a checkpoint one bit is another; restoring it must name the checkpoint. Faults: the table `FAULTS`
 says of each what is promised, and within how many seconds. Two parts run at a time, in a folder that is removed.
@@ -23,7 +24,7 @@ from campaign_faults import FAULTS, Fault
 from campaign_runs import Group, Truth, complete, last
 
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_MOMENTS = ("anywhere", "between steps", "in a save")
+_MOMENTS = ("anywhere", "between steps", "in a save", "while it starts", "at its end")
 ENDS = 60  # seconds within which a signal ends a run, and a run that nobody broke comes to its end once it trains
 
 

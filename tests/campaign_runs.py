@@ -117,6 +117,14 @@ class Group:
         if moment == "anywhere":
             self.until(lambda: False, choice.uniform(0, truth.seconds))
             return
+        if moment == "while it starts":  # it reads its checkpoint and compiles
+            self.until(lambda: "JOINED" in self.lines or len(self._processes) == 1, 60)
+            time.sleep(choice.uniform(0, truth.seconds - truth.running))
+            return
+        if moment == "at its end":  # the last steps, the last save, and what they wait for afterwards
+            self.until(lambda: self.step >= truth.steps - 3, 60 + truth.seconds)
+            time.sleep(choice.uniform(0, 0.4))
+            return
         self.until(lambda: self.started is not None, 60)
         first = self.started or 0
         at = choice.randint(first, min(truth.steps - 1, first + truth.steps // 3))

@@ -6,6 +6,8 @@ state itself is in the host's memory: `save` is beside it, `restore` with it. Me
 
     python experiments/benchmarks/checkpoint.py [MODEL] [ROWS]
 
+    fresh      seconds of a core to touch as much memory as the state has for the first time: most of the stall on a
+               virtual machine whose host takes freed pages back; a copy into memory that is there is the rest
     stall      seconds in which a save keeps the next step from starting: the copy from the devices, and Orbax's own
     written    seconds until all is on disk, in the background
     step       seconds of a step alone, and while a checkpoint is being written
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import jaxpar as jp
@@ -64,6 +67,12 @@ def main(name: str = "llama-130m", rows: int = 4) -> None:
     state = step.init(jax.random.key(0))
     size = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     print(f"{name}, {len(step.mesh.devices.flat)} x {step.mesh.devices.flat[0].platform}: {size / 1e9:.2f} GB of state")
+    begin = time.thread_time()
+    room = np.ones(size, np.uint8)
+    fresh, begin = time.thread_time() - begin, time.thread_time()
+    room[:] = 2
+    print(f"fresh     {fresh:.2f} s, the same again {time.thread_time() - begin:.2f} s")
+    del room
     try:
         step.save(folder / "first", state).wait()  # imports, folders
         begin = time.perf_counter()

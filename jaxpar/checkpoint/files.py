@@ -20,15 +20,11 @@ from typing import Any, BinaryIO
 import ml_dtypes  # comes with jax; NumPy then knows bfloat16 and the like by name
 import numpy as np
 
+from ..files import SAFETENSORS
 from .boxes import Box
 from .checksum import checksum
 
 ABOUT = "about.json"
-_KINDS = {  # of numbers, in the words of safetensors; what it has no word for is written as bytes, with a last dim
-    "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 _MOST = 1 << 62  # of a number in a table: more is no size
 _PIECE = 1 << 24  # bytes that are written at a time
 
@@ -67,7 +63,7 @@ def write_arrays(folder: Path, host: int, boxes: Iterable[tuple[str, Box, Any]])
     waiting = sorted(boxes, key=lambda box: -box[2].dtype.itemsize)
     offset, header, offsets = 0, {}, []
     for name, box, x in waiting:
-        kind = _KINDS.get(x.dtype.name)
+        kind = SAFETENSORS.get(x.dtype.name)  # what it has no word for is written as bytes, with a last dim
         label = name if all(a == 0 for a, _ in box) and name not in header else f"{name}{[list(dim) for dim in box]}"
         shape = [*x.shape] if kind else [*x.shape, x.dtype.itemsize]
         header[label] = {"dtype": kind or "U8", "shape": shape, "data_offsets": [offset, offset + x.nbytes]}

@@ -215,6 +215,28 @@ def converted(
     return Checkpoint(target)
 
 
-def weights_of(saved: Checkpoint) -> dict[str, np.ndarray]:
-    """The parameters of a checkpoint by their path in the model. Raises ValueError where one is damaged."""
-    return {name.removeprefix("params/"): saved.read(name) for name in saved.arrays if name.startswith("params/")}
+class Weight:
+    """A parameter of a checkpoint, read when it is asked for: whole, `np.asarray(weight)`, or at one index of its first
+    dim, `weight[3]`. Raises ValueError where it is damaged, with the whole or with the last of the parts.
+    """
+
+    def __init__(self, saved: Checkpoint, name: str):
+        self._saved, self._name = saved, name
+        self.shape, self.dtype = saved.arrays[name]
+        self._sums: dict[int, int] = {}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._saved.read(self._name)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        into = np.empty((1, *self.shape[1:]), self.dtype)
+        self._saved.fill(self._name, ((index, index + 1), *whole(self.shape[1:])), into)
+        self._sums[index] = checksum(into, [index, *[0] * (into.ndim - 1)])
+        if len(self._sums) == self.shape[0]:
+            self._saved.require(self._name, sum(self._sums.values()) % 2**64)
+        return into[0]
+
+
+def weights_of(saved: Checkpoint) -> dict[str, Weight]:
+    """The parameters of a checkpoint by their path in the model; nothing is read yet."""
+    return {name.removeprefix("params/"): Weight(saved, name) for name in saved.arrays if name.startswith("params/")}

@@ -48,7 +48,7 @@ def export(model: str, source: Path, target: Path, dtype: str | None = None) -> 
     folder = Path(model).expanduser() if is_folder(model) else None
     stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
     dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
-    llama.to_hf(config, weights_of(saved), target, dtype)
+    llama.save_hf(config, weights_of(saved), target, dtype)
     if folder is not None:
         path = target / "config.json"
         ids = {name: stated[name] for name in _TOKENS if name in stated}

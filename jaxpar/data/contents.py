@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ..model.model import Mean
 from ..model.paths import name_of
 from ..text import did_you_mean
 
@@ -41,8 +43,9 @@ def outside(x: np.ndarray, limit: int) -> tuple[int, tuple[int, ...]] | None:
 def check_ids(batch: Any, limits: Mapping[str, int]) -> Any:
     """The batch itself, if its ids lie within limits: `jp.check_ids(batch, {"tokens": 32_000, "label": 10})`.
 
-    A step cannot say that a token is beyond the vocabulary: its loss is NaN, or a value without meaning. This looks at
-    a batch on the host before it is given to the step; a million ids take a few milliseconds.
+    A step does not say by itself that a token is beyond the vocabulary: its loss is NaN, or a value without meaning.
+    This looks at a batch on the host before it is given to the step; a million ids take a few milliseconds. The step
+    looks too with `make_train_step(..., ids={"tokens": 32_000})`. Of arrays on several hosts, each looks at its part.
 
     Args:
       batch: a pytree of arrays.
@@ -50,19 +53,52 @@ def check_ids(batch: Any, limits: Mapping[str, int]) -> Any:
 
     Raises ValueError naming the leaf, the value, its row and the limit; and where a leaf is missing or has no integers.
     """
+    for name, limit, x in _limited(batch, limits):
+        for begin, part in _parts(x):
+            if (wrong := outside(part, limit)) is not None:
+                value, (row, *rest) = wrong
+                row += begin
+                at = f"row {row}, {rest}" if rest else f"row {row}"
+                raise ValueError(
+                    f"batch leaf {name} holds {value} at {at}, but limits allow 0 to {limit - 1}; use the tokenizer or "
+                    "the labels that the model was made for"
+                )
+    return batch
+
+
+OUTSIDE = "outside/"  # of the metrics that say how many ids are outside their limits
+
+
+def shares_outside(rows: Any, limits: Mapping[str, int]) -> dict[str, Mean]:
+    """Under `jit`: of each leaf that `limits` names the share of ids that are not below them, as `outside/tokens`.
+
+    Raises ValueError, while it is traced, as `check_ids` for leaves.
+    """
+
+    def share(x: Any, limit: int) -> Mean:
+        most = min(limit - 1, int(jnp.iinfo(x.dtype).max))
+        return Mean(((x < 0) | (x > most)).sum(dtype=jnp.float32), jnp.float32(x.size))
+
+    return {OUTSIDE + name: share(x, limit) for name, limit, x in _limited(rows, limits)}
+
+
+def _limited(batch: Any, limits: Mapping[str, int]) -> Iterator[tuple[str, int, Any]]:
+    """The leaves that `limits` names, with these."""
     leaves = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
     for name, limit in limits.items():
         if name not in leaves:
             has = ", ".join(leaves) or "no leaf"
             raise ValueError(f"limits name {name!r}, and the batch has {has}{did_you_mean(name, list(leaves))}")
-        x = np.asarray(leaves[name])
+        x = leaves[name] if isinstance(leaves[name], jax.Array) else np.asarray(leaves[name])
         if x.dtype.kind not in "iu":
             raise ValueError(f"batch leaf {name} is {x.dtype}{list(x.shape)}, and ids are integers; name another leaf")
-        if (wrong := outside(x, limit)) is not None:
-            value, (row, *rest) = wrong
-            at = f"row {row}, {rest}" if rest else f"row {row}"
-            raise ValueError(
-                f"batch leaf {name} holds {value} at {at}, but limits allow 0 to {limit - 1}; use the tokenizer or the "
-                "labels that the model was made for"
-            )
-    return batch
+        yield name, limit, x
+
+
+def _parts(x: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """What this host has of an array, with the row at which each part begins."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        yield 0, np.asarray(x)
+        return
+    for shard in x.addressable_shards:
+        yield shard.index[0].indices(x.shape[0])[0] if x.ndim else 0, np.asarray(shard.data)

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import jax
 
+from . import watchdog
 from .environment import Place
 from .judge import who
 from .store import Store
@@ -36,7 +37,8 @@ def start(store: Store, place: Place, limit: float) -> None:
     global _watch
     if not limit:
         return
-    _watch = Watch(store, place, limit)
+    _watch = Watch(store, place, limit, stall=watchdog.stall_seconds())
+    jax.monitoring.register_event_duration_secs_listener(_watch.compiles)
     sys.excepthook = _excepthook_after(sys.excepthook)
     # Handlers run last in, first out: before jax's own, which waits for processes that may not come.
     atexit.register(_at_exit)
@@ -83,10 +85,22 @@ def step() -> Iterator[None]:
 
 
 def going_on(step: int, folder: Path | None) -> None:
-    """A run begins after `step`, in a folder, which stacks are written beside."""
+    """A run begins after `step`, in a folder, which stacks are written beside; it waits for each of its steps."""
     if _watch is not None:
         _watch.resumed(step)
-        _watch.folder = folder
+        _watch.folder, _watch.waits = folder, True
+
+
+def alive() -> None:
+    """This process goes on with what it is at."""
+    if _watch is not None:
+        _watch.doing(_watch.own.doing)
+
+
+def doing(what: str) -> None:
+    """What this process is at from now on, as a `Trainer` knows it: "evaluating", "reading a batch"."""
+    if _watch is not None:
+        _watch.doing(what)
 
 
 def _excepthook_after(before: object):  # noqa: ANN202, a closure

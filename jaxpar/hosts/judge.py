@@ -1,7 +1,8 @@
 """Who is lost, stuck or has failed, from what processes say of themselves. Nothing here waits or ends anything.
 
 A process's position is twice the training steps that it has finished, and one more while it is in a step. Who is
-behind others, and stays there, is stuck; where all are at one position, they compile, evaluate or save.
+behind others, and stays there, is stuck. Where all are at one position they may compile, evaluate or save; each says
+what it does, and how long that may last, and all are stuck where each has been at it for longer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+_NAMED = 4  # processes that a sentence names
 
 
 @dataclass
@@ -26,6 +29,10 @@ class Beat:
       failed: why it ends, "" while it does not.
       follows: whether that may follow from another one's end, as a collective that broke off.
       heard: it knows why all end.
+      doing: what it is at, in words.
+      signs: how often it has begun something else.
+      usual: seconds that this has taken at most until now.
+      patience: seconds that it may take; 0 for any number.
       host, machine, pid: where it runs; `machine` is one boot of one host (or container), where pids mean the same.
     """
 
@@ -36,6 +43,10 @@ class Beat:
     failed: str = ""
     follows: bool = False
     heard: bool = False
+    doing: str = "starting"
+    signs: int = 0
+    usual: float = 0.0
+    patience: float = 0.0
     host: str = "host unknown"
     machine: str = ""
     pid: int = 0
@@ -67,10 +78,12 @@ class Beat:
 
 
 class Heard:
-    """The last beat of one process; when it came, by the clock of who heard it; and since when it has been behind."""
+    """The last beat of one process; when it came, by the clock of who heard it; since when it has been at what it does;
+    and since when it has been behind.
+    """
 
     def __init__(self, now: float):
-        self.beat, self.since = Beat(), now
+        self.beat, self.since, self.moved = Beat(), now, now
         self.behind: float | None = None
 
     def hear(self, beat: Beat, now: float) -> None:
@@ -78,6 +91,8 @@ class Heard:
         if beat.count != self.beat.count:
             if beat.position != self.beat.position:
                 self.behind = None
+            if beat.signs != self.beat.signs:
+                self.moved = now
             self.beat, self.since = beat, now
 
 
@@ -128,6 +143,21 @@ def stuck(heard: Mapping[int, Heard], now: float, silent: float) -> Verdict | No
             return Verdict(f"{who(rank, each.beat)} is stuck: it {each.beat.where}, and stayed there {seconds:.0f} s "
                            f"while {others}", True)  # fmt: skip
     return None
+
+
+def still(heard: Mapping[int, Heard], now: float) -> Verdict | None:
+    """Of all processes, where each has been at one thing for longer than that may take, after the first step."""
+    beats = {rank: each.beat for rank, each in heard.items()}
+    if not all(beat.armed and beat.patience and not beat.ended for beat in beats.values()):
+        return None
+    if any(now - each.moved <= each.beat.patience for each in heard.values()):
+        return None
+    seconds = min(now - each.moved for each in heard.values())
+    at = [f"{who(rank, beat)} is {beat.doing}, which took {beat.usual:.1f} s at most before (it {beat.where})"
+          for rank, beat in beats.items()]  # fmt: skip
+    more = f"; and {len(at) - _NAMED} more" if len(at) > _NAMED else ""
+    return Verdict(f"all {len(at)} processes are stuck: for {seconds:.0f} s none has begun anything else; "
+                   f"{'; '.join(at[:_NAMED])}{more}", True)  # fmt: skip
 
 
 def who(rank: int, beat: Beat) -> str:

@@ -36,7 +36,9 @@ _MOST = (
 )  # bytes of a text, compressed, whose first difference is looked for; beyond that it is only said to differ
 
 
-def compare(what: str, notes: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
+def compare(
+    what: str, notes: Mapping[str, Any], texts: Mapping[str, str] | None = None, hint: str = "start all with the same"
+) -> None:
     """Raise ValueError in every process where any has other notes than process 0: what differs, and where. All call it,
     with the same `what`, as often as each other. Nothing happens in a run of one process.
 
@@ -44,6 +46,7 @@ def compare(what: str, notes: Mapping[str, Any], texts: Mapping[str, str] | None
       what: what is compared, such as "the step".
       notes: name -> value, compared as text.
       texts: name -> a long text, of which the first line that differs is shown.
+      hint: what to do where something differs.
     """
     if jax.process_count() == 1:
         return
@@ -53,7 +56,7 @@ def compare(what: str, notes: Mapping[str, Any], texts: Mapping[str, str] | None
     watch = ending.watch()
     patience = watch.silent if watch is not None and watch.own.armed else PATIENCE
     number = _counts[what] = _counts.get(what, 0) + 1
-    Exchange(Coordinator(), here, f"{what}/{number}", patience)(what, notes, texts or {})
+    Exchange(Coordinator(), here, f"{what}/{number}", patience)(what, notes, texts or {}, hint)
 
 
 _counts: dict[str, int] = {}
@@ -72,10 +75,10 @@ class Exchange:
 
     def __init__(self, store: Store, place: Place, key: str, patience: float, ask: Callable[[int], str] | None = None):
         self.store, self.place, self.key, self.patience = store, place, f"notes/{key}", patience
-        self.ask = ask or _ended
+        self.ask = ask or _why_never
         self.host = socket.gethostname()
 
-    def __call__(self, what: str, notes: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def __call__(self, what: str, notes: Mapping[str, Any], texts: Mapping[str, str], hint: str) -> None:
         """See `compare`."""
         mine = {name: str(value) for name, value in notes.items()}
         sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -86,7 +89,7 @@ class Exchange:
             self.store.set(f"{self.key}/zero", json.dumps([self.host, mine, sums]))
             try:
                 said = self._wait(self._all_said, what)
-                verdict = self._summed({int(rank): json.loads(text) for rank, text in said.items()}, what)
+                verdict = self._summed({int(rank): json.loads(text) for rank, text in said.items()}, what, hint)
             except ValueError as error:  # of one that does not come: those that did hear of it too
                 verdict = str(error)
             self.store.set(f"{self.key}/verdict", verdict)
@@ -147,7 +150,7 @@ class Exchange:
                 found.append([name, *_first_difference(theirs, texts[name])] if theirs else [name, "", ""])
         return found
 
-    def _summed(self, said: Mapping[int, Any], what: str) -> str:
+    def _summed(self, said: Mapping[int, Any], what: str, hint: str) -> str:
         """One sentence of all that differs; "" where nothing does."""
         differing: dict[tuple[str, str, str], list[str]] = {}
         for rank, (host, found) in sorted(said.items()):
@@ -163,13 +166,18 @@ class Exchange:
             else:
                 parts.append(f"{name} differs between rank 0 on {self.host} and {where}")
         more = f"; and {len(parts) - 4} more" if len(parts) > 4 else ""
-        return f"the processes differ in {what}: {'; '.join(parts[:4])}{more}; start all with the same"
+        return f"the processes differ in {what}: {'; '.join(parts[:4])}{more}; {hint}"
 
 
-def _ended(rank: int) -> str:
+def _why_never(rank: int) -> str:
     watch = ending.watch()
-    heard = None if watch is None else watch.heard.get(rank)
-    return f"its script has ended; it {heard.beat.where}" if heard is not None and heard.beat.ended else ""
+    if watch is None or (heard := watch.heard.get(rank)) is None:
+        return ""
+    if heard.beat.ended:
+        return f"its script has ended; it {heard.beat.where}"
+    if heard.beat.position > watch.own.position:  # who is here has not begun that step
+        return f"it {heard.beat.where}, with a batch of shapes that it has trained on before"
+    return ""
 
 
 def _first_difference(there: str, here: str) -> tuple[str, str]:

@@ -16,11 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .environment import Place
-from .judge import Beat, Heard, Verdict, failed, lost, stuck, who
+from .judge import Beat, Heard, Verdict, failed, lost, still, stuck, who
 from .store import Store
 
 ENDED = 75  # exit status of a process that another one's end has ended
 LIMIT = 60.0  # seconds until all have ended
+STALL = 1800.0  # seconds that all may be at something of which it is not known how long it takes
+TRAINING, COMPILING = "training", "compiling"  # in a step of a loop that waits for each; what may last for any time
+ELSEWHERE = ("starting", "between steps", "done with the run")  # in code of the user's, which says nothing
+_TIMES, _LONGER = 5, 10  # steps after which it is known how long one takes; how much longer none takes
 _SILENT = 0.6  # of these, until one that says nothing, or stays behind, is given up; the rest is for the news to spread
 _LEAVING = 3.0  # seconds that process 0, which has the coordinator, waits for the others to hear why they end
 
@@ -30,13 +34,27 @@ def seconds(given: float | None = None) -> float:
     text = os.environ.get("JAXPAR_WATCHDOG") if given is None else str(given)
     if text is None:
         return LIMIT
-    try:
-        limit = float(text)
-    except ValueError as error:
-        raise ValueError(f"JAXPAR_WATCHDOG={text!r} is no number of seconds; set it to 60, or to 0 for none") from error
+    limit = _number("JAXPAR_WATCHDOG", text, LIMIT)
     if not (limit == 0 or 5 <= limit < float("inf")):
         raise ValueError(f"a watchdog of {text} s is too quick for a busy host; use 5 or more, or 0 for none")
     return limit
+
+
+def stall_seconds() -> float | None:
+    """Of the environment, None if it says nothing. Raises ValueError below 5 seconds, but for 0, for any time."""
+    if (text := os.environ.get("JAXPAR_STALL")) is None:
+        return None
+    stall = _number("JAXPAR_STALL", text, STALL)
+    if not (stall == 0 or 5 <= stall < float("inf")):
+        raise ValueError(f"JAXPAR_STALL={text} is too quick for a busy host; use 5 or more, or 0 for any time")
+    return stall
+
+
+def _number(name: str, text: str, usual: float) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r} is no number of seconds; set it to {usual:g}, or to 0 for none") from error
 
 
 class Watch:
@@ -48,6 +66,8 @@ class Watch:
       limit: seconds within which all have ended.
       leave: ends the process.
       clock: in seconds.
+      stall: seconds that all may be at something of which it is not known how long it takes, 0 for any time; if None
+        `STALL`, and in code of the user's any time.
 
     Attributes: `folder`, where stacks are written, stderr without it; `own`, what this process says of itself.
     """
@@ -59,6 +79,7 @@ class Watch:
         limit: float = LIMIT,
         leave: Callable[[Watch, Verdict], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        stall: float | None = None,
     ):
         self.store, self.place, self.limit, self.clock, self.leave = store, place, limit, clock, leave or _leave
         self.silent, self.every = _SILENT * limit, min(1.0, limit / 20)
@@ -73,6 +94,9 @@ class Watch:
         self._answered, self._looked, self._problem = now, now, ""
         self.failing = 0  # times that it was found to have failed, and not to have ended
         self._broke: float | None = None  # when a process first said that a collective broke off
+        self.waits = False  # whether the loop waits for each step, as a `Trainer`'s does
+        self._stall, self._began, self._before = stall, now, ""
+        self._longest: dict[str, tuple[int, float]] = {}  # of what it did: how often, and the most seconds
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._talk, self._look)]
 
@@ -97,10 +121,35 @@ class Watch:
     def entered(self) -> None:
         """A step begins."""
         self.own.position |= 1
+        self.doing(TRAINING if self.waits else "in a step")
 
     def left(self) -> None:
         """The step is done, or dispatched."""
         self.own.position, self.own.armed = (self.own.position | 1) + 1, True
+        if not self.waits:
+            self.doing("between steps")
+
+    def doing(self, what: str) -> None:
+        """From now on the process is at something, in words: a sign that it lives."""
+        own, now = self.own, self.clock()
+        times, longest = self._longest.get(own.doing, (0, 0.0))
+        self._longest[own.doing] = times + 1, max(longest, now - self._began)
+        times, own.usual = self._longest.get(what, (0, 0.0))
+        unknown = (0.0 if what in ELSEWHERE else STALL) if self._stall is None else self._stall
+        least = self.silent if what == TRAINING and times >= _TIMES else unknown
+        own.patience = 0.0 if what == COMPILING or not least else max(least, _LONGER * own.usual)
+        own.doing, self._began = what, now
+        own.signs += 1
+
+    def compiles(self, event: str, *_: object, **__: object) -> None:
+        """Hears of jax that a program has been lowered, after which it is compiled, and that it has been compiled."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if event.endswith("/jaxpr_to_mlir_module_duration") and self.own.doing != COMPILING:
+            self._before = self.own.doing
+            self.doing(COMPILING)
+        elif event.endswith("/backend_compile_duration") and self.own.doing == COMPILING:
+            self.doing(self._before)
 
     def failed(self, why: str, follows: bool = False) -> None:
         """This process fails: says so, and waits until all know. `follows`: it may come of another one's end, and so it
@@ -150,8 +199,9 @@ class Watch:
         stderr = sys.__stderr__
         while not self._closed.wait(self.every):
             if stderr is not None:
-                # Where an extension keeps Python's lock no thread of ours runs; this one is C's.
-                faulthandler.dump_traceback_later(self.limit, exit=True, file=stderr)
+                # Where an extension keeps Python's lock no thread of ours runs; this one is C's. It does not end the
+                # process, as its clock also runs while a scheduler has all of them stopped, to go on later.
+                faulthandler.dump_traceback_later(self.limit, file=stderr)
             self.look()
 
     def look(self) -> None:
@@ -161,7 +211,8 @@ class Watch:
             # It is this process that stood still, stopped and continued: it hears first what the others think.
             self._answered = now
             for each in self.heard.values():
-                each.since = now
+                each.since = each.moved = now
+                each.behind = None
         self._looked = now
         self.verdict = self.verdict or self._judged(now)
         if self.verdict is not None:
@@ -185,7 +236,7 @@ class Watch:
         if broken := failed(self.heard, follows=True):
             self._broke = self._broke or now
             return broken if now - self._broke > self.silent else None
-        return stuck(self.heard, now, self.silent)
+        return stuck(self.heard, now, self.silent) or still(self.heard, now)
 
     def _spread(self) -> None:
         """Process 0 lets the others hear it first: with it goes the coordinator."""
@@ -210,7 +261,8 @@ def _leave(watch: Watch, verdict: Verdict) -> None:
     said = f"\njaxpar: {verdict.sentence}"
     if verdict.stacks:
         said += f"; {stacks(watch)}"
-    end(f"{said}. Rank {rank}, after step {watch.own.position // 2}, ends with it.", ENDED)
+    status = 1 if watch.own.failed and not watch.own.follows else ENDED  # its own, where what it leaves behind hangs
+    end(f"{said}. Rank {rank}, after step {watch.own.position // 2}, ends with it.", status)
 
 
 def end(sentence: str, status: int) -> None:

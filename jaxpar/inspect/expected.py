@@ -44,7 +44,9 @@ def expected(step: Step, batch: Any) -> Ledger:
     rows = tuple(traced.axes)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:
-        found.append(_entry(Sent("all-reduce", axes, jnp.float32, 1, 2 * counted.metrics), sizes))
+        found.append(
+            _entry(Sent("all-reduce", axes, jnp.float32, 1, 2 * (counted.metrics + len(step.local.ids))), sizes)
+        )
         if counted.counts and rows:
             found.append(_entry(Sent("all-reduce", rows, jnp.float32, 1, 1), sizes))
     return Ledger(found)

@@ -6,14 +6,12 @@ and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.S
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..strategy import ROWS
@@ -21,7 +19,7 @@ from .model import Replicated
 from .paths import name_of
 
 GIVEN = ("global", "host")  # whose rows a batch is made of: what `rows=` of a step may be
-_WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
+WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
 
 
 def batch_specs(batch: Any) -> Any:
@@ -113,7 +111,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
             "jp.Replicated(...)"
         )
     (each,) = rows
-    hosts = 1 if _is_global(batch) else hosts
+    hosts = 1 if is_global(batch) else hosts
     count, blocks = each * hosts, replicas * microbatches
     own = f" ({each} from each of {hosts} hosts)" if hosts > 1 else ""
     if not count:
@@ -125,7 +123,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         most = max((m for m in range(2, microbatches) if rest % m == 0), default=1) if rest else 1
         fewer = f"use microbatches={most}, or " if most > 1 else ""
         if hosts > 1 or jax.process_count() > 1:
-            drop = f"{_WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
+            drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
         raise ValueError(
             f"batch has {count} rows{own}; {replicas} replicas x {microbatches} microbatches need a multiple of "
             f"{blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-blocks // hosts)}), whose mask goes into a "
@@ -156,7 +154,7 @@ def rows_of(batch: Any) -> int:
 def global_shapes(batch: Any, hosts: int) -> Any:
     """The abstract global batch of which `batch` is given; `hosts` as for `check_rows`."""
     shapes = jax.eval_shape(lambda x: x, batch)
-    if hosts == 1 or _is_global(batch):
+    if hosts == 1 or is_global(batch):
         return shapes
 
     def leaf(x: Any) -> Any:
@@ -171,7 +169,7 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
     Nothing is sent between hosts: each keeps what its devices need of a batch that is the same on all (`hosts` is 1),
     or puts its own rows there.
     """
-    here = jax.process_count() == 1 or _is_global(batch)
+    here = jax.process_count() == 1 or is_global(batch)
     if here and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
         return batch
     places = batch_shardings(batch, mesh)
@@ -212,28 +210,7 @@ def narrowed(batch: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, batch)
 
 
-def agree(batch: Any, rows: str) -> None:
-    """Raise ValueError, on every host, unless all give the same number of rows and, where these are global, the same
-    values. All hosts call it for a batch of the same step; it communicates two numbers.
-    """
-    if jax.process_count() == 1 or _is_global(batch):
-        return
-    checksum = 0
-    for x in jax.tree.leaves(batch):
-        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, checksum)
-    mine = np.array([rows_of(batch), checksum if rows == "global" else 0], np.uint32)
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    for what, found in zip(("rows", "other values (a checksum)"), every.T, strict=True):
-        if len(set(found.tolist())) > 1:
-            other = int(np.argmax(found != found[0]))
-            do = "give as many on each" if rows == "host" else "give the same on each, or say rows='host'"
-            raise ValueError(
-                f"hosts give batches of different {what}: {found[0]} on host 0, {found[other]} on host {other}; "
-                f"{_WHOSE}: {do}"
-            )
-
-
-def _is_global(batch: Any) -> bool:
+def is_global(batch: Any) -> bool:
     """Whether a batch says itself that it is global: it lies on several hosts, or is traced or abstract."""
     there = (jax.ShapeDtypeStruct, Tracer)
     return all(isinstance(x, there) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))

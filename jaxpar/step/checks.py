@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from ..layout.layout import Layout
 from ..layout.state import State
 from ..model.batches import (
-    agree,
     batch_shardings,
     check_rows,
     global_shapes,
@@ -202,19 +201,18 @@ class Intake:
     def place(self, batch: Any) -> Any:
         """A batch as the step's programs take it: with several hosts global arrays, to which each has brought its rows.
 
-        The step does this with what it is given. Raises ValueError where the rows do not fit the strategy, and where
-        hosts disagree about the first batch of its shape (two numbers of each are sent to all).
+        The step does this with what it is given. Nothing is sent to other hosts. Raises ValueError where the rows do
+        not fit the strategy.
         """
         leaves, tree = jax.tree.flatten(batch)
         kind = ("fits", tree, *(np.shape(x) for x in leaves))
         if kind not in self._jitted:
             self.check(batch)
-            agree(batch, self.rows)
             self._jitted[kind] = True
         return globalise(narrowed(batch), self.mesh, self._hosts)
 
     def send(self, batch: Any) -> Any:
-        """A batch on its devices, without a word to other hosts: for a thread that reads ahead.
+        """A batch on its devices: for a thread that reads ahead.
 
         Under `server`, which sends its rows itself, the batch as it is. Raises ValueError where rows do not fit.
         """

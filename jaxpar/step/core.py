@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Step(Start, Intake):
         trainable: Any,
         rules: Rules | None = None,
         skip_nonfinite: bool = False,
+        ids: Mapping[str, int] | None = None,
     ):
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
         self.optimizer = taking_value(optimizer)
@@ -80,7 +81,7 @@ class Step(Start, Intake):
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
-        self.local = Local(self.tracing)
+        self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 
     def _home(self) -> Mesh:
@@ -98,7 +99,8 @@ class Step(Start, Intake):
             the same on all of them, or with `rows="host"` each host's own rows.
 
         Returns metrics as scalars, float32 but for `finite` and `skipped`: `loss` (of all rows, before the update),
-        `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far, float16), and the loss's own.
+        `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far, float16), with `ids` `outside/tokens`
+        and so on (the share of ids beyond their limits), and the loss's own.
         """
         return self._run("train", state, batch)
 

@@ -7,8 +7,8 @@ and leaves all reductions over replicas to its strategy's rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import collectives
+from ..data.contents import shares_outside
 from ..model.batches import microbatches
 from ..parallel import rule_of
 from ..parallel.access import Access
@@ -47,9 +48,12 @@ def first(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Local:
-    """The loss of one device's rows under one strategy, as a function of local values."""
+    """The loss of one device's rows under one strategy, as a function of local values; `ids`, limits of leaves of the
+    batch, whose shares of ids beyond them join the metrics.
+    """
 
     tracing: Tracing
+    ids: Mapping[str, int] = field(default_factory=dict)
 
     def bound(self, stored: Sequence[Any], variables: Any, batch: Any, key: jax.Array | None) -> tuple[Loss, Any]:
         """The loss on what this device stores, and its rows as microbatches [m, r, ...]."""
@@ -71,7 +75,8 @@ class Local:
         loss, rows = self.bound(stored, variables, batch, None)
         if self.tracing.schedule is not None:
             return self._piped(Piped(self.tracing, loss, variables, rows, None), None)[1]
-        return self._total(added(lax.map(lambda rows: loss.forward(variables, rows, None, grad=False)[0], rows)))
+        sums = lax.map(lambda rows: loss.forward(variables, rows, None, grad=False)[0], rows)
+        return self.total(added(sums), rows)
 
     def gradients(
         self, stored: Sequence[Any], variables: Any, batch: Any, key: jax.Array, step: jax.Array, scale: jax.Array
@@ -99,7 +104,7 @@ class Local:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
             (variables, grads), sums = lax.scan(micro, (variables, zeros), blocks)
             sums = added(sums)
-        return self.finished(loss, grads), variables, self._total(sums)
+        return self.finished(loss, grads), variables, self.total(sums, rows)
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Accumulated gradients as the update gets them: zeros where the loss does not depend on a leaf, None where it
@@ -126,7 +131,8 @@ class Local:
     def _piped(self, piped: Piped, seed: jax.Array | None) -> tuple[list[Any], Sums]:
         """Accumulated gradients, and the sums of each metric over all rows."""
         grads, sums = piped.pipeline(seed).run()
-        return grads, self._total(jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums))
+        sums = jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums)
+        return grads, self.total(sums, piped.rows)
 
     def _count(self, loss: Loss, variables: Any, rows: Any, keys: jax.Array) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""
@@ -137,8 +143,9 @@ class Local:
         counts = lax.map(lambda block: count(jax.tree.leaves((variables, *block))), (rows, keys))
         return collectives.all_reduce(counts.sum(), tuple(axes))
 
-    def _total(self, sums: Sums) -> Sums:
+    def total(self, sums: Sums, rows: Any) -> Sums:
         """The sums over all replicas, in one all-reduce; with a server, this replica's, which it will add."""
+        sums = sums | shares_outside(rows, self.ids)  # pipe ranks add the same rows to total and count
         if self.tracing.strategy.server:
             return sums
         leaves, tree = jax.tree.flatten(sums)

@@ -134,7 +134,7 @@ class ServerStep(Step):
                 return variables, (sums, _apart(tape, loss.stored))
 
             variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step), rows))
-            return (_lift(added(sums)), variables), _lift(tapes)
+            return (_lift(self.local.total(added(sums), rows)), variables), _lift(tapes)
 
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]

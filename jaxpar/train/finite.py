@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from .loop import Loop
 
@@ -77,3 +81,9 @@ class Finite:
         """What is wrong, and what to try."""
         last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
         return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
+
+
+@jax.jit
+def all_finite(params: Any) -> jax.Array:
+    """Whether all elements of all arrays are, as a boolean array of no dims."""
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()

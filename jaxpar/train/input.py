@@ -43,10 +43,8 @@ class Input:
         """The first batch; from then on others are read ahead. Raises ValueError, in every process, where several have
         other batches, or go on from another checkpoint (`latest`, its step).
         """
+        notes.compare("where to begin", {"the last checkpoint": latest})
         given = next(self._batches)
-        if jax.process_count() > 1:
-            held = {"what they hold": notes.digest(given)} if self._step.rows == "global" else {}
-            notes.compare("the first batch", {"its arrays": notes.shapes(given), **held, "the last checkpoint": latest})
         batch = self._step.place(self._fit(given, self._step.blocks))
         self._step.compare(batch)
         if isinstance(self._batches, Stream) and self._batches.fills:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from ..checkpoint.checkpoints import Checkpoints
+from ..data.contents import OUTSIDE, check_ids
 from ..data.streams import Data, Fitting, Stream, held_out, training, weight_of
 from ..hosts import ending, notes
 from ..hosts.initialize import restarts
@@ -26,7 +26,7 @@ from ..make import make_train_step
 from ..model.model import Model
 from ..parallel.tensor.dims import Rules
 from ..strategy import Strategy
-from .finite import Finite, NotFiniteError
+from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, claimed
 from .input import Input, check_rows
 from .loop import OWN, Loop, Units, checked
@@ -52,6 +52,7 @@ class Trainer:
         that returns one, which is called only where no checkpoint is resumed from.
       rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
         `make_train_step`. All then need as many batches.
+      ids: as for `make_train_step`; where one is beyond its limit the run ends with the leaf, the row and the value.
 
     Attributes: `step` (the `Step`), `state`, `number` (steps taken), `rows` (in a batch of all hosts), `compiled` (None
     under `server`), and the above.
@@ -74,6 +75,7 @@ class Trainer:
         rules: Rules | None = None,
         rows: str = "global",
         params: Any = None,
+        ids: Mapping[str, int] | None = None,
     ):
         if not isinstance(loop, Loop | None):
             raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
@@ -88,7 +90,10 @@ class Trainer:
         if self.loop.out is not None and hasattr(data, "fingerprint"):  # for checkpoints; it takes a look at all data
             self.about = {"data": data.fingerprint, **self.about}
         skips = self.loop.on_nonfinite == "skip"
-        self.step = make_train_step(model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips)
+        self.step = make_train_step(
+            model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips, ids=ids
+        )
+        self.ids = ids or {}
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
             check_rows(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
@@ -98,7 +103,7 @@ class Trainer:
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
-        self._late: tuple[int, Any] | None = None
+        self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
         self._clock, self._stopping = 0.0, False
         self._claim, self._input = Claim(None), Input(self.step, Stream(iter(()), 0), 0)
 
@@ -124,6 +129,7 @@ class Trainer:
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
+            stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
             stack.enter_context(ending.failing())
             stopped = self._train(saves or None, stop)
@@ -188,7 +194,7 @@ class Trainer:
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
-            self._late = self.number, metrics
+            self._late = self.number, metrics, batch if self.ids else None
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
@@ -200,13 +206,17 @@ class Trainer:
             if looks and self._sound(self._settle, saves) and saved:
                 self.finite.come_further()
             if compares:
+                ending.doing("comparing replicas")
                 self.step.check_replicas(self.state)
             if evaluates:
+                ending.doing("evaluating")
                 self._emit("on_evaluate", {"step": self.number, **self.evaluate()})
             if saves is not None and saved:
+                ending.doing("saving a checkpoint")
                 self._save(saves)
             if ends:
                 return stopped
+            ending.doing("reading a batch")
             try:
                 batch = self._input.next(metrics["loss"])
             except BaseException:
@@ -230,17 +240,18 @@ class Trainer:
         sums: dict[str, float] = {}
         total, late, fit = 0.0, None, Fitting(self.step.check_weighs)
 
-        def add(weight: float, metrics: Any) -> None:
-            for name, value in metrics.items():
+        def add(weight: float, metrics: Any, batch: Any) -> None:
+            values = {name: float(value) for name, value in metrics.items()}
+            for name, value in self._inside(values, batch, "held out").items():
                 # Of a batch that is masked throughout, a mean is not a number, and none of it counts.
-                sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+                sums[name] = sums.get(name, 0.0) + (weight * value if weight else 0.0)
 
         for batch in held_out(self.held_out, self.loop.rows, self.loop.evaluate_batches):
             batch = self.step.place(fit(batch, self.step.blocks))
             metrics = self.step.evaluate(self.state, batch)
             if late:
                 add(*late)
-            late = weight_of(batch), metrics
+            late = weight_of(batch), metrics, batch if self.ids else None
             total += late[0]
         if late is None:
             raise ValueError("held_out has no batch to evaluate on; pass at least one, or None")
@@ -293,7 +304,7 @@ class Trainer:
     def _settle(self) -> None:
         """Reports the last step. Raises NotFiniteError where it or its update is not finite."""
         self._report()
-        if not _all_finite(self.state.params):
+        if not all_finite(self.state.params):
             says = f"the update of step {self.number} left parameters that are not finite"
             raise NotFiniteError(self.number, self.finite.advice(says))
 
@@ -301,9 +312,10 @@ class Trainer:
         """Waits for the step before, and passes its metrics on. Raises NotFiniteError where it was not finite."""
         if self._late is None:
             return
-        number, metrics = self._late
+        number, metrics, batch = self._late
         self._late = None
-        values = {name: float(value) for name, value in metrics.items()}
+        values = self._inside({name: float(value) for name, value in metrics.items()}, batch, f"step {number}")
+        ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if told := self.finite.look(number, values):
@@ -316,12 +328,20 @@ class Trainer:
         self.rows = self._input.rows
         self._emit("on_step", {"step": number, **values, **speed, **share})
 
+    def _inside(self, values: dict[str, float], batch: Any, what: str) -> dict[str, float]:
+        """The metrics without those on ids. Raises ValueError where some are beyond their limits."""
+        shares = {name: share for name, share in values.items() if name.startswith(OUTSIDE)}
+        for name, share in shares.items():
+            if share:
+                try:
+                    check_ids(batch, self.ids)
+                except ValueError as error:
+                    raise ValueError(f"{what}: {error}") from error
+                says = f"{what}: {share:.2g} of the ids in {name.removeprefix(OUTSIDE)} are beyond their limit"
+                raise ValueError(f"{says}; the error of another host names one")
+        return {name: value for name, value in values.items() if name not in shares}
+
     def _emit(self, event: str, metrics: dict[str, float]) -> None:
         for hook in self.hooks:
             if (call := getattr(hook, event, None)) is not None:
                 call(self, metrics)
-
-
-@jax.jit
-def _all_finite(params: Any) -> jax.Array:
-    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()

@@ -1,6 +1,11 @@
-"""One state under every layout: what `test_layouts.py`, and its second process, restore and save."""
+"""One state under every layout: what `test_layouts.py`, and two processes of its own, restore and save."""
 
 import functools
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ LAYOUTS = {
     "single": ("single", 1),
     "ddp": ("ddp", 8),
     "zero1": ("zero1", 8),
-    "zero2": ("zero2,precision=bf16", 8),  # with copies
+    "zero2": ("zero2", 8),
     "zero3": ("zero3", 8),
     "hsdp": ("data=2,fsdp=4", 8),
     "six": ("fsdp", 6),
@@ -29,8 +34,11 @@ LAYOUTS = {
     "pipe": ("pipe=4,data=2,microbatches=4", 8),
     "chunks": ("pipe=2,chunks=2,fsdp=4,microbatches=2", 8),
     "four axes": ("pipe=2,data=1,fsdp=2,tensor=2,microbatches=2", 8),
+    "copies": ("zero2,precision=bf16", 8),
     "server": ("dp", 8),
 }
+TWO = "two processes"  # of four devices each, which stand for two hosts, under the first of
+PAIRED = ("hsdp", "ddp", "zero2", "copies", "sequence", "chunks", "four axes")
 RULES = {"layers/./up": -1, "layers/./down": -2, "table": None}
 
 
@@ -85,3 +93,60 @@ def saved(folder: Path) -> dict[str, bytes]:
     found = jp.Checkpoint(folder)
     found.verify()
     return {name: found.read(name).tobytes() for name in found.arrays}
+
+
+def bits(state: Any) -> list[bytes]:
+    """What this process holds of a state: of every array its devices' parts."""
+    raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    parts = (np.asarray(shard.data).tobytes() for x in jax.tree.leaves(state) for shard in raw(x).addressable_shards)
+    return list(parts)
+
+
+def losses(name: str, state: Any) -> list[float]:
+    """Of three steps on."""
+    found = []
+    for number in range(3):
+        state, metrics = step(name)(state, batch(number))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+def one_of_two(rank: int, port: str, out: str, names: Sequence[str], origins: Sequence[str], train: bool) -> None:
+    """In one of two processes: each layout restores the first origin and saves it, restores what was saved, and all
+    other origins, bit by bit the same; and takes three steps.
+    """
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+    found = {}
+    for name in names:
+        there, folder = step(name), Path(out)
+        state = there.restore(folder / origins[0])
+        own = TWO if name == PAIRED[0] else f"{TWO}, {name}"
+        there.save(folder / own, state, {"batches": 3}).wait()
+        expected = bits(state)
+        for origin in (*origins[1:], own):
+            state = there.restore(folder / origin)
+            assert bits(state) == expected, (origin, name)
+        found[name] = losses(name, state) if train else []
+    print("RESULT", json.dumps(found), flush=True)
+
+
+def two_processes(out: Path, names: Sequence[str], origins: Sequence[str], train: bool) -> list[dict[str, list[float]]]:
+    """`one_of_two` twice: the losses by layout that each found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path.insert(0, sys.argv[1]); " \
+           "import json, layouts; layouts.one_of_two(*json.loads(sys.argv[2]))"  # fmt: skip
+    words = [json.dumps([rank, port, str(out), names, origins, train]) for rank in range(2)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    workers = [
+        subprocess.Popen([*command, word], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for word in words
+    ]
+    try:
+        outs = [worker.communicate(timeout=900) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], outs[0][1][-3000:] + outs[1][1][-3000:]
+    lines = [[line for line in said.splitlines() if line.startswith("RESULT")] for said, _ in outs]
+    return [json.loads(line[0].removeprefix("RESULT")) for line in lines]

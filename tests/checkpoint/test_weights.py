@@ -1,5 +1,6 @@
 """Weights alone into a new state, and fresh adapters beside a given base."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar as jp
+from jaxpar.checkpoint.saved import weights_of
+from jaxpar.models import llama, named
 
 LORA = lambda path: "lora" in path
 
@@ -93,3 +97,30 @@ def test_a_frozen_base_goes_on_in_the_precision_of_the_step(there: str, here: st
         for name in got:
             if not LORA(name) or int(found.step):
                 np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_a_hugging_face_folder_is_written_tensor_by_tensor(tmp_path: Path) -> None:
+    """All parameters were in memory at once."""
+    tiny = named("llama-tiny", layers=12, dim=64, heads=2, kv_heads=2, ffn=128)
+    step = jp.make_train_step(tiny.model, optax.sgd(0.1), "fsdp")
+    state = step.init(jax.random.key(0))
+    step.save(tmp_path / "run", state).wait()
+    saved = jp.Checkpoint(tmp_path / "run")
+    tracemalloc.start()
+    llama.save_hf(tiny.config, weights_of(saved), tmp_path / "hf", max_shard_size=10**5)
+    most, size = tracemalloc.get_traced_memory()[1], 4 * tiny.parameters
+    tracemalloc.stop()
+    assert size > 1.6e6
+    assert most < size / 3
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 9
+    pytest.importorskip("safetensors")
+    _, params = llama.from_hf(tmp_path / "hf")
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, nnx.to_pure_dict(step.params(state))))
+
+    path = tmp_path / "run" / "0" / "state" / "arrays-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not what was written"):
+        llama.save_hf(tiny.config, weights_of(jp.Checkpoint(tmp_path / "run")), tmp_path / "damaged")
+    assert not (tmp_path / "damaged" / "config.json").exists()

@@ -4,12 +4,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import jaxpar as jp
 from jaxpar.data import Rows, Windows, images, token_ids
 from jaxpar.data import text as source_of
+from jaxpar.data.contents import shares_outside
 
 X = np.arange(14, dtype=np.float32).reshape(7, 2)
 
@@ -185,6 +187,11 @@ def test_ids_beyond_their_limit_are_named(tmp_path: Path) -> None:
         jp.check_ids(batch, {"token": 5})
     with pytest.raises(ValueError, match=r"leaf x is float64\[3\], and ids are integers"):
         jp.check_ids(batch, {"x": 5})
+    shares = jax.jit(lambda x: shares_outside(x, {"tokens": 10, "deep/label": 300}))
+    found = shares({**batch, "deep": {"label": np.array([0, -1, 127], np.int8)}})
+    assert {name: (float(m.total), float(m.count)) for name, m in found.items()} == {
+        "outside/tokens": (2, 12), "outside/deep/label": (1, 3)
+    }  # fmt: skip
     np.save(tmp_path / "t.npy", np.array([1] * 150 + [2**32 + 5] + [1] * 49))  # as int32 it is 5
     with pytest.raises(ValueError, match=r"holds token 4294967301, but the vocabulary has 100: .* at 150 of 200"):
         token_ids(tmp_path / "t.npy", 100)

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from test_watchdog import Table
 
-from jaxpar.hosts import notes
+from jaxpar.hosts import ending, notes
 from jaxpar.hosts.environment import Place
+from jaxpar.hosts.watchdog import Watch
 
 
 def exchange(each: Mapping[int, Any], texts: Mapping[int, str] | None = None, absent: int | None = None) -> list[str]:
@@ -23,7 +25,7 @@ def exchange(each: Mapping[int, Any], texts: Mapping[int, str] | None = None, ab
         compare = notes.Exchange(table, Place("test", "a:1", len(each), rank), "x/1", 20, ask)
         compare.host = f"node{rank}"
         try:
-            compare("the options", each[rank], {"the program": texts[rank]} if texts else {})
+            compare("the options", each[rank], {"the program": texts[rank]} if texts else {}, "start all with the same")
             said[rank] = ""
         except ValueError as error:
             said[rank] = str(error)
@@ -62,6 +64,17 @@ def test_who_never_comes_is_named() -> None:
     zero, one, two = exchange({0: {}, 1: {}, 2: {}}, absent=2)
     assert zero == one == "rank 2 will not compare the options with the others: its script has ended"
     assert two == "never returned"
+
+
+def test_who_has_gone_on_without_comparing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another batch of the same shape as before nothing is compared, and the others waited for it."""
+    watch = Watch(Table(), Place("test", "a:1", 2, 0))
+    watch.own.position = watch.heard[1].beat.position = 6
+    monkeypatch.setattr(ending, "watch", lambda: watch)
+    assert notes._why_never(1) == ""
+    watch.heard[1].beat.position = 7
+    says = "it last finished step 3 and was in step 4, with a batch of shapes that it has trained on before"
+    assert notes._why_never(1) == says
 
 
 def test_programs_are_compared_as_text() -> None:

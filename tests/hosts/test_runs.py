@@ -3,10 +3,12 @@
 They are started by `jaxpar launch`, as a user does, each on one or two simulated devices.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +36,8 @@ for i in range(6):
             os.kill(os.getpid(), {"KILL": 9, "STOP": 19}[fault])
         if fault == "sleep": time.sleep(1000)
         if fault == "raise": raise RuntimeError("no such row")
-    state, metrics = step(state, {"x": np.full((8, 8), i, np.float32)})
+    wide = fault == "shape" and (int(rank), int(at)) == (place.process, i)
+    state, metrics = step(state, {"x": np.full((16 if wide else 8, 8), i, np.float32)})
     print("step", i + 1, float(metrics["loss"]))
 """
 
@@ -74,15 +77,78 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
         ("sleep:0:3", 75, "is stuck: it last finished step 3"),
         ("raise:1:3", 1, "failed: RuntimeError: no such row"),
         ("raise:0:0", 1, "failed: RuntimeError: no such row"),
+        ("shape:1:3", 1, "rank 0 will not compare the batch to train with the others: it last finished step "),
+        ("shape:1:0", 1, "the processes differ in the batch to train: its shape is ['x'] float32[8, 8] on rank 0 on "),
         ("rate:1:0", 1, "the processes differ in the step: the program is '"),
     ],
 )
 def test_faults(fault: str, status: int, says: str) -> None:
     found, said, seconds = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT=fault)
     assert found == status, said
-    assert f"rank {fault.split(':')[1]} on " in said
-    assert says in said
+    assert f"rank {fault.split(':')[1]} on " in said, said
+    assert says in said, said
     assert seconds < 100
+
+
+# -- all stuck at one point --------------------------------------------------------------------------------------------
+
+TRAINER = """
+import os, sys, time
+import jaxpar as jp
+jp.initialize()
+import jax, jax.numpy as jnp, numpy as np, optax
+def data(start):
+    for i in range(start, 1000):
+        if os.environ["FAULT"] == "data" and i == 12: time.sleep(1000)
+        yield {"x": np.full((8, 8), i, np.float32)}
+def wait(x):
+    if os.environ["FAULT"] == "step" and np.asarray(x)[0, 0] == 12: time.sleep(1000)
+    return x
+def loss(params, batch, key):
+    x = jax.pure_callback(wait, jax.ShapeDtypeStruct(batch["x"].shape, jnp.float32), batch["x"])
+    return ((x @ params["w"]) ** 2).mean()
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))}, loss=loss)
+jp.Trainer(model, optax.sgd(0.1), data, "ddp", jp.Loop(steps=20, quiet=True)).run()
+"""
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("fault", "doing"), [("data", "reading a batch"), ("step", "training")])
+def test_all_processes_that_hang_at_one_point_end(fault: str, doing: str) -> None:
+    """In their data, or each in the same step, whose collective none ends: it looked like a long compilation."""
+    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", TRAINER, FAULT=fault, JAXPAR_STALL="8")
+    assert status == 75, said
+    assert "all 2 processes are stuck: for " in said
+    assert f" is {doing}, which took " in said
+
+
+@pytest.mark.battery
+def test_processes_that_are_all_stopped_go_on_later() -> None:
+    """As under a scheduler that suspends jobs: each ended, without a sentence, once it was continued."""
+    code = LOOP.replace("range(6)", "range(10**6)").replace(
+        'print("step", i + 1', 'i % 100 or print("PID", os.getpid(), i); print("step", i + 1'
+    )
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "1", "--", "-uc", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, env={**os.environ, "JAXPAR_WATCHDOG": "12"}, **pipes)
+    assert run.stdout is not None
+    pids: set[int] = set()
+    try:
+        lines = (line.split("] PID ")[1].split() for line in run.stdout if "] PID " in line)
+        while len(pids) < 2:
+            pids.add(int(next(lines)[0]))
+        for sign, pause in ((signal.SIGSTOP, 16), (signal.SIGCONT, 0)):
+            for pid in pids:
+                os.kill(pid, sign)
+            time.sleep(pause)
+        until = time.monotonic() + 15
+        assert any(time.monotonic() > until for _ in lines)  # which end with the run
+    finally:
+        run.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.communicate()
 
 
 # -- unequal hosts -----------------------------------------------------------------------------------------------------
@@ -216,6 +282,41 @@ jp.initialize(devices=1)
 {MODEL}
 print("RESULT", json.dumps(losses("pipe=2,fsdp=2,microbatches=2")))
 """
+
+
+ENDLESS = """
+import jaxpar as jp
+jp.initialize(devices=1)
+import jax, numpy as np, optax
+model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))},
+                 loss=lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean())
+data = lambda start: iter(lambda: {"x": np.ones((8, 8), np.float32)}, None)
+says = jp.Hook(on_step=lambda _, metrics: metrics["step"] == 20 and print("TWENTY", flush=True))
+jp.Trainer(model, optax.sgd(1e-5), data, "ddp", jp.Loop(steps=10**6, quiet=True), hooks=[says]).run()
+"""
+
+
+@pytest.mark.battery
+def test_a_link_that_goes_down_ends_both_hosts(hosts: list[str]) -> None:
+    """Nothing is closed: packets are lost, and a collective would wait for them for ever."""
+    workers = []
+    for rank, host in enumerate(hosts):
+        env = {"JAXPAR_COORDINATOR": "10.77.0.1:12345", "JAXPAR_PROCESSES": "2", "JAXPAR_PROCESS": str(rank)}
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", ENDLESS]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        workers.append(subprocess.Popen(command, env={**os.environ, "JAXPAR_WATCHDOG": "30", **env}, **pipes))
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert any("TWENTY" in line for line in worker.stdout)
+        ip("-n", hosts[0], "link", "set", f"v{os.getpid()}a", "down")
+        said = [worker.communicate(timeout=200)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [75, 75], said
+    assert "rank 0 on " in said[1]
+    assert "is lost: " in said[1]
 
 
 @pytest.mark.battery

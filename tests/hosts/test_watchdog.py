@@ -130,6 +130,19 @@ def test_a_stuck_process_is_who_others_wait_for(run: Run, slow: int) -> None:
     )
 
 
+def test_who_was_behind_when_all_were_stopped_is_given_time(run: Run) -> None:
+    """A scheduler stops all processes of a job, and lets them go on hours later."""
+    run.go(5, each=run.step)
+    run.watches[0].entered()
+    run.watches[1].entered()
+    run.go(20)
+    run.now += 10_000
+    run.go(20)
+    assert not run.left
+    run.go(40)
+    assert "rank 2 on node2 (pid 42) is stuck" in run.left[0].sentence
+
+
 def test_a_slow_process_that_moves_is_not_stuck(run: Run) -> None:
     run.step()
     for _ in range(5):
@@ -219,3 +232,63 @@ def test_the_verdict_is_in_the_table(run: Run) -> None:
     run.watches[0].own.failed = "OSError: no space"
     run.go(2)
     assert json.loads(run.table["verdict"])[0].startswith("rank 0 on node0 (pid 40) failed: OSError: no space")
+
+
+def test_all_that_train_far_longer_than_before_are_stuck(run: Run) -> None:
+    """Whoever hung in one collective with all others was taken for one that compiles, and waited for ever."""
+    for watch in run.watches:
+        watch.waits = True
+
+    def train() -> None:
+        for watch in run.watches:
+            watch.entered()
+            watch.left()
+        run.go(2)
+        for watch in run.watches:
+            watch.doing("reading a batch")
+
+    for _ in range(10):
+        train()
+        run.go(3)
+    for watch in run.watches:
+        watch.entered()
+        watch.left()
+    run.go(30)
+    assert not run.left
+    run.go(30)
+    assert [*run.left] == [0, 1, 2]
+    (sentence,) = {verdict.sentence for verdict in run.left.values()}
+    says = "all 3 processes are stuck: for 37 s none has begun anything else; rank 0 on node0 (pid 40) is training, "
+    assert sentence.startswith(says)
+    assert (
+        "which took 2.0 s at most before (it last finished step 11); rank 1 on node1 (pid 41) is training" in sentence
+    )
+    assert run.left[0].stacks
+
+
+@pytest.mark.parametrize(
+    ("doing", "ends"),
+    [("compiling", False), ("between steps", False), ("evaluating", True), ("reading a batch", True)],
+)
+def test_what_may_take_long_is_given_long(run: Run, doing: str, ends: bool) -> None:
+    run.go(5, each=run.step)
+    for watch in run.watches:
+        watch.doing(doing)
+    run.go(150)
+    run.watches[1].doing(doing)  # one of them goes on
+    run.go(1700)
+    assert not run.left
+    run.go(200)
+    assert bool(run.left) == ends
+    if ends:
+        assert f"rank 2 on node2 (pid 42) is {doing}, which took 0.0 s at most before" in run.left[0].sentence
+
+
+def test_what_jax_compiles_is_no_hang() -> None:
+    watch = Watch(Table(), Place("test", "a:1", 2, 0), stall=20)
+    watch.entered()
+    assert watch.own.patience == 20
+    watch.compiles("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
+    assert (watch.own.doing, watch.own.patience) == ("compiling", 0)
+    watch.compiles("/jax/core/compile/backend_compile_duration", 0.1, fun_name="step")
+    assert (watch.own.doing, watch.own.patience) == ("in a step", 20)

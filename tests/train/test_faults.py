@@ -236,3 +236,69 @@ def test_a_held_out_batch_that_is_masked_throughout_counts_for_nothing() -> None
     made.held_out = held[1:]
     with pytest.raises(ValueError, match="held_out is masked throughout"):
         made.evaluate()
+
+
+# -- ids beyond their limits -------------------------------------------------------------------------------------------
+
+IDS = {"y": 8}
+STRATEGIES = ("ddp", "fsdp,microbatches=2", "pipe=2,data=4,microbatches=2", "dp")
+
+
+def of_ids() -> jp.Model:
+    """Labels of 8 classes; of others the loss is no number, or none that means anything."""
+
+    def init(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        return {"in": jax.random.normal(a, (12, 8)) * 0.3, "layers": jax.random.normal(b, (4, 8, 8)) * 0.2}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (x + jax.numpy.tanh(x @ w), None), batch["x"] @ params["in"], params["layers"])
+        return optax.softmax_cross_entropy_with_integer_labels(x, batch["y"]).mean()
+
+    return jp.Model(init=init, loss=loss)
+
+
+def labelled(wrong: int | None) -> Callable[[int], Iterator[Any]]:
+    """Data of which batch 3 has a label that is not below 8."""
+
+    def data(start: int) -> Iterator[Any]:
+        for number in itertools.count(start + 1):
+            rng = np.random.default_rng(number)
+            y = rng.integers(0, 8, 16)
+            y[13] = wrong if number == 3 and wrong is not None else y[13]
+            yield {"x": rng.normal(size=(16, 12)).astype(np.float32), "y": y}
+
+    return data
+
+
+@pytest.mark.parametrize(
+    "strategy", STRATEGIES[:1] + tuple(pytest.param(s, marks=pytest.mark.battery) for s in STRATEGIES[1:])
+)
+def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str) -> None:
+    """It ended as "loss is nan; try a lower learning rate"."""
+    batch = next(labelled(None)(0))
+    proves = strategy != "dp"  # that it sends what its closed form says, which is of one program
+    steps = [jp.make_train_step(of_ids(), optax.sgd(0.1), strategy, ids=ids, check=proves) for ids in (None, IDS)]
+    plain, looks = [step(step.init(jax.random.key(0)), batch) for step in steps]
+    assert float(plain[1]["loss"]) == float(looks[1]["loss"])
+    assert float(looks[1]["outside/y"]) == 0
+    bad = {**batch, "y": np.where(np.arange(16) < 4, 8, batch["y"])}
+    assert float(steps[1](looks[0], bad)[1]["outside/y"]) == 0.25
+    loop = jp.Loop(steps=5, quiet=True)
+    for held_out, says in (
+        ([bad], "held out: batch leaf y holds 8 at row 0"),
+        (None, "step 3: batch leaf y holds -7 at row 13"),
+    ):
+        run = jp.Trainer(
+            of_ids(), optax.sgd(0.1), labelled(None if held_out else -7), strategy, loop, held_out=held_out, ids=IDS
+        )
+        with pytest.raises(ValueError, match=f"{says}, but limits allow 0 to 7; use the tokenizer"):
+            run.run()
+
+
+def test_ids_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ids=\{'y': 0\}: needs how many ids there are"):
+        jp.make_train_step(of_ids(), optax.sgd(0.1), "ddp", ids={"y": 0})
+    step = jp.make_train_step(of_ids(), optax.sgd(0.1), "ddp", ids={"x": 8})
+    with pytest.raises(ValueError, match=r"leaf x is float32\[.*\], and ids are integers; name another leaf"):
+        step(step.init(jax.random.key(0)), next(labelled(None)(0)))

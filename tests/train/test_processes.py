@@ -148,9 +148,9 @@ def two_processes(cases: tuple[str, ...]) -> None:
 
 
 SAID = (
-    ("other values (a checksum)", "on host 0", "on host 1", "the same on each, or say rows='host'"),
-    ("different rows: 8 on host 0, 16 on host 1", "say rows='host'"),
-    ("different rows: 8 on host 0, 16 on host 1", "give as many on each"),
+    ("the batch to train: its checksum is", "on rank 0", "on rank 1", "the same on each, or say rows='host'"),
+    ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "say rows='host'"),
+    ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "give as many rows on each"),
     ("12 rows (6 from each of 2 hosts)", "multiple of 8", "here rows are own", "jp.pad_rows(batch, 4)"),
     ("12 rows;", "multiple of 8", "rows are global, the same on every host", "jp.pad_rows(batch, 8)"),
 )

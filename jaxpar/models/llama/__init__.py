@@ -12,4 +12,5 @@ from .model import loss as loss
 from .model import rope as rope
 from .model import rope_table as rope_table
 from .weights import from_hf as from_hf
+from .weights import save_hf as save_hf
 from .weights import to_hf as to_hf

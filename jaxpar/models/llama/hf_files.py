@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +19,22 @@ from typing import Any, NamedTuple
 import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, knows bfloat16
 import numpy as np
 
-from ...files import json_of, member
+from ...files import SAFETENSORS, json_of, member
 
 
 class Tensor(NamedTuple):
-    """A tensor that is read when it is asked for: its shape, and `read()`, which gives a NumPy array."""
+    """A tensor that is read when it is asked for: its shape, `read()`, which gives a NumPy array, and the dtype of one
+    that is to be written.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    dtype: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of one that is to be written."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def tensor_of(x: Any) -> Tensor:
@@ -68,17 +77,16 @@ def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
         yield tensors
 
 
-def write(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_size: int) -> None:
+def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> None:
     """Safetensors files of at most `max_shard_size` bytes each, unless a single tensor has more.
 
-    Arrays that are not contiguous are copied file by file. Raises ValueError where the folder holds weights already.
+    Tensors are read one by one, and no other is in memory. Raises ValueError where the folder holds weights already.
     """
     # The other file might be read first, and a file that is overwritten might be mapped by who reads from it.
     if there := sorted(
         file.name for pattern in ("model*.safetensors*", "pytorch_model*") for file in folder.glob(pattern)
     ):
         raise ValueError(f"{folder} already holds {there[0]}; choose another folder, or remove the weights in it")
-    save_file = _needed("safetensors.numpy").save_file
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -91,14 +99,28 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_size: int) 
         files = ["model.safetensors"]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
-        # By its metadata transformers tells whose layout of weights it is.
-        save_file({name: _contiguous(tensors[name]) for name in names}, folder / file, {"format": "pt"})
+        _write_file(folder / file, {name: tensors[name] for name in names})
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
             "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    # By its metadata transformers tells whose layout of weights it is.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, x in tensors.items():
+        begin, end = end, end + x.nbytes
+        header[name] = {"dtype": SAFETENSORS[x.dtype.name], "shape": [*x.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for x in tensors.values():
+            out.write(_contiguous(x.read()).reshape(-1).view(np.uint8).data)
 
 
 def _found(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], dict[str, Tensor]]]:

@@ -7,6 +7,7 @@ the names; a matrix, [out, in] there (`torch.nn.Linear`) and [in, out] here; and
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from ...files import json_of, member
+from ...files import SAFETENSORS, json_of, member
 from ...model.paths import name_of
 from . import model as llama
 from .hf_config import to_config, to_dict
@@ -107,6 +108,32 @@ def to_hf(
     Raises ValueError where the tree or a shape is not that of a `Llama` of these sizes, where an array lies on several
     hosts, and where the folder holds weights.
     """
+    tensors = _tensors(config, params, dtype)
+    if path is not None:
+        _write(config, tensors, Path(path), max_shard_size)
+    return {name: x.read() for name, x in tensors.items()}
+
+
+def save_hf(
+    config: llama.Config, params: Any, path: str | Path, dtype: Any = None, max_shard_size: int = 5 * 10**9
+) -> None:
+    """The folder that `to_hf` writes, tensor by tensor: none but the one that is written is in memory.
+
+    Args:
+      params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
+        `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
+    """
+    _write(config, _tensors(config, params, dtype), Path(path), max_shard_size)
+
+
+def _write(config: llama.Config, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
+    write(path, tensors, max_shard_size)
+    # Last, so that a folder which is not complete is no model.
+    text = json.dumps(to_dict(config, tensors[_EMBEDDING].dtype.name), indent=2)
+    (path / "config.json").write_text(text + "\n")
+
+
+def _tensors(config: llama.Config, params: Any, dtype: Any) -> dict[str, Tensor]:
     shapes = _shapes(config)
     given = _by_path(params)
     if given.keys() != shapes.keys():
@@ -115,21 +142,24 @@ def to_hf(
             f"params lacks {lacking} and has {more} beyond a Llama of this config; pass step.params(state), and the "
             "config of its model"
         )
-    state: dict[str, np.ndarray] = {}
+    tensors: dict[str, Tensor] = {}
     for at, shape in shapes.items():
         if np.shape(given[at]) != shape:
             raise ValueError(f"params has {at} of shape {np.shape(given[at])}, a Llama of this config needs {shape}")
-        array = _host(at, given[at])
-        array = array if dtype is None else array.astype(dtype, copy=False)
-        names = _names(at, config)
-        for name, x in zip(names, array if "{}" in _NAMES[at] else [array], strict=True):
-            state[name] = x.T if at.endswith("kernel") else x
-    if path is not None:
-        write(Path(path), state, max_shard_size)
-        # Last, so that a folder which is not complete is no model.
-        text = json.dumps(to_dict(config, state[_EMBEDDING].dtype.name), indent=2)
-        (Path(path) / "config.json").write_text(text + "\n")
-    return state
+        x = _host(at, given[at]) if isinstance(given[at], jax.Array) else given[at]
+        turned = -1 if at.endswith("kernel") else 1
+        kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
+        if kind.name not in SAFETENSORS:
+            raise ValueError(f"{at} as {kind} has no form in safetensors; use float32, bfloat16 or float16")
+        for layer, name in enumerate(_names(at, config)):
+            part = functools.partial(_part, x, layer if "{}" in _NAMES[at] else None, kind, turned < 0)
+            tensors[name] = Tensor(_one(at, shape)[::turned], part, kind)
+    return tensors
+
+
+def _part(x: Any, layer: int | None, dtype: np.dtype, turned: bool) -> np.ndarray:
+    array = np.asarray(x if layer is None else x[layer]).astype(dtype, copy=False)
+    return array.T if turned else array
 
 
 def _folder(source: str | Path) -> Path:
@@ -221,8 +251,8 @@ def _read(
     return filled.reshape(shape)
 
 
-def _host(path: str, x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+def _host(path: str, x: jax.Array) -> np.ndarray:
+    if not x.is_fully_addressable:
         raise ValueError(
             f"{path} lies on several hosts; gather on all of them, and let one write: "
             "jax.experimental.multihost_utils.process_allgather(params, tiled=True)"
