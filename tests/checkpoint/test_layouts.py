@@ -1,7 +1,6 @@
 """A checkpoint of any layout restores into any other, bit by bit."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 from layouts import LAYOUTS, batch, random_state, saved, step
 
 from jaxpar.checkpoint.arrays import arrays_of
@@ -99,9 +99,7 @@ print("RESULT", losses)
 @pytest.mark.battery
 def test_two_processes_save_and_restore_what_one_does(source: Any, tmp_path: Path) -> None:
     folder, values = source
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = lambda rank: [sys.executable, "-c", WORKER, str(rank), port, str(folder), str(tmp_path)]
     workers = [
         subprocess.Popen(command(rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)

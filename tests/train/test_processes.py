@@ -3,7 +3,6 @@ same batch, to a step or to a trainer, the losses are one device's.
 """
 
 import json
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from ports import free_port
 
 import jaxpar as jp
 from jaxpar.data import Rows, batches, byte_corpus
@@ -115,9 +115,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def two_processes(cases: tuple[str, ...]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), port, *cases],
@@ -130,7 +128,7 @@ def two_processes(cases: tuple[str, ...]) -> None:
     try:
         # Strategies of one model have one truth, computed while the workers compile.
         truths = {name: losses(name, "single", "global", "step", rows(name))[1] for name in ("ddp", FOUR_AXES)}
-        outs = [worker.communicate(timeout=300) for worker in workers]
+        outs = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
