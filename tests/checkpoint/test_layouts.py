@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from ports import free_port
 from layouts import LAYOUTS, batch, random_state, saved, step
+from ports import free_port
 
 from jaxpar.checkpoint.arrays import arrays_of
 from jaxpar.checkpoint.saved import Checkpoint

@@ -95,7 +95,9 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
         "folder": f"{a} does not see in {tmp_path} what {b} has written there",
     }.items():
         if name != "versions":
-            assert re.sub(r"\b(4[5-9]|5[0-4])\d\d\.\d s", "N s", found[name]["wrong"]) == sentence  # on a busy machine roughly
+            assert (
+                re.sub(r"\b(4[5-9]|5[0-4])\d\d\.\d s", "N s", found[name]["wrong"]) == sentence
+            )  # on a busy machine roughly
             assert found[name]["hint"]
     assert f"{b} has " in found["versions"]["wrong"]
     for name in ("devices", "addresses", "shm", "collectives"):

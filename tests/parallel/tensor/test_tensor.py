@@ -12,12 +12,20 @@ from typing import Any
 
 import jax
 import pytest
-from cells import covering
+from cells import covering, pairs_of
 from tensor_cells import FOUR, SGD, Cell, batch_of, built, check_cell, one_device, product
 
 import jaxpar as jp
 
-CHOSEN = covering(product())
+
+def pairs(cell: Cell) -> set[Any]:
+    """Of the choices that a cell is. Beside other axes the three models that scan their layers are one."""
+    beside = Cell._fields.index("beside")
+    kind = cell.model if cell.model in ("loop", "mlp") else "scanned"
+    return {(a, b) for a, b in pairs_of(cell) if a[0] or b[0] != beside} | {(kind, cell.beside)}
+
+
+CHOSEN = covering(product(), pairs)
 
 
 def cells() -> list[Any]:
@@ -33,7 +41,7 @@ def cells() -> list[Any]:
 
 
 def test_covering_array_is_small() -> None:
-    assert len(CHOSEN) + len(FIRST) <= 34
+    assert len(CHOSEN) + len(FIRST) <= 20
 
 
 @pytest.mark.parametrize("cell", cells())
