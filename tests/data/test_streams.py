@@ -110,6 +110,7 @@ def test_hugging_faces_data_sets_are_rows_or_loaders() -> None:
     assert "data" in goes_on(batches(), batches(), read=3, more=2)
 
 
+@pytest.mark.xdist_group("torch")
 def test_tensors_of_other_libraries_become_arrays() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed (make hf)")
     data = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(8, 1), torch.arange(8))

@@ -47,9 +47,10 @@ def product() -> Iterator[tuple[str, str, int, str]]:
 
 
 def covering() -> list[tuple[str, str, int, str]]:
-    """Every model under ddp, zero3, one of the two between them, and dp or hsdp; few under `single`. Models that come by
-    name, and resemble others here, meet one strategy each. With them every pair of strategy or model, microbatches and
-    remat.
+    """Every model under ddp, zero3, one of the two between them, and dp or hsdp; few under `single`.
+
+    Models that come by name, and resemble others here, meet one strategy each. With them every pair of strategy or
+    model, microbatches and remat.
     """
     meetings = []
     for i, name in enumerate(ZOO):
