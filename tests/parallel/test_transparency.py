@@ -211,6 +211,9 @@ def padded() -> tuple[jp.Model, Any]:
     return jp.Model(init=init, loss=loss), np.random.default_rng(0).integers(131, size=(16, 6)).astype(np.int32)
 
 
+ALIKE = ("adamw", "zero1"), ("lamb", "zero1")
+
+
 @functools.cache
 def one_device() -> Reference:
     return Reference(padded()[0], jp.Strategy(single=True), 1)
@@ -222,8 +225,15 @@ def tuned(optimizer: str) -> Any:
 
 
 @pytest.mark.xdist_group("optimizers")
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])  # ZeRO-2 updates as ZeRO-1 does
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"),
+    [
+        # ZeRO-2 updates as ZeRO-1 does, which is shown by those that look at shapes and at all leaves.
+        pytest.param(optimizer, strategy, marks=[pytest.mark.battery] * ((optimizer, strategy) in ALIKE))
+        for optimizer in OPTIMIZERS
+        for strategy in ("zero1", "zero3")
+    ],
+)
 def test_optimizer(optimizer: str, strategy: str) -> None:
     """Optimizers that look at norms, shapes and rows of leaves see logical leaves, padded ones included."""
     model, batch = padded()
@@ -241,8 +251,15 @@ def test_optimizer(optimizer: str, strategy: str) -> None:
         assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])
-@pytest.mark.parametrize("precision", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        # Each strategy with one of the two; with the other in the battery.
+        pytest.param(strategy, precision, marks=[pytest.mark.battery] * ((i + j) % 2))
+        for i, strategy in enumerate(("ddp", "zero2", "zero3", "hsdp"))
+        for j, precision in enumerate(("bf16", "f16"))
+    ],
+)
 def test_low_precision(strategy: str, precision: str) -> None:
     report = jp.verify(entry("function").model, f"{strategy},precision={precision}", entry("function").batch, steps=1)
     assert report.ok, report

@@ -99,6 +99,8 @@ def case(name: str, rank: int) -> tuple[dict[str, int], list[float]]:
 def refusals(rank: int) -> list[str]:
     """What each of two processes is told of batches that cannot be."""
     said = []
+    steps = {whose: jp.make_train_step(model(), optax.sgd(0.1), "ddp", rows=whose) for whose in ("global", "host")}
+    states = {whose: step.init(jax.random.key(0)) for whose, step in steps.items()}
     mine = {name: x[rank * 8 : rank * 8 + 8] for name, x in rows().items()}
     for whose, batch in (
         ("global", mine),  # own rows: half of them were dropped in silence
@@ -107,9 +109,8 @@ def refusals(rank: int) -> list[str]:
         ("host", {name: x[:6] for name, x in mine.items()}),
         ("global", {name: x[:12] for name, x in rows().items()}),
     ):
-        step = jp.make_train_step(model(), optax.sgd(0.1), "ddp", rows=whose)
         with pytest.raises(ValueError, match=r"rows") as error:
-            step(step.init(jax.random.key(0)), batch)
+            steps[whose](states[whose], batch)
         said.append(str(error.value))
     return said
 
