@@ -28,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
 
-.PHONY: train compare test package battery soak campaign lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test pytest package battery soak campaign lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -37,7 +37,11 @@ compare: setup
 	$(BIN)/python experiments/compare.py
 
 test: $(VENV)/.packages
-	@$(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync PYTHON="$(PYTHON)" lint types docs
+	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" lint docs
+	@$(MAKE) --no-print-directory --jobs=2 PYTHON="$(PYTHON)" types pytest
+
+# Beside the types, of which pyright's one process takes as long as many tests.
+pytest: $(VENV)/.packages
 	$(PYTEST)
 
 battery: setup

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,13 +25,16 @@ OPTIMIZERS = {
 }
 
 
-def covering(product: Iterable[Any]) -> list[Any]:
+def pairs_of(cell: tuple[Any, ...]) -> set[Any]:
+    """Of the choices that a cell is."""
+    return {*itertools.combinations(enumerate(cell), 2)}
+
+
+def covering(product: Iterable[Any], pairs_of: Callable[[Any], set[Any]] = pairs_of) -> list[Any]:
     """Cells (tuples of choices) in which every pair of choices that some cell has occurs, found greedily."""
     every = list(product)
     random.Random(0).shuffle(every)
-    pairs = {
-        cell: {((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(len(cell)), 2)} for cell in every
-    }
+    pairs = {cell: pairs_of(cell) for cell in every}
     missing, chosen = set().union(*pairs.values()), []
     while missing:
         chosen.append(max(every, key=lambda cell: len(pairs[cell] & missing)))

@@ -12,6 +12,11 @@ ROOT = Path(__file__).parent.parent
 older = version("jaxlib").startswith("0.10.")
 QUICK = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if older else ""
 
+# What a developer has set for other work, or the job in which the tests run, of which they are no process.
+OTHERS = ("JAX_", "JAXPAR_", "SLURM_", "OMPI_", "KUBERNETES_", "JOBSET_", "JOB_COMPLETION_", "FORCE_COLOR")
+for name in [name for name in os.environ if name.startswith(OTHERS)]:
+    del os.environ[name]
+
 # Before the backend starts. Subprocesses of tests inherit all of it.
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -28,6 +33,7 @@ os.environ |= {
     # A CPU program from the persistent cache has lost the order of its collectives: two all-gathers met in one
     # rendezvous, and the process aborted or hung (jax 0.10.2, always in the same program; compiled afresh, never).
     "JAX_ENABLE_COMPILATION_CACHE": "0",
+    "COLUMNS": "80",
     "MPLBACKEND": "agg",
     "TPU_SKIP_MDS_QUERY": "1",
 }

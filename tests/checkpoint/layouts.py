@@ -2,7 +2,6 @@
 
 import functools
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ports import free_port
 
 import jaxpar as jp
 from jaxpar.checkpoint.boxes import whole
@@ -132,15 +132,16 @@ def one_of_two(rank: int, port: str, out: str, names: Sequence[str], origins: Se
 
 def two_processes(out: Path, names: Sequence[str], origins: Sequence[str], train: bool) -> list[dict[str, list[float]]]:
     """`one_of_two` twice: the losses by layout that each found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    code = "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path.insert(0, sys.argv[1]); " \
-           "import json, layouts; layouts.one_of_two(*json.loads(sys.argv[2]))"  # fmt: skip
+    port = str(free_port())
+    code = "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path[:0] = sys.argv[2:]; " \
+           "import json, layouts; layouts.one_of_two(*json.loads(sys.argv[1]))"  # fmt: skip
     words = [json.dumps([rank, port, str(out), names, origins, train]) for rank in range(2)]
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
     workers = [
-        subprocess.Popen([*command, word], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for word in words
+        subprocess.Popen(
+            [sys.executable, "-c", code, word, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for word in words
     ]
     try:
         outs = [worker.communicate(timeout=900) for worker in workers]

@@ -21,6 +21,7 @@ class _Order:
         return len(self.order)
 
 
+@pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize("last", ["pad", "drop_last"])
 def test_ranks_get_the_rows_that_torch_gives_them(last: str) -> None:
     distributed = pytest.importorskip("torch.utils.data.distributed", reason="PyTorch is not installed (make hf)")

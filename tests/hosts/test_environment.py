@@ -1,6 +1,7 @@
 """What launchers say: environments as srun, mpirun and Kubernetes make them, and what contradicts itself."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -131,7 +132,8 @@ def test_the_coordinator_listens_where_it_was_told(monkeypatch: pytest.MonkeyPat
 def test_devices_listen_on_the_way_to_the_coordinator() -> None:
     """Gloo listened where the host's own name led to: on loopback, where /etc/hosts says so."""
     assert gloo.facing("127.0.0.1:80") == "127.0.0.1"
-    assert gloo.facing("[::1]:80") == "::1"
+    if Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text():  # many containers have none
+        assert gloo.facing("[::1]:80") == "::1"
 
 
 def test_a_script_that_has_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from ports import free_port
 
 from jaxpar import collectives
 from jaxpar.cli.commands import main
@@ -23,7 +24,7 @@ from jaxpar.inspect.bench import doctor
 rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 1)
 if rank == 1:  # another clock, another folder under the same name, another package
-    real, doctor.now, folder = doctor.now, lambda: real() - 5, folder + "/elsewhere"
+    real, doctor.now, folder = doctor.now, lambda: real() - 5000, folder + "/elsewhere"
     doctor.metadata.version = lambda name: "0.0.1" if name == "optax" else "1.0"
 from jaxpar.cli import main
 main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--devices", "1", "--json",
@@ -70,9 +71,7 @@ def test_wrong_sums_and_a_folder_that_is_none(
 
 def test_two_hosts_that_differ(tmp_path: Path) -> None:
     """What two hosts do not share is seen, although each alone is well; both end with status 1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-c", WORKER]
     workers = [
         subprocess.Popen(
@@ -81,7 +80,7 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outs = [worker.communicate(timeout=240) for worker in workers]
+        outs = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -96,7 +95,9 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
         "folder": f"{a} does not see in {tmp_path} what {b} has written there",
     }.items():
         if name != "versions":
-            assert re.sub(r"\b[3-6]\.\d s", "N s", found[name]["wrong"]) == sentence  # 5 s, on a busy machine roughly
+            assert (
+                re.sub(r"\b(4[5-9]|5[0-4])\d\d\.\d s", "N s", found[name]["wrong"]) == sentence
+            )  # on a busy machine roughly
             assert found[name]["hint"]
     assert f"{b} has " in found["versions"]["wrong"]
     for name in ("devices", "addresses", "shm", "collectives"):

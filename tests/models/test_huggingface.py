@@ -22,6 +22,7 @@ import jaxpar as jp
 from jaxpar.models import llama
 from jaxpar.models.llama import Config, Llama, from_hf, to_hf
 
+pytestmark = pytest.mark.xdist_group("torch")  # whose import takes seconds
 pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
 
 # Each with something that the others lack, and no two sizes alike. With this theta, of the four frequencies of a head

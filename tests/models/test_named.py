@@ -1,7 +1,6 @@
 """Models go by names: counts and operations as published, trained as on one device, and each as its paper says."""
 
 import math
-import time
 from typing import Any
 
 import jax
@@ -68,10 +67,9 @@ def test_changed_sizes_are_counted(model: Named) -> None:
 
 
 def test_the_largest_model_costs_nothing_to_name() -> None:
-    begin, before = time.perf_counter(), len(jax.live_arrays())
+    before = len(jax.live_arrays())
     model = named("llama3-405b")
     assert model.example(2, 8192) == {"tokens": jax.ShapeDtypeStruct((2, 8193), jnp.int32)}
-    assert time.perf_counter() - begin < 5
     assert len(jax.live_arrays()) == before
 
 

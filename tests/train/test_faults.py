@@ -107,16 +107,22 @@ def test_replicas_are_compared_while_a_run_goes_on(monkeypatch: pytest.MonkeyPat
     assert steps == [2, 4]
 
 
-def test_a_step_that_is_compiled_again_and_slow_input_are_told(capsys: pytest.CaptureFixture) -> None:
+def test_a_step_that_is_compiled_again_and_slow_input_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    late, clock = [0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
     def data(start: int) -> Iterator[Any]:
         for number in itertools.count(start):
             if number == 4:
-                time.sleep(1)
+                jax.block_until_ready(jax.live_arrays())  # the devices are done with their step
+                late[0] = 1000  # seconds, in which no machine is busy
             yield next(batches(number, rows=8 if number == 2 else 16))
 
     shares: list[float] = []
     hook = jp.Hook(on_step=lambda _, metrics: shares.append(metrics["input_share"]))
-    trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1).run()
+    trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0).run()
     shown = capsys.readouterr().out
     assert shown.count("compiled again") == 1  # not where the first kind comes back
     assert "step 3 is compiled again: rows 8, 16 before (program 2)" in shown

@@ -3,7 +3,6 @@ same batch, to a step or to a trainer, the losses are one device's.
 """
 
 import json
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from ports import free_port
 
 import jaxpar as jp
 from jaxpar.data import Rows, batches, byte_corpus
@@ -99,6 +99,8 @@ def case(name: str, rank: int) -> tuple[dict[str, int], list[float]]:
 def refusals(rank: int) -> list[str]:
     """What each of two processes is told of batches that cannot be."""
     said = []
+    steps = {whose: jp.make_train_step(model(), optax.sgd(0.1), "ddp", rows=whose) for whose in ("global", "host")}
+    states = {whose: step.init(jax.random.key(0)) for whose, step in steps.items()}
     mine = {name: x[rank * 8 : rank * 8 + 8] for name, x in rows().items()}
     for whose, batch in (
         ("global", mine),  # own rows: half of them were dropped in silence
@@ -107,17 +109,14 @@ def refusals(rank: int) -> list[str]:
         ("host", {name: x[:6] for name, x in mine.items()}),
         ("global", {name: x[:12] for name, x in rows().items()}),
     ):
-        step = jp.make_train_step(model(), optax.sgd(0.1), "ddp", rows=whose)
         with pytest.raises(ValueError, match=r"rows") as error:
-            step(step.init(jax.random.key(0)), batch)
+            steps[whose](states[whose], batch)
         said.append(str(error.value))
     return said
 
 
 def two_processes(cases: tuple[str, ...]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), port, *cases],
@@ -130,7 +129,7 @@ def two_processes(cases: tuple[str, ...]) -> None:
     try:
         # Strategies of one model have one truth, computed while the workers compile.
         truths = {name: losses(name, "single", "global", "step", rows(name))[1] for name in ("ddp", FOUR_AXES)}
-        outs = [worker.communicate(timeout=300) for worker in workers]
+        outs = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -124,6 +124,7 @@ def test_logits_are_never_whole(sequence: bool) -> None:
     assert all(CONFIG.vocab not in sizes for sizes in dims.values())
 
 
+@pytest.mark.xdist_group("gpu tensor False")
 def test_attention_is_cudnns() -> None:
     assert "__cudnn$fmhaSoftmax" in compiled(False).text
 

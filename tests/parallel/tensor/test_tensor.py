@@ -12,12 +12,20 @@ from typing import Any
 
 import jax
 import pytest
-from cells import covering
+from cells import covering, pairs_of
 from tensor_cells import FOUR, SGD, Cell, batch_of, built, check_cell, one_device, product
 
 import jaxpar as jp
 
-CHOSEN = covering(product())
+
+def pairs(cell: Cell) -> set[Any]:
+    """Of the choices that a cell is. Beside other axes the three models that scan their layers are one."""
+    beside = Cell._fields.index("beside")
+    kind = cell.model if cell.model in ("loop", "mlp") else "scanned"
+    return {(a, b) for a, b in pairs_of(cell) if a[0] or b[0] != beside} | {(kind, cell.beside)}
+
+
+CHOSEN = covering(product(), pairs)
 
 
 def cells() -> list[Any]:
@@ -33,7 +41,7 @@ def cells() -> list[Any]:
 
 
 def test_covering_array_is_small() -> None:
-    assert len(CHOSEN) + len(FIRST) <= 34
+    assert len(CHOSEN) + len(FIRST) <= 20
 
 
 @pytest.mark.parametrize("cell", cells())
@@ -63,10 +71,9 @@ def on_sixteen_devices(cells: list[int]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# Pairs of axes, and each axis with every model, ZeRO stage, schedule and option, are in the cells on 8 devices, here
-# and in `parallel/pipeline/`. Left for 16 are all four at once: ZeRO-3 with sequence parallelism and remat, and ZeRO-2
-# with dropout of split features and microbatches that no axis divides.
-FIRST = [0, 2]
+# Pairs of axes, and each axis with every kind of model, ZeRO stage, schedule and option, are in the cells on 8 devices,
+# here and in `parallel/pipeline/`. Left for 16 are all four at once, here ZeRO-3 with sequence parallelism and remat.
+FIRST = [0]
 
 
 def test_four_axes_on_sixteen_devices() -> None:
