@@ -186,7 +186,7 @@ def main(options: Options) -> dict[str, list[Row]]:
     screen.print(title)
     screen.print(table(rows, options, known))
     screen.print(
-        "Simulated devices: copies within the memory of one machine, no network's bandwidth."
+        "Simulated devices: copies within one machine, no network's bandwidth."
         if simulated()
         else "busbw, 1e9 bytes/s. Data sheets: of a device and direction; sources: jaxpar/inspect/targets/hardware.py."
     )

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,15 +87,15 @@ def progress(screen: Console, total: int) -> Iterator[Callable[[str], None]]:
         yield next_is
 
 
-def seconds_of(run: Callable[[Any, Any], Any], state: Any, batch: Any, steps: int) -> tuple[float, Any]:
-    """The median seconds of a step, each waited for, after `WARM` that do not count; and the last state."""
+def seconds_of(run: Callable[[Any, Any], Any], state: Any, batch: Any, steps: int) -> tuple[list[float], Any]:
+    """The seconds of so many steps, each waited for, after `WARM` that do not count; and the last state."""
     taken = []
     for _ in range(WARM + steps):
         begin = time.perf_counter()
         state, metrics = run(state, batch)
         jax.block_until_ready((state, metrics))
         taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[WARM:]), state
+    return taken[WARM:], state
 
 
 def grid(left: Sequence[str], right: Sequence[str]) -> Table:

@@ -9,6 +9,7 @@ number. Several processes measure first on the devices of each alone, all at onc
 """
 
 import gc
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,7 +147,8 @@ def measure(cell: Cell, options: Options, chosen: Named) -> None:
     if (sheet := hardware()) is not None:
         cell.predicted = predict(compiled, step, batch, sheet, flops).seconds
     state = step.init(jax.random.key(0))
-    cell.seconds, state = seconds_of(step, state, batch, options.steps)
+    taken, state = seconds_of(step, state, batch, options.steps)
+    cell.seconds = statistics.median(taken)
     cell.tokens = cell.rows * options.length / cell.seconds
     peak = peak_flops(jax.devices()[0].device_kind, step.strategy.precision)
     cell.mfu = flops / (cell.seconds * cell.devices * peak) if peak else None
