@@ -63,7 +63,8 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         name = next((x.partition(": ")[2] for x in info.read_text().splitlines() if x.startswith("model name")), name)
-    return f"{DEVICES} simulated devices on {os.cpu_count()} cores of {name}, jax {jax.__version__}"
+    load = os.getloadavg()[0]  # of which this process is about one
+    return f"{DEVICES} simulated devices on {os.cpu_count()} cores of {name}, load {load:.0f}, jax {jax.__version__}"
 
 
 def line(one: Claim, found: Found) -> str:

@@ -189,7 +189,7 @@ def draw(cells: Sequence[Cell], options: Options, title: str, ink: str) -> Any:
         used = [cell.temporaries / MB for cell in mine]
         right.plot(m, used, "o-", color=color, label=name)
         right.plot(m, [cell.slots * cell.slot / MB for cell in mine], ":", color=color)
-    left.set_ylim(0, None)
+    left.set_ylim(min([0, *(1.1 * c.measured for c in cells if c.measured is not None)]), None)
     left.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     over_devices(left, options.microbatches, title="bubble: idle time over work", xlabel="microbatches")
     right.set_ylim(0, None)
