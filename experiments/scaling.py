@@ -130,7 +130,8 @@ def cells_of(options: Options, counts: Sequence[int]) -> tuple[list[Cell], list[
                 left_out.append(f"{name} on {n}")
                 continue
             cells += [
-                Cell(strategy=name, devices=n, rows=rows) for rows in {options.rows * n, options.rows * counts[-1]}
+                Cell(strategy=name, devices=n, rows=rows)
+                for rows in sorted({options.rows * n, options.rows * counts[-1]})
             ]
     return cells, left_out
 
