@@ -51,4 +51,6 @@ def _draw(panel: Panel, axis: Any) -> None:
             axis.plot(panel.at, line.paper, color=color, linewidth=4, alpha=0.4)
         axis.plot(panel.at, line.found, "o", color=color, markersize=5, label=name)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
     over_devices(axis, panel.at, title=panel.title, xlabel=panel.label)
