@@ -66,7 +66,7 @@ def _curves(loss: Any, apart: Any, trials: Sequence[Any]) -> None:
     )
     apart.set_ylim(1e-8, max(1e-3, 10 * apart.dataLim.y1))
     for axis in (loss, apart):
-        axis.set_xlim(1, max(2, len(first)))
+        axis.set_xlim(0.4, max(2, len(first)) + 0.6)  # dots at the ends are whole
 
 
 def _stored(axis: Any, trials: Sequence[Any]) -> None:
