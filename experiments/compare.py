@@ -6,8 +6,6 @@ python experiments/compare.py --strategies ddp zero3 zero3,microbatches=2,remat=
 
 import dataclasses
 import itertools
-import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,11 +16,9 @@ from typing import Any, Literal
 import jax
 import optax
 import tyro
-from compare_picture import MB, THEMES, draw
-from jax.extend.backend import clear_backends
-from rich import box
+from compare_picture import draw
+from report import MB, Common, console, grid, is_first, progress, record, start, where
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import jaxpar as jp
@@ -36,7 +32,7 @@ SPLIT = ("data=4,tensor=2", "pipe=4,data=2,microbatches=4")  # within a layer, a
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Trains one model under every strategy and shows that they compute the same, and what each stores and sends."""
 
     strategies: tuple[str, ...] = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp", *SPLIT)
@@ -57,8 +53,6 @@ class Options:
     """learning rate; without it: 0.1 for sgd, 0.003 for adamw, gradients clipped to norm 1"""
     seed: int = 0
     """of the initial values and of the data"""
-    devices: int | None = None
-    """simulate so many CPU devices; without it: the accelerators attached, or 8 simulated ones where there are none"""
     out: Path = Path("runs/compare")
     """where compare.json, compare.svg, compare.png and their dark twins go"""
 
@@ -129,14 +123,6 @@ class Trial:
         return sum(c.written_count or 0 for c in checks) + exchanges, sum(c.expected_count for c in checks) + exchanges
 
 
-def attach(devices: int | None) -> None:
-    """Simulates devices if asked to, or where jax finds nothing but one CPU."""
-    if devices is None and (jax.default_backend() != "cpu" or jax.device_count() > 1):
-        return
-    clear_backends()  # the question above started one, and its number of devices is fixed
-    jp.simulate(devices or 8)
-
-
 def prepare(model: jp.Model, optimizer: Any, name: str, batch: Any) -> Trial:
     step = jp.make_train_step(model, optimizer, name)
     if step.strategy.server:
@@ -165,19 +151,18 @@ def check(trials: Sequence[Trial], model: jp.Model, key: jax.Array, batch: Any) 
         trial.worst = max(differences("gradient", model.unwrap(grads), wanted), key=lambda d: d.error)
 
 
-def train(trials: Sequence[Trial], batches: Sequence[Any], console: Console) -> None:
+def train(trials: Sequence[Trial], batches: Sequence[Any], screen: Console) -> None:
     """All strategies take turns step by step, so that a busy machine slows all of them alike."""
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("training", total=len(batches) * len(trials))
+    with progress(screen, len(batches) * len(trials)) as next_is:
         for number, batch in enumerate(batches):
             first = number % len(trials)
             for trial in (*trials[first:], *trials[:first]):
+                next_is(f"step {number}, {trial.name}")
                 begin = time.perf_counter()
                 trial.state, metrics = trial.run(trial.state, batch)
                 jax.block_until_ready((trial.state, metrics))
                 trial.seconds.append(time.perf_counter() - begin)
                 trial.losses.append(float(metrics["loss"]))
-                progress.advance(task)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -185,23 +170,20 @@ def train(trials: Sequence[Trial], batches: Sequence[Any], console: Console) -> 
 
 def table(trials: Sequence[Trial]) -> Table:
     """A line for each strategy, or role where devices differ; in MB, per device."""
-    grid = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, header_style="bold")
-    grid.add_column("", overflow="fold")  # long names of strategies are folded, numbers never
     heads = ["final\nloss", "grads\noff by", "params", "grads", "optim.", "tempo-\nraries"]
     heads += ["peak"] if trials[0].measured else []
-    for head in [*heads, "collec-\ntives", "sent", "/ closed\nform", "step\nms"]:
-        grid.add_column(head, justify="right", no_wrap=True)
+    lines = grid([""], [*heads, "collec-\ntives", "sent", "/ closed\nform", "step\nms"])
     for trial in trials:
         for place, (role, memory) in enumerate(trial.explanation.memory.items()):
             sizes = [f"{x / MB:.2f}" for x in (memory.params, memory.grads, memory.optimizer, memory.temporaries)]
             sizes += [f"{trial.measured[place] / MB:.2f}"] if trial.measured else []
             name = (trial.name if role == "each device" else f"{trial.name} {role}").replace(",", ",\n")
             if place:
-                grid.add_row(name, "", "", *sizes)
+                lines.add_row(name, "", "", *sizes)
                 continue
             sent, (written, closed) = sum(trial.sent.values()), trial.counts
             ratio = f"{sent / trial.expected:.3f}" if trial.expected else "-"
-            grid.add_row(
+            lines.add_row(
                 name,
                 f"{trial.losses[-1]:.5f}",
                 f"{trial.worst.error:.0e}" if trial.worst else "",
@@ -211,7 +193,7 @@ def table(trials: Sequence[Trial]) -> Table:
                 ratio,
                 f"{trial.milliseconds:.0f}",
             )
-    return grid
+    return lines
 
 
 def _caption(trials: Sequence[Trial], options: Options) -> str:
@@ -226,10 +208,9 @@ def _caption(trials: Sequence[Trial], options: Options) -> str:
     )
 
 
-def record(trials: Sequence[Trial], options: Options) -> dict[str, Any]:
+def found(trials: Sequence[Trial]) -> dict[str, Any]:
     """Everything, for other programs to read."""
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
-    rows = {
+    return {
         trial.name: {
             "losses": trial.losses,
             "seconds": trial.seconds,
@@ -242,14 +223,13 @@ def record(trials: Sequence[Trial], options: Options) -> dict[str, Any]:
         }
         for trial in trials
     }
-    return {"options": plain, "jax": jax.__version__, "cores": os.cpu_count(), "strategies": rows}
 
 
 def main(options: Options) -> list[Trial]:
     """Compares, prints the table, writes the files."""
     begin = time.perf_counter()
-    console = Console(width=max(80, min(100, Console().width)), highlight=False)
-    attach(options.devices)
+    start(options.devices)
+    screen = console()
     chosen, source = named(options.model), text(options.data, options.length)
     rate = options.lr or {"sgd": 0.1, "adamw": 3e-3}[options.optimizer]
     descent = optax.sgd(rate, momentum=0.9) if options.optimizer == "sgd" else optax.adamw(rate)
@@ -258,28 +238,23 @@ def main(options: Options) -> list[Trial]:
     key = jax.random.key(options.seed)
     trials = []
     for name in options.strategies:
-        with console.status(f"compiling {name}"):
+        with screen.status(f"compiling {name}"):
             trials.append(prepare(chosen.model, optimizer, name, batches[0]))
-    with console.status("comparing gradients"):
+    with screen.status("comparing gradients"):
         measure(trials, key, batches[0])
         check(trials, chosen.model, key, batches[0])
-    train(trials, batches, console)
+    train(trials, batches, screen)
 
-    device = jax.devices()[0]
-    where = f"{jax.device_count()} x {device.device_kind}"
-    if device.platform == "cpu":
-        where = f"{jax.device_count()} simulated devices on {os.cpu_count()} cores"
     size = f"{chosen.parameters:,} parameters, batch {options.rows} x {options.length}"
-    title = f"{options.model}, {size}, {options.optimizer}, {where}"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "compare.json").write_text(json.dumps(record(trials, options), indent=1))
-    for theme in THEMES:
-        draw(trials, title, options.out / "compare", theme)
-    console.print(title)
-    console.print(source.description)
-    console.print(table(trials))
-    console.print(_caption(trials, options))
-    console.print(
+    title = f"{options.model}, {size}, {options.optimizer}, {where()}"
+    if is_first():
+        record(options.out / "compare.json", options, strategies=found(trials))
+        draw(trials, title, options.out / "compare")
+    screen.print(title)
+    screen.print(source.description)
+    screen.print(table(trials))
+    screen.print(_caption(trials, options))
+    screen.print(
         f"{time.perf_counter() - begin:.0f} s; {options.out}/compare.json, .svg, .png, and -dark.svg, -dark.png"
     )
     return trials

@@ -6,11 +6,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from report import MB, pictures
 
 from jaxpar.inspect.explain.picture import HELD, SENT
 
-MB = 1e6
-THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines
 LINES = ("#8c959f", "#d1495b", "#e0902f", "#3fa05a", "#2aa5a0", "#4c8dd6", "#9a6fd0", "#c061a8", "#7a5230")
 STORED = {name: HELD[name] for name in ("parameters", "gradients", "optimizer state")}
 STORED["activations, the rest"] = HELD["the rest"]
@@ -23,14 +22,10 @@ def parts(memory: Any) -> tuple[int, int, int, int]:
     return *at_rest, max(0, memory.total - sum(at_rest))
 
 
-def draw(trials: Sequence[Any], title: str, path: Path, theme: str) -> None:
+def draw(trials: Sequence[Any], title: str, path: Path) -> None:
     """Of trials of `compare.py`: losses and how far they are apart on the left, bytes stored and sent on the right."""
-    ink, paper, lines = THEMES[theme]
-    style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
-    style |= {"figure.facecolor": paper, "axes.facecolor": paper, "axes.edgecolor": lines, "grid.color": lines}
-    style |= {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path", "svg.hashsalt": "jaxpar"}
-    with plt.rc_context(style):
+
+    def drawn(ink: str) -> Any:
         figure = plt.figure(figsize=(12, 6.8), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         axes = figure.subplot_mosaic(
@@ -39,9 +34,9 @@ def draw(trials: Sequence[Any], title: str, path: Path, theme: str) -> None:
         _curves(axes["loss"], axes["apart"], trials)
         _stored(axes["stored"], trials)
         _sent(axes["sent"], trials)
-        for suffix in (".svg", ".png"):
-            figure.savefig(path.with_name(f"{path.name}{theme}{suffix}"), dpi=150)
-        plt.close(figure)
+        return figure
+
+    pictures(path, drawn)
 
 
 def _curves(loss: Any, apart: Any, trials: Sequence[Any]) -> None:
@@ -71,7 +66,7 @@ def _curves(loss: Any, apart: Any, trials: Sequence[Any]) -> None:
     )
     apart.set_ylim(1e-8, max(1e-3, 10 * apart.dataLim.y1))
     for axis in (loss, apart):
-        axis.set_xlim(1, max(2, len(first)))
+        axis.set_xlim(0.4, max(2, len(first)) + 0.6)  # dots at the ends are whole
 
 
 def _stored(axis: Any, trials: Sequence[Any]) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from compare_picture import THEMES
+from report import over_devices
+from report import pictures as drawn
 
 COLORS = ("#4c8dd6", "#d9822b", "#3fa05a", "#9a6fd0")
 
@@ -31,21 +32,17 @@ class Panel:
 
 def pictures(panels: Sequence[Panel], path: Path) -> None:
     """Draws panels side by side, light and dark, as .svg and .png."""
-    for theme, (ink, paper, lines) in THEMES.items():
-        style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
-        style |= {"figure.facecolor": paper, "axes.facecolor": paper, "axes.edgecolor": lines, "grid.color": lines}
-        style |= {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-        style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "jaxpar"}
-        with plt.rc_context(style):
-            figure, axes = plt.subplots(1, len(panels), figsize=(11, 4.4), layout="constrained", squeeze=False)
-            for panel, axis in zip(panels, axes[0], strict=True):
-                _draw(panel, axis)
-            handles, labels = axes[0][0].get_legend_handles_labels()
-            line = plt.Line2D([], [], color=ink, linewidth=4, alpha=0.4)
-            figure.legend([*handles, line], [*labels, "the paper"], frameon=False, loc="outside lower left", ncols=5)
-            for suffix in (".svg", ".png"):
-                figure.savefig(path.with_name(f"{path.name}{theme}{suffix}"), dpi=150)
-            plt.close(figure)
+
+    def draw(ink: str) -> Any:
+        figure, axes = plt.subplots(1, len(panels), figsize=(11, 4.4), layout="constrained", squeeze=False)
+        for panel, axis in zip(panels, axes[0], strict=True):
+            _draw(panel, axis)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        line = plt.Line2D([], [], color=ink, linewidth=4, alpha=0.4)
+        figure.legend([*handles, line], [*labels, "the paper"], loc="outside lower left", ncols=5)
+        return figure
+
+    drawn(path, draw)
 
 
 def _draw(panel: Panel, axis: Any) -> None:
@@ -53,9 +50,7 @@ def _draw(panel: Panel, axis: Any) -> None:
         if line.paper is not None:
             axis.plot(panel.at, line.paper, color=color, linewidth=4, alpha=0.4)
         axis.plot(panel.at, line.found, "o", color=color, markersize=5, label=name)
-    axis.set(title=panel.title, xlabel=panel.label)
     axis.set_yscale("log")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(panel.at, [str(n) for n in panel.at])
-    axis.xaxis.minorticks_off()
-    axis.grid(axis="y", linewidth=0.5, alpha=0.6)
+    axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
+    over_devices(axis, panel.at, title=panel.title, xlabel=panel.label)

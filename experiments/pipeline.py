@@ -1,224 +1,243 @@
-"""What a pipeline costs: its bubble and its memory over microbatches and chunks, beside the closed forms.
+"""What a pipeline costs: its bubble measured beside that of its table, and its memory, by microbatches and chunks.
 
 python experiments/pipeline.py
-python experiments/pipeline.py --quick
+python experiments/pipeline.py --model llama3.2-1b --layers 16 --length 2048 --rows 1 --precision bf16
+python experiments/pipeline.py --target h100 --model llama3-8b --layers 8 --length 2048 --rows 1 --precision bf16
 
-The bubble is that of the schedules, counted from their tables. Memory is that of the compiled step: for H100s where the
-CUDA compiler is installed (no GPU is needed), else for simulated CPU devices. Nothing runs.
+Each schedule is compiled, run and timed on the devices that are attached, or on simulated ones: there too all ranks run
+all ticks, and compute in those in which they idle, so that the bubble is in the time. With `--target h100` the programs
+are compiled for H100s (no GPU is needed) and only their memory is looked at.
+
+The measured bubble is what a step takes beyond its work, over its work. Work is m times what one more microbatch adds:
+the slope of a line through the steps' times over m. Beside the idle ticks that leaves what a step does once, such as
+the update: the closed form is what remains on a model that is large enough.
 """
 
-import dataclasses
 import itertools
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler for H100s wants it said before jax starts
+from typing import Any, Literal
 
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import tyro
-from rich import box
-from rich.console import Console
+from report import (
+    LINES,
+    MB,
+    Common,
+    console,
+    grid,
+    is_first,
+    over_devices,
+    pictures,
+    progress,
+    record,
+    seconds_of,
+    start,
+    where,
+)
 from rich.table import Table
 
 import jaxpar as jp
-from jaxpar.inspect.targets.devices import gpu_topology, missing_compiler
+from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.inspect.timeline.drawing import slot_bytes
 from jaxpar.models import Named, named
 from jaxpar.parallel.pipeline.schedules import Schedule
 
-GB = 1e9
-THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines
-# Name, schedule, chunks, colour. Memory is asked of all but the last.
-SCHEDULES = (
-    ("gpipe", "gpipe", 1, "#d9822b"),
-    ("1f1b", "1f1b", 1, "#4c8dd6"),
-    ("1f1b, 2 chunks", "1f1b", 2, "#3fa05a"),
-    ("1f1b, 4 chunks", "1f1b", 4, "#9a6fd0"),
-)
-
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Compares the bubble and the memory of schedules with their closed forms."""
 
-    model: str = "llama3-8b"
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:2")
+    """by name; after a colon the chunks of each rank"""
+    model: str = "llama-tiny"
     """the name of a model of text"""
     layers: int = 8
     """that it gets"""
     pipe: int = 4
-    """ranks"""
-    microbatches: tuple[int, ...] = (4, 8, 16, 32)
-    """numbers of microbatches, each of one row"""
-    length: int = 2048
+    """ranks; what devices there are beside them hold replicas"""
+    microbatches: tuple[int, ...] = (4, 8, 16)
+    """numbers of microbatches"""
+    rows: int = 4
+    """of a microbatch"""
+    length: int = 64
     """positions of a row"""
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    """compute dtype"""
     remat: Literal["none", "layer", "dots"] = "dots"
     """what each layer recomputes in its backward; an activation is what it does not"""
-    target: Literal["auto", "h100", "cpu"] = "auto"
-    """what to compile for; auto: H100s if their compiler is installed"""
-    quick: bool = False
-    """a tiny model on two simulated CPU devices, 32 microbatches, without chunks"""
+    steps: int = 10
+    """that are timed, after three that are not"""
+    target: Literal["attached", "h100"] = "attached"
+    """h100: compile for H100s that need not be there, run nothing"""
     out: Path = Path("runs/pipeline")
     """where pipeline.json, pipeline.svg, pipeline.png and their dark twins go"""
 
+    def __post_init__(self) -> None:
+        for (_, kind, v), m in itertools.product(map(split, self.schedules), self.microbatches):
+            Schedule(kind, self.pipe, m, v)  # before the first is compiled
 
-@dataclass(frozen=True)
+
+@dataclass(kw_only=True)
 class Cell:
-    """One schedule: its bubble as part of the work, counted and by closed form, and the memory of its step.
+    """One schedule with m microbatches; bytes are those of one device.
 
     Attributes:
-      bubble, expected: idle time over busy time, from the table and as (p - 1) / (v m).
+      table: idle time over busy time, as the schedule's table has it.
+      formula: (p - 1) / (v m).
       slots: activations that every rank has room for.
-      slot, temporaries: bytes of one slot and of all temporaries of the compiled step; None where it was not compiled.
+      slot, temporaries: bytes of one slot and of all temporaries of the compiled step.
+      seconds: the fastest step; None where nothing ran.
+      measured: idle time over busy time, by the slope over all m; None where it takes more than one m to know it.
     """
 
     name: str
     microbatches: int
-    bubble: float
-    expected: float
+    table: float
+    formula: float
     slots: int
-    slot: int | None = None
-    temporaries: int | None = None
+    slot: int = 0
+    temporaries: int = 0
+    seconds: float | None = None
+    measured: float | None = None
 
 
-def bubble(schedule: Schedule) -> Fraction:
-    """Idle time over busy time of the first rank. A tick takes 1 for forwards and 2 for backwards, if it has some."""
-    time = busy = 0
-    for column in schedule.table():
-        kinds = {op.kind for ops in column for op in ops}
-        time += ("F" in kinds) + 2 * ("B" in kinds)
-        busy += sum(1 if op.kind == "F" else 2 for op in column[0])
-    return Fraction(time - busy, busy)
+def split(text: str) -> tuple[str, str, int]:
+    """A schedule's name in words, its kind, its chunks."""
+    kind, _, chunks = text.partition(":")
+    if chunks and not chunks.isdigit():
+        raise ValueError(f"--schedules {text}: the chunks of a rank must be a whole number, as in {kind}:2")
+    return f"{kind}, {chunks} chunks" if chunks else kind, kind, int(chunks or 1)
 
 
-def compiled(options: Options, chosen: Named, schedule: Schedule, devices: Sequence[jax.Device]) -> tuple[int, int]:
-    """Bytes of one slot, and of the temporaries of the compiled step."""
+def cells_of(options: Options) -> list[tuple[Cell, Schedule]]:
+    p, cells = options.pipe, []
+    for text, m in itertools.product(options.schedules, options.microbatches):
+        name, kind, v = split(text)
+        schedule = Schedule(kind, p, m, v)
+        idle = float(schedule.bubble / (1 - schedule.bubble))  # of the work, where `bubble` is of the whole time
+        cells.append(
+            (Cell(name=name, microbatches=m, table=idle, formula=(p - 1) / (v * m), slots=schedule.slots), schedule)
+        )
+    return cells
+
+
+def measure(cell: Cell, schedule: Schedule, options: Options, chosen: Named, devices: Sequence[jax.Device]) -> None:
+    """Compiles; runs where there are devices."""
     strategy = jp.Strategy(
         pipe=schedule.ranks,
+        data=-1,
         microbatches=schedule.microbatches,
         schedule=schedule.kind,
         chunks=schedule.chunks,
-        precision="bf16",
+        precision=options.precision,
         remat=options.remat,
     )
-    step = jp.make_train_step(chosen.model, optax.adamw(3e-4), strategy, mesh=devices)
-    batch = chosen.example(schedule.microbatches, options.length)
-    return slot_bytes(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
+    step = jp.make_train_step(chosen.model, optax.sgd(1e-3), strategy, mesh=devices)
+    rows = options.rows * schedule.microbatches * len(devices) // schedule.ranks
+    batch: Any = chosen.example(rows, options.length)
+    cell.slot = slot_bytes(step, batch)
+    cell.temporaries = step.compile(batch).memory_analysis().temp_size_in_bytes
+    if options.target == "attached":
+        tokens = np.random.default_rng(0).integers(chosen.config.vocab, size=batch["tokens"].shape)
+        batch = {"tokens": tokens.astype(np.int32)}
+        # The fastest: what else a machine does makes steps slower, never faster, and a slope shows every bit of it.
+        cell.seconds = min(seconds_of(step, step.init(jax.random.key(0)), batch, options.steps)[0])
 
 
-def measure(options: Options, chosen: Named, devices: Sequence[jax.Device], console: Console) -> list[Cell]:
-    cells = []
-    p = options.pipe
-    for (name, kind, v, _), m in itertools.product(SCHEDULES, options.microbatches):
-        schedule = Schedule(kind, p, m, v)
-        cell = Cell(name, m, float(bubble(schedule)), (p - 1) / (v * m), schedule.slots)
-        if v <= (1 if options.quick else 2):
-            with console.status(f"compiling {name}, {m} microbatches"):
-                slot, temporaries = compiled(options, chosen, schedule, devices)
-            cell = dataclasses.replace(cell, slot=slot, temporaries=temporaries)
-        cells.append(cell)
-    return cells
+def fit(cells: Sequence[Cell]) -> None:
+    """The measured bubbles, from the slope of each schedule's line of seconds over microbatches."""
+    for _, group in itertools.groupby(cells, key=lambda cell: cell.name):
+        mine = [cell for cell in group if cell.seconds is not None]
+        if len(mine) > 1:
+            slope, _ = np.polyfit([c.microbatches for c in mine], [c.seconds for c in mine], 1)
+            for c in mine:
+                c.measured = float(c.seconds / (slope * c.microbatches) - 1) if slope > 0 and c.seconds else None
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    grid.add_column("schedule", no_wrap=True)
-    for head in ("micro-\nbatches", "bubble /\nwork", "(p-1)\n/(v m)", "slots", "a slot\nMB", "temporaries\nGB"):
-        grid.add_column(head, justify="right", no_wrap=True)
-    for cell in cells:
-        slot = "" if cell.slot is None else f"{cell.slot / 1e6:.3f}"
-        temporaries = "" if cell.temporaries is None else f"{cell.temporaries / GB:.3f}"
-        numbers = f"{cell.bubble:.4f}", f"{cell.expected:.4f}", str(cell.slots), slot, temporaries
-        grid.add_row(cell.name, str(cell.microbatches), *numbers)
-    return grid
+    ran = any(cell.seconds for cell in cells)
+    heads = ["micro-\nbatches", "(p-1)\n/(v m)", "bubble\nin table"] + ["measured", "step\nms"] * ran
+    lines = grid(["schedule"], [*heads, "slots", "a slot\nMB", "temporaries\nMB"])
+    for place, cell in enumerate(cells):
+        times = ["" if cell.measured is None else f"{cell.measured:.1%}", f"{1e3 * (cell.seconds or 0):.1f}"] * ran
+        sizes = str(cell.slots), f"{cell.slot / MB:,.2f}", f"{cell.temporaries / MB:,.1f}"
+        last = place + 1 < len(cells) and cells[place + 1].name != cell.name
+        bubbles = f"{cell.formula:.1%}", f"{cell.table:.1%}"
+        lines.add_row(cell.name, str(cell.microbatches), *bubbles, *times, *sizes, end_section=last)
+    return lines
 
 
-def draw(cells: Sequence[Cell], options: Options, title: str, theme: str) -> None:
-    ink, paper, lines = THEMES[theme]
-    style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
-    style |= {"figure.facecolor": paper, "axes.facecolor": paper, "axes.edgecolor": lines, "grid.color": lines}
-    style |= {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "jaxpar"}
-    with plt.rc_context(style):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        for name, *_, color in SCHEDULES:
-            mine, wide = [cell for cell in cells if cell.name == name], name == "gpipe"  # under 1f1b, of equal bubble
-            m = np.array([cell.microbatches for cell in mine])
-            dense = np.geomspace(m[0], m[-1], 50)
-            left.plot(dense, mine[0].expected * m[0] / dense, color=color, linewidth=4 if wide else 1.5, alpha=0.6)
-            left.plot(m, [cell.bubble for cell in mine], "o", color=color, markersize=9 if wide else 5, label=name)
-            if mine[0].temporaries is not None:
-                used = [cell.temporaries / GB for cell in mine if cell.temporaries is not None]
-                stash = [cell.slots * cell.slot / GB for cell in mine if cell.slot is not None]
-                right.plot(m, used, "o-", color=color, label=name)
-                right.plot(m, stash, ":", color=color)
-                right.annotate(f" {used[-1]:.3g}", (m[-1], used[-1]), color=color, va="center", fontweight="bold")
-        left.set(title="bubble: idle time over work", yscale="log", xlabel="microbatches m")
-        left.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1], ["1%", "2%", "5%", "10%", "20%", "50%", "100%"])
-        left.yaxis.minorticks_off()
-        right.set(title="temporaries of the compiled step, GB", xlabel="microbatches m", ylim=(0, None))
-        handle = plt.Line2D([], [], color=ink, alpha=0.6)
-        left.legend(
-            [*left.get_legend_handles_labels()[0], handle],
-            [*left.get_legend_handles_labels()[1], "closed form (p - 1) / (v m)"],
-            frameon=False,
-        )
-        stash_handle = plt.Line2D([], [], color=ink, linestyle=":")
-        right.legend(
-            [*right.get_legend_handles_labels()[0], stash_handle],
-            [*right.get_legend_handles_labels()[1], "of it activations: slots x a slot"],
-            frameon=False,
-        )
-        for axis in (left, right):
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(options.microbatches, [str(m) for m in options.microbatches])
-            axis.grid(axis="y", linewidth=0.5, alpha=0.6)
-        for suffix in (".svg", ".png"):
-            figure.savefig(options.out / f"pipeline{theme}{suffix}", dpi=150)
-        plt.close(figure)
-
-
-def attach(options: Options) -> tuple[list[jax.Device], str]:
-    """The devices to compile for, and what to call them."""
-    missing = missing_compiler()
-    if options.target == "h100" or (options.target == "auto" and not missing and not options.quick):
-        return gpu_topology(f"{options.pipe}xH100"), f"{options.pipe} H100"
-    jp.simulate(options.pipe)
-    return jax.devices()[: options.pipe], f"{options.pipe} simulated CPU devices"
+def draw(cells: Sequence[Cell], options: Options, title: str, ink: str) -> Any:
+    """The bubble on the left, memory on the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    for number, (name, color) in enumerate(zip(dict.fromkeys(c.name for c in cells), LINES, strict=False)):
+        mine = [cell for cell in cells if cell.name == name]
+        m = [cell.microbatches for cell in mine]
+        # The first is the widest, so that schedules of equal bubble are all seen.
+        left.plot(m, [c.table for c in mine], color=color, linewidth=5 if number == 0 else 1.8, alpha=0.5)
+        if known := [(c.microbatches, c.measured) for c in mine if c.measured is not None]:
+            left.plot(*zip(*known, strict=True), "o", color=color, markersize=8 if number == 0 else 5)
+        used = [cell.temporaries / MB for cell in mine]
+        right.plot(m, used, "o-", color=color, label=name)
+        right.plot(m, [cell.slots * cell.slot / MB for cell in mine], ":", color=color)
+    left.set_ylim(min([0, *(1.1 * c.measured for c in cells if c.measured is not None)]), None)
+    left.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    over_devices(left, options.microbatches, title="bubble: idle time over work", xlabel="microbatches")
+    right.set_ylim(0, None)
+    over_devices(right, options.microbatches, title="temporaries of a device, MB", xlabel="microbatches")
+    left.legend(
+        [
+            plt.Line2D([], [], color=ink, alpha=0.5, linewidth=3),
+            plt.Line2D([], [], color=ink, marker="o", linestyle=""),
+        ],
+        ["the schedule's table", "measured"],
+    )
+    handles, labels = right.get_legend_handles_labels()
+    handles.append(plt.Line2D([], [], color=ink, linestyle=":"))
+    figure.legend(handles, [*labels, "of it activations: slots x a slot"], loc="outside lower left", ncols=5)
+    return figure
 
 
 def main(options: Options) -> list[Cell]:
     """Measures, prints the table, writes the files."""
-    console = Console(width=max(80, min(100, Console().width)), highlight=False)
-    if options.quick:
-        options = dataclasses.replace(options, model="llama-tiny", layers=4, pipe=2, microbatches=(32,), length=64)
-    devices, where = attach(options)
-    chosen = named(options.model, layers=options.layers)
-    options.out.mkdir(parents=True, exist_ok=True)
-    cells = measure(options, chosen, devices, console)
-    size = f"{options.model} with {options.layers} layers, {chosen.parameters:,} parameters"
-    title = f"{size}; rows of {options.length}, one a microbatch; bf16, remat={options.remat}; {where}"
-    rows = [dataclasses.asdict(cell) for cell in cells]
-    found = {"title": title, "pipe": options.pipe, "jax": jax.__version__, "cells": rows}
-    (options.out / "pipeline.json").write_text(json.dumps(found, indent=1))
-    for theme in THEMES:
-        draw(cells, options, title, theme)
-    console.print(title)
-    console.print(table(cells))
-    console.print(f"{options.out}/pipeline.json, .svg, .png, and -dark.svg, -dark.png")
+    if options.target == "h100":
+        jax.config.update("jax_platforms", "cpu")  # so that the CUDA compiler does without a GPU
+        devices, place = gpu_topology(f"{options.pipe}xH100"), f"{options.pipe} H100, compiled for"
+    else:
+        start(options.devices)
+        devices, place = jax.devices(), where()
+    screen, chosen = console(), named(options.model, layers=options.layers)
+    planned = cells_of(options)
+    with progress(screen, len(planned)) as next_is:
+        for cell, schedule in planned:
+            next_is(f"{cell.name}, {cell.microbatches} microbatches")
+            measure(cell, schedule, options, chosen, devices)
+    cells = [cell for cell, _ in planned]
+    fit(cells)
+    size = f"{options.model} of {options.layers} layers, {chosen.parameters:,} parameters, {options.pipe} ranks"
+    each = f"microbatches of {options.rows} x {options.length}, {options.precision}, remat={options.remat}"
+    title = f"{size}\n{each}; {place}"
+    if is_first():
+        record(options.out / "pipeline.json", options, title=title, cells=[asdict(cell) for cell in cells])
+        pictures(options.out / "pipeline", lambda ink: draw(cells, options, title, ink))
+    screen.print(title)
+    screen.print(table(cells))
+    screen.print(
+        "Bubble: idle time over work. Measured: what a step takes beyond m times the slope of its time over m, which "
+        "holds what a step does once, too. Temporaries: of the compiled step; activations are slots x a slot of them."
+    )
+    screen.print(f"{options.out}/pipeline.json, .svg, .png, and -dark.svg, -dark.png")
     return cells
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, description=__doc__))
