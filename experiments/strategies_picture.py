@@ -32,8 +32,9 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: `held[device][part]` in parameters, and `sent[kind]` by device 0 (of `dp` to and from it), likewise; of
-    activations alone (`tp`, `pp`) only the kind is told, since their bytes grow with the rows.
+    """One strategy: `held[device][part]` in parameters; `sent[kind]` likewise, by device 0, of `dp` to and from it.
+
+    Of `activations` only the kind is told, since their bytes grow with the rows.
     """
 
     name: str

@@ -17,7 +17,7 @@ PATIENCE = 120.0
 
 
 class Browser:
-    """One browser and its one page. `said` holds what the page's console, its scripts and its requests complained of."""
+    """One browser and its one page. `said` holds what the page's console, scripts and requests complained of."""
 
     def __init__(self, profile: Path) -> None:
         reads, self._to = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in os.pipe())
@@ -67,8 +67,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        """The value of a JavaScript expression, awaited if it is a promise; run as if the reader had clicked."""
+        options = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
+        found = self.call("Runtime.evaluate", expression=script, **options)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")

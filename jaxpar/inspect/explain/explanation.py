@@ -150,7 +150,9 @@ class Explanation:
                 )
                 for c in checks
             ]
-        picture(f"A training step on {self.devices}: {_words(self)}", self.strategy, self.memory, bars, title, Path(path))
+        picture(
+            f"A training step on {self.devices}: {_words(self)}", self.strategy, self.memory, bars, title, Path(path)
+        )
 
     def __str__(self) -> str:
         return text(self)
