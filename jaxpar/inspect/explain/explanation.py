@@ -154,6 +154,9 @@ class Explanation:
             f"A training step on {self.devices}: {_words(self)}", self.strategy, self.memory, bars, title, Path(path)
         )
 
+    def __repr__(self) -> str:
+        return f"Explanation({self.strategy!r} on {self.devices}; print it)"
+
     def __str__(self) -> str:
         return text(self)
 
