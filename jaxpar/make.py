@@ -107,6 +107,12 @@ def make_train_step(
     return step
 
 
+_SHOWN = (
+    "check_replicas compare compile evaluate explain init layout mesh model params part place replicas restore save "
+    "schedule send strategy trace traced value_and_grad"
+).split()
+
+
 class TrainStep(Step):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
@@ -120,6 +126,14 @@ class TrainStep(Step):
         self._held: dict[Any, dict[str, str]] = {}  # of the first batch of each kind, as this host gave it
         self._several = jax.process_count() > 1 and len({d.process_index for d in self.mesh.devices.flat}) > 1
         self._saves: dict[Any, Checkpoints] = {}
+
+    def __repr__(self) -> str:
+        kinds = next(iter({device.device_kind for device in self.mesh.devices.flat}))
+        return f"{type(self).__name__}({str(self.strategy)!r} on {self.mesh.size} x {kinds})"
+
+    def __dir__(self) -> list[str]:
+        """What a user calls and reads; the rest is the step's own."""
+        return [*_SHOWN]
 
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """See `Start.init`; several processes compare strategy, versions, parameters' shapes and key first."""

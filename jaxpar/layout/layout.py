@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..model.paths import name_of
+from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
 from .storage import Kept, uneven
@@ -200,13 +201,17 @@ class Layout:
                     notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"
         return notes
 
+    def __repr__(self) -> str:
+        total = ", ".join(f"{name} {size(count)}" for name, count in self.bytes.items())
+        return f"Layout({len(self.leaves)} leaves on {self.mesh.size} devices, each {total}; print it to see them)"
+
     def __str__(self) -> str:
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         lines = [
             f"{leaf.path:<{width}}  {leaf.shape!s:<20} params {self.spec(leaf, 'params')!s:<28} {leaf.note}".rstrip()
             for leaf in self.leaves
         ]
-        total = ", ".join(f"{name} {size:,}" for name, size in self.bytes.items())
+        total = ", ".join(f"{name} {count:,}" for name, count in self.bytes.items())
         rolled = (leaf for leaf in self.leaves if leaf.rolled)
         stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
         stacks |= {

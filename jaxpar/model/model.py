@@ -76,6 +76,10 @@ class Model:
     names: Callable[[], Mapping[str, tuple[Any, ...]]] = dict
     rows: str | None = None
 
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name}={_name(getattr(self, name))}" for name in ("init", "loss"))
+        return f"Model({names}{', stateful' if self.stateful else ''})"
+
     def __post_init__(self) -> None:
         for name in ("init", "loss"):
             if not callable(getattr(self, name)):
@@ -209,6 +213,10 @@ def _mean(name: str, value: Any) -> Mean:
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
         raise ValueError(f"the loss is {jnp.result_type(value.total)}; gradients need a floating-point value")
     return Mean(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
 
 
 def _is_number(x: Any) -> bool:

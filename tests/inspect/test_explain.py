@@ -294,7 +294,9 @@ def test_picture(strategy: str, tmp_path: Path) -> None:
     found = explained(strategy)
     found.picture(tmp_path / "step.svg")
     drawn = (tmp_path / "step.svg").read_text()  # text is drawn as outlines, and written beside them as comments
-    wanted = ["all-gather", "fsdp", "ZeRO-3"] if strategy == "zero3" else ["gather of gradients", "through the server"]
+    title = "ZeRO-3 over 8" if strategy == "zero3" else "data parallel through a central server"
+    wanted = [f"A training step on 8 x cpu: {title}", found.strategy]
+    wanted += ["all-gather", "fsdp"] if strategy == "zero3" else ["gather of gradients", "through the server"]
     for text in (
         *wanted,
         "parameters",

@@ -79,6 +79,10 @@ class Proof:
         ]
         return plain | {"findings": findings}
 
+    def __repr__(self) -> str:
+        found = f"{len(self.broken)} promises broken" if self.broken else "promises kept"
+        return f"Proof({self.strategy!r} on {self.devices}, {found}; print it)"
+
     def __str__(self) -> str:
         rows = [["", "", "promised", "found", ""]]
         for part in dict.fromkeys(found.part for found in self.findings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -149,10 +150,22 @@ class Explanation:
                 )
                 for c in checks
             ]
-        picture(self.strategy, self.devices, self.memory, bars, title, Path(path))
+        picture(
+            f"A training step on {self.devices}: {_words(self)}", self.strategy, self.memory, bars, title, Path(path)
+        )
+
+    def __repr__(self) -> str:
+        return f"Explanation({self.strategy!r} on {self.devices}; print it)"
 
     def __str__(self) -> str:
         return text(self)
+
+
+def _words(found: Explanation) -> str:
+    """What spreads the step, in words: "data parallel over 2, ZeRO-3 over 4"."""
+    ways = dict.fromkeys((c.strategy, c.axes) for c in found.checks if c.strategy != "scalars")
+    spread = ", ".join(f"{way} over {math.prod(found.axes.get(axis, 1) for axis in axes)}" for way, axes in ways)
+    return "data parallel through a central server" if found.transfers else spread or "nothing is sent"
 
 
 def text(found: Explanation) -> str:

@@ -47,19 +47,23 @@ class Bar:
     across: bool = False
 
 
-def picture(strategy: str, devices: str, memory: dict[str, Memory], bars: list[Bar], title: str, path: Path) -> None:
-    """Draws into a file, whose suffix says what it is. Raises ValueError for one that matplotlib does not know."""
+def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar], sent: str, path: Path) -> None:
+    """Draws into a file, whose suffix says what it is. Raises ValueError for one that matplotlib does not know.
+
+    Args:
+      words: the title; `strategy` is the value behind it, in small below.
+      sent: the title of the bars.
+    """
     rows = max(len(memory), len(bars), 2)
-    figure = Figure(figsize=(9.5, 1.9 + 0.3 * rows), layout="constrained")
+    figure = Figure(figsize=(9.5, 2.1 + 0.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} has a suffix that is no kind of picture; use .svg, .png or .pdf")
-    between = "\n" if len(strategy) + len(devices) > 90 else " on "
-    figure.suptitle(f"{strategy}{between}{devices}", color=_INK, fontsize=10, x=0.01, ha="left")
+    figure.suptitle(f"{words}\n{strategy}", color=_INK, fontsize=10, x=0.01, ha="left")
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1, 1.25)})
     _memory(left, memory)
     _sent(right, bars)
-    for axes, name in ((left, "memory of a device"), (right, title)):
+    for axes, name in ((left, "memory of a device"), (right, sent)):
         axes.set_title(name, color=_INK, fontsize=9, loc="left")
         axes.set_ylim(rows - 0.4, -0.6)
         axes.tick_params(colors=_INK, labelsize=8, length=0)

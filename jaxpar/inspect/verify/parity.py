@@ -80,6 +80,10 @@ class Report:
         wrong = [d for d in self.differences if d.kind == "gradient" and d.error > self.tolerance]
         return max(wrong or self.differences, key=lambda d: d.error)
 
+    def __repr__(self) -> str:
+        w = self.worst
+        return f"Report(ok={self.ok}, worst {w.kind} {w.path} {w.error:.2g} of {self.tolerance:.0e}; print it)"
+
     def __str__(self) -> str:
         w = self.worst
         verdict = "same as one device" if self.ok else "DIFFERS from one device"

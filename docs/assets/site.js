@@ -1,0 +1,5 @@
+// Long names in code, such as pipe=2,fsdp=4,zero=1,microbatches=8, may break after a comma, a space, a slash, a bracket.
+for (const code of document.querySelectorAll(".md-content :not(pre) > code")) {
+  if (code.textContent.length <= 24 || code.childElementCount) continue
+  code.replaceChildren(...code.textContent.split(/(?<=[,\s/(])|(?=\.[a-z])/).flatMap((part, i) => i ? [document.createElement("wbr"), part] : [part]))
+}
