@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-
 from jaxpar.models import gpt
 
 
@@ -51,7 +48,7 @@ class Term:
 
 
 def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
-    """The paper's section 4.1, place by place, and what JAX's derivatives of our layer need."""
+    """The paper's section 4.1, place by place, and what a layer of ours keeps."""
     scores, statistic = config.heads * length / config.dim, 4 * config.heads / config.dim
     if setting.remat == "layer":
         return [Term("input of the layer", 2, 2, "sequence")]
@@ -63,28 +60,21 @@ def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
             Term("product of up", None, 8, "always"),
         ]
     return [
-        # float32: 2 x, x - mean and scale / deviation for every feature; four numbers for every position.
-        Term("inputs of 2 norms", 4, 2 * (12 + 16 / config.dim), "sequence"),
+        # And four numbers for every position, in float32.
+        Term("inputs of 2 norms", 4, 2 * (2 + 16 / config.dim), "sequence"),
         Term("input of query, key, value", 2, 2, "sequence"),
         Term("query, key, value", 6, 6, "always"),
-        # The paper's: softmax, mask and result of its dropout. JAX's: mask, exp, softmax; two sums. cuDNN's: one.
-        Term("scores", 5 * scores, 7 * scores + 2 * statistic, "always")
+        # The paper's: softmax, mask and result of its dropout. JAX's: exp and a sum, and a rank of its heads
+        # their mask. cuDNN's: the sum.
+        Term("scores", 5 * scores, (4 + (setting.tensor > 1)) * scores + statistic, "always")
         if setting.plain
         else Term("scores", 0, statistic, "always"),
-        # Attention's own backward needs its result too, in the shape of heads.
-        Term("input of out", 2, 2 if setting.plain else 4, "always"),
+        Term("input of out", 2, 2, "always"),
         Term("input of up", 2, 2, "sequence"),
-        Term("input of GELU", 8, 8 * _arrays_of_gelu(), "always"),
-        Term("input of down", 8, 8, "always"),
+        Term("input of GELU", 8, 8, "always"),
+        Term("input of down", 8, 0, "always"),  # GELU's result, computed again
         Term("masks of 2 dropouts", 2, 2 if setting.dropout else 0, "sequence"),
     ]
-
-
-def _arrays_of_gelu() -> int:
-    """How many arrays JAX's derivative of GELU keeps: x, 3 x^2, tanh, 1 - tanh, (1 + tanh) / 2; newer jax four."""
-    x = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
-    pull = jax.eval_shape(lambda x: jax.tree.leaves(jax.vjp(jax.nn.gelu, x)[1]), x)
-    return sum(kept.shape == x.shape for kept in pull)
 
 
 def total(places: Sequence[Term], setting: Setting, ours: bool) -> float | None:

@@ -8,15 +8,11 @@ where a stack is a `scan` that slices parameters, and a segment is whatever runs
 *fetches* its parameters when it runs, again when its backward runs, and *gives* their gradients there: a strategy
 is a choice of those two functions. So parameters that live sharded are whole for one layer at a time, and gradients
 are reduced inside the backward loop.
-
-Equations that depend on parameters alone (casts, transposes, 1 + scale, weight norm) run right after the fetch, outside
-the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,10 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.buffers import anchor, zeros_after
-from ..jaxprs.orientation import oriented
+from ..jaxprs.buffers import zeros_after
 from .slices import Slice
+from .units import Saved, Unit, pick
 
 
 class Access(Protocol):
@@ -40,87 +35,6 @@ class Access(Protocol):
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
         """What this device keeps of the gradient of one use of the leaf; None if nothing."""
         ...
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
-
-    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives;
-    `fixed` inputs may be read by `pre`.
-    """
-
-    leaves: tuple[int, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    linear: tuple[bool, ...]
-    active: tuple[bool, ...]
-
-    def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The outputs, without derivatives."""
-        return self.rest(self.pre(full, inputs), inputs)
-
-    def forward(self, full: Sequence[Any], inputs: Sequence[Any], kept: Sequence[Any]) -> tuple[list[Any], Saved]:
-        """Outputs, and what the backward needs besides the weights and the inputs in `kept`."""
-        weights = self.pre(full, inputs)
-
-        def fun(weights: Any, linear: Any) -> tuple[Any, Any]:
-            outs = self.rest(weights, _merge(self.linear, linear, inputs))
-            return _pick(self.active, outs), outs
-
-        _, pull, outs = jax.vjp(fun, weights, _pick(self.linear, inputs), has_aux=True)
-        leaves, tree = jax.tree.flatten(pull)
-        known = [*weights, *kept]
-        where = tuple(next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves)
-        return outs, Saved([leaf for leaf, at in zip(leaves, where, strict=True) if at is None], tree, where)
-
-    def backward(
-        self, inputs: Sequence[Any], kept: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
-    ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
-        """Which leaves the backward reads, and `run(those leaves, after)`.
-
-        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
-        active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is neither
-        kept nor fixed.
-        """
-        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
-
-        def pull(full: Any, inputs: Any, kept: Any, values: Any, cotangents: Any) -> Any:
-            weights, pull_pre = jax.vjp(lambda diff: self.pre(_merge(floats, diff, full), inputs), _pick(floats, full))
-            ct_weights, ct_inputs = saved.pull(values, [*weights, *kept])(list(cotangents))
-            (ct_full,) = pull_pre(ct_weights)
-            return _merge(floats, ct_full, [None] * len(full)), ct_inputs
-
-        rest = (inputs, kept, saved.values, cotangents)
-        flat, out = jx.trace(pull, list(self.shapes), *rest)
-        eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
-        read = set(jx.free(eqns, flat.outvars))
-        leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
-        reads = tuple(v in read for v in leaves)
-
-        def run(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
-            hinted, extra = (eqns, {}) if after is None else anchor(eqns, after)
-            fun = jx.run(hinted, [*flat.constvars, *extra, *_pick(reads, leaves), *others], flat.outvars)
-            outs = fun(*flat.consts, *extra.values(), *full, *jax.tree.leaves(rest))
-            return jax.tree.unflatten(jax.tree.structure(out), outs)
-
-        return reads, run
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])
-@dataclass(frozen=True)
-class Saved:
-    """The residuals of one `jax.vjp` that are neither weights nor kept inputs, and how to put them together again."""
-
-    values: list[Any]
-    tree: Any
-    where: tuple[int | None, ...]
-
-    def pull(self, values: Sequence[Any], known: Sequence[Any]) -> Callable[..., Any]:
-        """The vjp function, from `values` and `known` (weights, kept inputs)."""
-        it = iter(values)
-        return jax.tree.unflatten(self.tree, [next(it) if at is None else known[at] for at in self.where])
 
 
 @dataclass(frozen=True)
@@ -141,7 +55,7 @@ class Segment:
         full = [access.fetch(i, leaves[i], False) for i in self.unit.leaves]
         if not (grad and any(self.unit.active)):
             return self.unit.value(full, inputs), None
-        outs, saved = self.unit.forward(full, inputs, inputs)
+        outs, saved = self.unit.forward(full, inputs)
         return outs, (saved, full if self.keep else None)
 
     def backward(
@@ -157,14 +71,14 @@ class Segment:
         inputs.
         """
         saved, full = saved
-        reads, run = self.unit.backward(inputs, inputs, saved, cotangents)
+        reads, run = self.unit.backward(inputs, saved, cotangents)
         if full is None:
-            needed = _pick(reads, self.unit.leaves)
+            needed = pick(reads, self.unit.leaves)
             # Fetched again, and not before the cotangents are there: nothing whole survives from the forward.
             shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
             full = [access.fetch(i, x, False) for i, x in zip(needed, shards, strict=True)]
         else:
-            full = _pick(reads, full)
+            full = pick(reads, full)
         ct_full, ct_inputs = run(full, cotangents[0])
         # One after the other: cotangents (the weights are no longer needed), reductions, and then the piece before.
         ct_full, ct_inputs = lax.optimization_barrier((ct_full, ct_inputs))
@@ -217,7 +131,7 @@ class Stack:
             inputs = [*consts, *carry, *xs]
             full = [access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in self.slices]
             if grad:
-                outs, saved = self.unit.forward(full, inputs, [*consts, *xs])
+                outs, saved = self.unit.forward(full, inputs)
             else:
                 outs, saved = self.unit.value(full, inputs), None
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
@@ -263,8 +177,8 @@ class Stack:
             number, saved, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
-            reads, run = self.unit.backward(known, [*consts, *xs], saved, [*ct_carry, *ct_ys])
-            read = _pick(reads, self.slices)
+            reads, run = self.unit.backward(known, saved, [*ct_carry, *ct_ys])
+            read = pick(reads, self.slices)
             ct_full, ct_in = run([access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in read])
             if here is not None:
                 through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
@@ -279,7 +193,7 @@ class Stack:
                     totals[s.leaf] = s.into(total, given, start + number)
             return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
 
-        zeros = [jnp.zeros_like(c) for c in _pick(linear_consts, consts)]
+        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
         (ct_carry, ct_consts, totals), ct_xs = lax.scan(
             layer,
             (cotangents[:n_carry], zeros, totals),
@@ -312,12 +226,3 @@ def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 def _where(condition: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return [None if x is None else jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)]
-
-
-def _pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    return [v for v, take in zip(values, mask, strict=True) if take]
-
-
-def _merge(mask: Sequence[bool], picked: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    it = iter(picked)
-    return [next(it) if take else other for take, other in zip(mask, others, strict=True)]

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from ..collectives.edges import saves_no_gather, saves_sums
 from ..jaxprs import jaxpr as jx
 from ..jaxprs.hoist import split
-from .pieces import Segment, Stack, Unit
+from .pieces import Segment, Stack
 from .program import Program
 from .slices import Chain, Slice, sliced
+from .units import Unit
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool) -> 
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
-    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given)
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given, (True,) * len(inputs))
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
@@ -223,6 +224,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
         lambda weights, values: rest(weights, [*consts, *values]),
         tuple(linear),
         tuple(outs),
+        tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)

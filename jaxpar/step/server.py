@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -16,7 +18,6 @@ from ..collectives import order
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import batch_shardings, batch_specs
-from ..slicing.pieces import Saved
 from ..strategy import AXES, ROWS
 from .checks import check_state
 from .core import Step
@@ -139,15 +140,15 @@ class ServerStep(Step):
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
-    def _backward(self, state: State, batch: Any, tapes: Saved, seeds: jax.Array) -> list[jax.Array | None]:
+    def _backward(self, state: State, batch: Any, tapes: Tapes, seeds: jax.Array) -> list[jax.Array | None]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
-        def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Saved, seeds: jax.Array) -> Any:
+        def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Tapes, seeds: jax.Array) -> Any:
             loss, _ = self.local.bound(stored, variables, batch, key)
             tapes = first(tapes)
 
-            def micro(grads: Any, tape: Saved) -> Any:
-                return loss.backward(tape.pull(tape.values, loss.stored), seeds[0], grads), None
+            def micro(grads: Any, tape: Tapes) -> Any:
+                return loss.backward(tape.whole(loss.stored), seeds[0], grads), None
 
             shapes = jax.eval_shape(lambda: micro([None] * len(loss.stored), first(tapes))[0])
             grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
@@ -193,11 +194,26 @@ class ServerStep(Step):
         return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
 
-def _apart(tape: Any, stored: Sequence[Any]) -> Saved:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])
+@dataclass(frozen=True)
+class Tapes:
+    """A tape without the stored leaves: `where` says which of these stands in each place of the tree, None for none."""
+
+    values: list[Any]
+    tree: Any
+    where: tuple[int | None, ...]
+
+    def whole(self, stored: Sequence[Any]) -> Any:
+        """The tape."""
+        it = iter(self.values)
+        return jax.tree.unflatten(self.tree, [next(it) if at is None else stored[at] for at in self.where])
+
+
+def _apart(tape: Any, stored: Sequence[Any]) -> Tapes:
     """A tape without the stored leaves, which the backward program has itself."""
     leaves, tree = jax.tree.flatten(tape)
     where = tuple(next((i for i, w in enumerate(stored) if w is x), None) for x in leaves)
-    return Saved([x for x, at in zip(leaves, where, strict=True) if at is None], tree, where)
+    return Tapes([x for x, at in zip(leaves, where, strict=True) if at is None], tree, where)
 
 
 def _lift(tree: Any) -> Any:

@@ -1,0 +1,76 @@
+"""What a forward keeps for its backward: not what follows from other kept values without a product or a sum.
+
+JAX's derivatives keep every operand that they read. Of `silu(x W) * (x V)` that is six arrays, all of which follow,
+element by element, from the two products; of a norm, its input thrice. To write them and read them again takes longer
+than to compute them again, since compilers join such operations with what reads them; and they are most of a layer's
+activations. What operators with backwards of their own keep is counted by Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from . import jaxpr as jx
+
+# Computed element by element, or elements in another order. No sums, no products of matrices, no random numbers.
+_CHEAP = frozenset(
+    (
+        "abs add add_any and ceil clamp convert_element_type copy copy_p cos div eq erf erfc exp exp2 expm1 floor ge "
+        "gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow reduce_precision rem round "
+        "rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor "
+        "broadcast_in_dim concatenate iota reshape rev slice squeeze transpose"
+    ).split()
+)
+
+
+def kept(
+    eqns: Sequence[Any], residuals: Iterable[Any], known: Collection[Any], barred: Collection[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Of the variables that a backward reads, those to keep; and the equations that make the others of these.
+
+    `known` variables are there anyway. Where a value follows from others that are smaller together, these are kept in
+    its place (the bfloat16 of which it is the float32, and a mean), unless one is `barred`.
+    """
+    known, barred = set(known), set(barred)
+    made = {v: eqn for eqn in eqns if eqn.primitive.name in _CHEAP and not eqn.effects for v in eqn.outvars}
+    keep = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
+    for eqn in reversed(eqns):
+        result = eqn.outvars[0]
+        if result in keep and result in made:
+            needed = _instead(result, made, lambda v: v in known or v in keep, barred)
+            if needed is not None:
+                del keep[result]
+                keep.update(needed)
+    wanted = [v for v in dict.fromkeys(residuals) if not jx.is_literal(v)]
+    again: set[int] = set()
+    stack = [v for v in wanted if v not in keep and v not in known]
+    while stack:
+        eqn = made[stack.pop()]
+        if id(eqn) not in again:
+            again.add(id(eqn))
+            stack += [v for v in eqn.invars if not jx.is_literal(v) and v not in keep and v not in known]
+    return list(keep), [eqn for eqn in eqns if id(eqn) in again]
+
+
+def _instead(
+    result: Any, made: dict[Any, Any], there: Callable[[Any], bool], barred: Collection[Any]
+) -> dict[Any, None] | None:
+    """What to keep in place of `result`, beside what is `there`, for it to be computed again: its operands, or theirs,
+    and so on, whichever are smallest; None where none are smaller.
+    """
+    operands = lambda var: {v: None for v in made[var].invars if not jx.is_literal(v) and not there(v)}
+    best, least = None, _bytes(result)
+    cut = operands(result)
+    while True:
+        size = sum(map(_bytes, cut))
+        if size < least and not any(v in barred for v in cut):
+            best, least = cut, size
+        if not any(v in made for v in cut):
+            return best
+        cut = {w: None for v in cut for w in (operands(v) if v in made else (v,))}
+
+
+def _bytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize

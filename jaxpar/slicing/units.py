@@ -1,0 +1,171 @@
+"""One differentiable program of a sliced loss: traced forwards and backwards once, however often it runs.
+
+Equations that depend on parameters alone (casts, transposes, 1 + scale, weight norm) run right after the fetch, outside
+the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ..jaxprs import jaxpr as jx
+from ..jaxprs.buffers import anchor
+from ..jaxprs.orientation import oriented
+from ..jaxprs.residuals import kept
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
+
+    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `held`
+    which inputs the backward has as well; `fixed` inputs, held all of them, may be read by `pre`.
+    """
+
+    leaves: tuple[int, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    linear: tuple[bool, ...]
+    active: tuple[bool, ...]
+    held: tuple[bool, ...]
+    _forwards: dict[Any, Forward] = field(default_factory=dict, compare=False, repr=False)
+
+    def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The outputs, without derivatives."""
+        return self.rest(self.pre(full, inputs), inputs)
+
+    def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Saved]:
+        """Outputs, and what the backward needs besides the weights and the inputs that are held."""
+        weights = self.pre(full, inputs)
+        kind = _kind(weights, inputs)
+        if (made := self._forwards.get(kind)) is None:
+            made = self._traced(weights, inputs)
+            if not any(isinstance(x, Tracer) for x in made.consts):
+                self._forwards[kind] = made
+        outs = made.run(*made.consts, *weights, *inputs)
+        return outs[: made.outs], Saved(outs[made.outs :], made)
+
+    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> Forward:
+        trees = []
+
+        def program(weights: Any, inputs: Any) -> Any:
+            def fun(weights: Any, linear: Any) -> tuple[Any, Any]:
+                outs = self.rest(weights, merge(self.linear, linear, inputs))
+                return pick(self.active, outs), outs
+
+            _, pull, outs = jax.vjp(fun, weights, pick(self.linear, inputs), has_aux=True)
+            leaves, tree = jax.tree.flatten(pull)
+            trees.append((tree, len(outs)))
+            return outs, leaves
+
+        flat, _ = jx.trace(program, list(weights), list(inputs))
+        ((tree, n),) = trees
+        residuals = flat.outvars[n:]
+        mine, given = flat.invars[: len(weights)], flat.invars[len(weights) :]
+        fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
+        # Of the weights those that the backward reads in any case: no other is fetched for it.
+        known = {*fixed, *pick(self.held, given), *({*mine} & {v for v in residuals if not jx.is_literal(v)})}
+        saved, again = kept(flat.eqns, residuals, known, mine)
+        before = [*flat.constvars, *flat.invars]
+        run = jx.run(jx.live(flat.eqns, [*flat.outvars[:n], *saved]), before, [*flat.outvars[:n], *saved])
+        there = [*fixed, *mine, *pick(self.held, given)]
+        recompute = jx.run(again, [*there, *saved], residuals)
+        consts = [x for x in flat.consts if not isinstance(x, Tracer)]
+        pull = lambda values, weights, held: jax.tree.unflatten(tree, recompute(*consts, *weights, *held, *values))
+        return Forward(n, flat.consts, run, pull)
+
+    def backward(
+        self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
+    ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
+        """Which leaves the backward reads, and `run(those leaves, after)`.
+
+        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
+        active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is not held.
+        """
+        rest = (pick(self.held, inputs), saved.values, list(cotangents))
+        kind = _kind(*rest)
+        if (made := saved.forward.backwards.get(kind)) is None:
+            made = self._pulled(saved.forward, *rest)
+            if not any(isinstance(x, Tracer) for x in made[0].consts):
+                saved.forward.backwards[kind] = made
+        flat, eqns, reads, tree = made
+        leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
+
+        def run(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
+            hinted, extra = (eqns, {}) if after is None else anchor(eqns, after)
+            fun = jx.run(hinted, [*flat.constvars, *extra, *pick(reads, leaves), *others], flat.outvars)
+            outs = fun(*flat.consts, *extra.values(), *full, *jax.tree.leaves(rest))
+            return jax.tree.unflatten(tree, outs)
+
+        return reads, run
+
+    def _pulled(self, forward: Forward, held: Any, values: Any, cotangents: Any) -> tuple[Any, ...]:
+        """The backward's program, its equations, which leaves they read, and the tree of its results."""
+        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
+
+        def pull(full: Any, held: Any, values: Any, cotangents: Any) -> Any:
+            inputs = merge(self.held, held, [None] * len(self.held))
+            weights, pull_pre = jax.vjp(lambda diff: self.pre(merge(floats, diff, full), inputs), pick(floats, full))
+            ct_weights, ct_inputs = forward.pull(values, weights, held)(cotangents)
+            (ct_full,) = pull_pre(ct_weights)
+            return merge(floats, ct_full, [None] * len(full)), ct_inputs
+
+        flat, out = jx.trace(pull, list(self.shapes), held, values, cotangents)
+        eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
+        read = set(jx.free(eqns, flat.outvars))
+        reads = tuple(v in read for v in flat.invars[: len(self.shapes)])
+        return flat, eqns, reads, jax.tree.structure(out)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A unit's forward for inputs of one kind.
+
+    Attributes:
+      outs: how many outputs it has.
+      consts: the arrays that it closes over.
+      run: `run(*consts, *weights, *inputs)`, outputs and then what is saved.
+      pull: `pull(saved, weights, held inputs)`, the vjp function from cotangents of the active outputs to those of the
+        weights and of the linear inputs.
+      backwards: the backwards of it that were traced.
+    """
+
+    outs: int
+    consts: tuple[Any, ...]
+    run: Callable[..., list[Any]]
+    pull: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
+    backwards: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["forward"])
+@dataclass(frozen=True)
+class Saved:
+    """What one run of a forward left for its backward."""
+
+    values: list[Any]
+    forward: Forward
+
+
+def _kind(*arrays: Sequence[Any]) -> Any:
+    """What a trace depends on: abstract arrays, and the mesh whose axes it may name."""
+    leaves = ((jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for xs in arrays for x in xs)
+    return (jax.sharding.get_abstract_mesh(), *map(len, arrays), *leaves)
+
+
+def pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """The values where the mask is true."""
+    return [v for v, take in zip(values, mask, strict=True) if take]
+
+
+def merge(mask: Sequence[bool], picked: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The picked values where the mask is true, elsewhere those of `others`."""
+    it = iter(picked)
+    return [next(it) if take else other for take, other in zip(mask, others, strict=True)]

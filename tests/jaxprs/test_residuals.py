@@ -1,0 +1,74 @@
+"""A backward computes again what follows element by element: SwiGLU kept six arrays of its width, and a norm three."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxpar as jp
+from jaxpar.inspect.memory import forward
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.jaxprs.residuals import kept
+from jaxpar.models import named
+
+ROWS, LENGTH = 2, 8
+
+
+def again(fun: Any, *args: Any, known: int = 0) -> tuple[list[Any], Any]:
+    """What is kept of a function whose results are all residuals, with the values that come back from it.
+
+    The first `known` arguments are there in the backward, no other is.
+    """
+    flat, _ = jx.trace(fun, *args)
+    have = flat.invars[:known]
+    saved, eqns = kept(flat.eqns, flat.outvars, have, ())
+    values = jx.run(flat.eqns, flat.invars, saved)(*args)
+    return saved, jx.run(eqns, [*have, *saved], flat.outvars)(*args[:known], *values)
+
+
+def test_of_a_gated_layer() -> None:
+    """Of its products each is kept, and no more; what comes back is the same to the bit."""
+    rng = np.random.default_rng(0)
+    x, w, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in [(4, 3), (3, 6), (3, 6)])
+
+    def residuals(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
+        gate, up = x @ w, x @ v
+        s = lax.logistic(gate)
+        return [gate, s, 1 - s, gate * s, up, gate * s * up]
+
+    saved, values = again(residuals, x, w, v)
+    assert [v.aval.shape for v in saved] == [(4, 6)] * 2
+    for new, old in zip(values, residuals(x, w, v), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_less_in_place_of_more() -> None:
+    """Of bfloat16 widened to float32, itself, and the mean; of what is there, nothing; sums and noise stay."""
+    x = jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4)
+
+    def norm(x: jax.Array) -> list[jax.Array]:
+        wide = (x @ jnp.eye(4, dtype=x.dtype)).astype(jnp.float32)
+        return [2 * wide, wide - wide.mean(-1, keepdims=True)]
+
+    saved, _ = again(norm, x)
+    assert sorted((v.aval.dtype.name, v.aval.size) for v in saved) == [("bfloat16", 12), ("float32", 3)]
+    assert again(lambda x: [jnp.sin(x), x > 3], x, known=1)[0] == []
+    noise = lambda x: [jax.random.bits(jax.random.key(0), x.shape) > 7, jnp.cumsum(x)]
+    assert len(again(noise, x, known=1)[0]) == 2
+
+
+def test_of_a_step() -> None:
+    """A Llama layer keeps the inputs of its norms, query and attention's result, key and value, and two products."""
+    found = named("llama-tiny", layers=2)
+    batch = found.example(ROWS, LENGTH)
+    config: Any = found.config
+    single = jp.make_train_step(found.model, optax.sgd(0.1), "single")
+    more = jp.make_train_step(named("llama-tiny", layers=3).model, optax.sgd(0.1), "single")
+    layer = forward(more, batch)[1] - forward(single, batch)[1]
+    widths = 4 * config.dim + 2 * config.kv_heads * config.head_dim + 2 * config.ffn
+    numbers = 4  # of two norms, for every position
+    assert layer == pytest.approx(4 * ROWS * LENGTH * (widths + numbers), rel=1e-3)
