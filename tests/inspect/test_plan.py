@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.inspect.plan.candidates import Estimator, candidates
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
-from jaxpar.inspect.plan.neighbours import family, neighbours
+from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.targets.devices import Target, target
@@ -140,7 +140,24 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
     assert {"none", "dots", "layer"} - {strategy.remat} <= {s.remat for s in found}
     assert any(s.reduce == "compute" for s in found)
     assert any(s.microbatches == 2 * strategy.microbatches for s in found)
-    assert len({family(s, here()) for s in found}) > 2
+    assert len(families([(s, None) for s in found], here())) > 2
+
+
+def test_families_take_turns() -> None:
+    names = [
+        "data=8",
+        "data=8,remat=dots",
+        "fsdp=8",
+        "pipe=2,fsdp=4",
+        "pipe=2,data=4",
+        "tensor=2,fsdp=4",
+        "fsdp=8,zero=1",
+    ]
+    found = families([jp.Strategy.parse(name) for name in names], lambda s: s, here())
+    assert [[str(s) for s in members] for members in found] == [
+        ["data=8", "data=8,remat=dots"], ["fsdp=4,pipe=2"], ["fsdp=4,tensor=2"], ["fsdp=8"], ["data=4,pipe=2"],
+        ["fsdp=8,zero=1"],
+    ]  # fmt: skip
 
 
 def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:

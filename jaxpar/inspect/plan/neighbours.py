@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from ...strategy import AXES, PER_RANK, ROWS, Strategy
 from ..targets.devices import Target
 from .candidates import REMATS
 
+T = TypeVar("T")
 
-def family(strategy: Strategy, target: Target) -> tuple[Any, ...]:
-    """By what strategies differ in kind: which axes they have, and what `fsdp` shards."""
-    shape = strategy.sizes(len(target.devices), target.hosts)
-    return *(shape[axis] > 1 for axis in AXES), strategy.zero if shape["fsdp"] > 1 else 0
+
+def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[tuple[Strategy, T]]]:
+    """Strategies, and what is known of each, by kind: whether there is a pipeline, whether matmuls are split, and what
+    `fsdp` shards. First the first kind for each choice of `pipe` and `tensor`, then each one's second, and so on.
+    """
+    kinds: dict[tuple[bool, bool], dict[int, list[tuple[Strategy, T]]]] = {}
+    for strategy, known in found:
+        shape = strategy.sizes(len(target.devices), target.hosts)
+        of_axes = kinds.setdefault((shape["pipe"] > 1, shape["tensor"] > 1), {})
+        of_axes.setdefault(strategy.zero if shape["fsdp"] > 1 else 0, []).append((strategy, known))
+    rounds = itertools.zip_longest(*(list(by_zero.values()) for by_zero in kinds.values()))
+    return [members for one in rounds for members in one if members]
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strategy]:

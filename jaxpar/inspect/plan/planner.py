@@ -35,7 +35,7 @@ from ..targets.devices import target as target_of
 from .cache import Cache, about, folder
 from .candidates import Estimate, Estimator, candidates
 from .line import RESERVE, Line, ranked
-from .neighbours import family, neighbours
+from .neighbours import families, neighbours
 from .ranking import Plan
 
 _TRIES = 3  # of a family whose fastest do not fit
@@ -177,10 +177,7 @@ class _Planner:
             if self._compile(strategy, estimate):
                 bar.advance(task)
 
-        families: dict[Any, list[tuple[Strategy, Estimate]]] = {}
-        for strategy, estimate in queue:
-            families.setdefault(family(strategy, self.target), []).append((strategy, estimate))
-        for members in list(families.values())[: max(1, top // 2)]:
+        for members in families(queue, self.target)[: max(1, top // 2)]:
             tries = (pair for pair in members if not self._needless(*pair, top))
             for strategy, estimate in itertools.islice(tries, _TRIES):
                 compile_(strategy, estimate)
