@@ -100,7 +100,7 @@ def test_closed_forms_by_hand() -> None:
     assert sharded.params == 4 * WEIGHTS // 8
     assert sharded.activations == replicated.activations
     kept = [estimator.estimate(jp.Strategy(data=8, remat=remat)).activations for remat in ("none", "dots", "layer")]
-    assert kept[0] > kept[1] > kept[2]
+    assert kept[0] >= kept[1] > kept[2]
     assert kept[2] >= L * (ROWS // 8) * D * 4  # each layer's input
     assert kept[2] < kept[1] - L * (ROWS // 8) * F * 4 + 8 * ROWS * D * 4  # but not its matmul
     piped = estimator.estimate(jp.Strategy(data=4, pipe=2, microbatches=2))
@@ -135,7 +135,7 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
         assert ROWS % (shape["data"] * shape["fsdp"] * other.microbatches) == 0
         assert other.sequence == (other.tensor > 1)
         assert other.chunks == 1 or other.microbatches % other.pipe == 0
-        if (other.microbatches, other.chunks) == (strategy.microbatches, strategy.chunks):
+        if all(getattr(other, name) == getattr(strategy, name) for name in ("microbatches", "chunks", "data")):
             assert strategy in neighbours(other, here(), ROWS)  # and so is the way back
     assert {"none", "dots", "layer"} - {strategy.remat} <= {s.remat for s in found}
     assert any(s.reduce == "compute" for s in found)
@@ -144,7 +144,7 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
 
 
 def test_families_take_turns() -> None:
-    names = [
+    names = (
         "data=8",
         "data=8,remat=dots",
         "fsdp=8",
@@ -152,9 +152,9 @@ def test_families_take_turns() -> None:
         "pipe=2,data=4",
         "tensor=2,fsdp=4",
         "fsdp=8,zero=1",
-    ]
-    found = families([jp.Strategy.parse(name) for name in names], lambda s: s, here())
-    assert [[str(s) for s in members] for members in found] == [
+    )
+    found = families([(jp.Strategy.parse(name), None) for name in names], here())
+    assert [[str(s) for s, _ in members] for members in found] == [
         ["data=8", "data=8,remat=dots"], ["fsdp=4,pipe=2"], ["fsdp=4,tensor=2"], ["fsdp=8"], ["data=4,pipe=2"],
         ["fsdp=8,zero=1"],
     ]  # fmt: skip

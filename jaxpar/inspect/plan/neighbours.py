@@ -29,8 +29,9 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strategy]:
-    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, or in `remat`, `reduce`
-    or `zero`; and that the devices and the rows of a global batch allow. `strategy`'s sizes are numbers.
+    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce` or
+    `zero`, or in that all replicas are plain or all are sharded; and that the devices and the rows of a global batch
+    allow. `strategy`'s sizes are numbers.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
@@ -45,6 +46,8 @@ def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strate
         for more in AXES:
             if fewer != more and shape[fewer] % 2 == 0:
                 changes.append({fewer: shape[fewer] // 2, more: 2 * shape[more]})
+    replicas = shape["data"] * shape["fsdp"]
+    changes += [{"data": replicas, "fsdp": 1}, {"data": 1, "fsdp": replicas}]
     seen = {strategy}
     for change in changes:
         found = _mended(strategy, change, rows // math.prod((shape | change)[axis] for axis in ROWS))
