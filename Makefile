@@ -45,7 +45,7 @@ pytest: $(VENV)/.packages
 	$(PYTEST)
 
 battery: setup
-	$(PYTEST) --battery tests/parallel tests/hosts tests/checkpoint tests/train tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/inspect/test_choose.py tests/step/test_gpu.py tests/experiments tests/test_site.py
+	$(PYTEST) --battery tests/parallel tests/hosts tests/checkpoint tests/train tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/inspect/test_plan_search.py tests/inspect/test_choose.py tests/step/test_gpu.py tests/experiments tests/test_site.py
 
 package: setup
 	$(BIN)/python tests/package.py

@@ -74,13 +74,12 @@ class Options:
 class PlainAttention(gpt.Attention):
     """Attention as most models write it: its scores are kept."""
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        query, key, value = (
-            project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
-            for project in (self.query, self.key, self.value)
-        )
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
-        return self.out(out.reshape(x_BTD.shape))
+    def __call__(self, x_BTD: jax.Array, *_: Any) -> jax.Array:
+        return super().__call__(x_BTD, _plain)
+
+
+def _plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
 
 
 class PlainLayer(gpt.Layer):

@@ -37,8 +37,7 @@ def kept(
     made = {v: eqn for eqn in eqns if eqn.primitive.name in _CHEAP and not eqn.effects for v in eqn.outvars}
     keep = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
     for eqn in reversed(eqns):
-        result = eqn.outvars[0]
-        if result in keep and result in made:
+        for result in (v for v in eqn.outvars if v in keep and v in made):
             needed = _instead(result, made, lambda v: v in known or v in keep, barred)
             if needed is not None:
                 del keep[result]

@@ -68,7 +68,7 @@ def test_of_a_step() -> None:
     config: Any = found.config
     single = jp.make_train_step(found.model, optax.sgd(0.1), "single")
     more = jp.make_train_step(named("llama-tiny", layers=3).model, optax.sgd(0.1), "single")
-    layer = forward(more, batch)[1] - forward(single, batch)[1]
+    layer = forward(more, batch).saved - forward(single, batch).saved
     widths = 4 * config.dim + 2 * config.kv_heads * config.head_dim + 2 * config.ffn
     numbers = 4  # of two norms, for every position
     assert layer == pytest.approx(4 * ROWS * LENGTH * (widths + numbers), rel=1e-3)

@@ -277,7 +277,7 @@ def test_of_several_hosts_one_whose_data_fails_waits_for_none(monkeypatch: pytes
     def failing() -> Iterator[Any]:
         yield next(batches())
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr("jaxpar.train.trainer._all_finite", lambda params: pytest.fail("waits for the others"))
+        monkeypatch.setattr("jaxpar.train.trainer.all_finite", lambda params: pytest.fail("waits for the others"))
         raise KeyError("of the loader")
 
     with pytest.raises(KeyError, match="of the loader"):
