@@ -210,13 +210,15 @@ class _Planner:
         best = min(known, key=lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"]))
         assert best.estimate is not None
         more = best.memory["total"] / best.estimate.bytes  # than closed forms say
-        found: list[tuple[bool, float, str, Strategy, Estimate]] = []
+        found: list[tuple[bool, float, float, str, Strategy, Estimate]] = []
         for strategy in neighbours(best.strategy, self.target, rows_of(self.batch)):
             if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
                 continue
             if self._needless(strategy, estimate, top) is None:
-                found.append((estimate.bytes * more > self.usable, estimate.seconds, str(strategy), strategy, estimate))
-        return min(found, key=lambda one: one[:3])[3:] if found else None
+                # Closed forms hide what is sent behind compute: of what is as long, that which sends less is first.
+                order = estimate.bytes * more > self.usable, estimate.seconds, estimate.sent, str(strategy)
+                found.append((*order, strategy, estimate))
+        return min(found, key=lambda one: one[:4])[4:] if found else None
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
