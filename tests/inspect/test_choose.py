@@ -71,7 +71,7 @@ def test_the_table_is_what_plan_finds(model: str, devices: int) -> None:
     for name, (gigabytes, fits, milliseconds, mfu) in shown.items():
         line = lines[name]
         assert line.fits == fits
-        assert line.memory["total"] / 1e9 == pytest.approx(gigabytes, rel=0.01)
+        assert line.memory["total"] / 1e9 == pytest.approx(gigabytes, rel=0.01, abs=0.05)  # as it is rounded
         assert line.seconds * 1e3 == pytest.approx(milliseconds, rel=0.03)
         assert line.prediction["mfu"] == pytest.approx(mfu / 100, rel=0.03)
     if (model, devices) == ("llama3-8b", 8):
