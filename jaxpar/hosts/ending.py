@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from .judge import who
 from .store import Store
 from .watchdog import ENDED, Watch, end
 
+_LEAVES = 300  # seconds for which the end waits for the others, as jax does
+_NOTICED = 1.5  # seconds within which jax's thread has seen a signal, and all have answered it
 _watch: Watch | None = None
 _status: int | None = None  # with which a failed process exits
 _waiting: tuple[Place, int] | None = None  # while the processes join: for whom, and how long
@@ -120,6 +123,17 @@ def _at_exit() -> None:
                 stream.flush()
         os._exit(_status)
     _watch.own.ended = True
+    _leave(_watch.store)
+
+
+def _leave(store: Store) -> None:
+    """All processes leave together, and no signal counts any more. Whoever gets SIGTERM asks all others at which step
+    they are, in a thread of jax's that looks for it once a second (XLA, preemption_notifier.cc); asked of one that has
+    gone, it would wait for a quarter of an hour, and this process for it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if store.wait("leaving", _LEAVES):
+        time.sleep(_NOTICED)
 
 
 # -- the coordinator's end ---------------------------------------------------------------------------------------------

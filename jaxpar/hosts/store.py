@@ -26,6 +26,10 @@ class Store(Protocol):
         """All keys below `name/`, without it, and their values."""
         ...
 
+    def wait(self, name: str, seconds: float) -> bool:
+        """Waits until all processes have called it with this name, once each. Whether they have, within the time."""
+        ...
+
 
 class Coordinator:
     """JAX's table; `jax.distributed.initialize` has been called."""
@@ -51,3 +55,11 @@ class Coordinator:
         """See `Store`."""
         start = f"jaxpar/{name}/"
         return {key.removeprefix(start): value for key, value in self._client.key_value_dir_get(start)}
+
+    def wait(self, name: str, seconds: float) -> bool:
+        """See `Store`."""
+        try:
+            self._client.wait_at_barrier(f"jaxpar/{name}", round(1000 * seconds))
+        except jax.errors.JaxRuntimeError:  # one has failed, or is late; the watchdog says which
+            return False
+        return True

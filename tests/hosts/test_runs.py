@@ -53,6 +53,21 @@ def launched(*words: str, timeout: float = 200, **env: str) -> tuple[int, str, f
     return run.returncode, run.stdout + run.stderr, time.monotonic() - begin
 
 
+LAST = f"""{LOOP}
+if place.process == int(os.environ["WHO"]):
+    os.kill(os.getpid(), 15)
+    time.sleep(3)  # until jax's thread has seen it
+"""
+
+
+@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.battery), "1"])
+def test_a_signal_after_the_last_step_keeps_no_process(who: str) -> None:
+    """jax asked a process for its step that had left, and waited a quarter of an hour."""
+    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LAST, WHO=who)
+    assert status == 0, said
+    assert said.count("step 6 ") == 2
+
+
 def test_the_death_of_process_0_is_told_by_the_others() -> None:
     """jax's client ends a process by an abort, without a word, once its coordinator closes the connection."""
     status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT="KILL:0:3")

@@ -30,6 +30,9 @@ class Table(dict[str, str]):
     def folder(self, name: str) -> dict[str, str]:
         return {key.removeprefix(f"{name}/"): value for key, value in self.items() if key.startswith(f"{name}/")}
 
+    def wait(self, name: str, seconds: float) -> bool:
+        return True
+
 
 class Run:
     """Three processes, on three hosts, and what ended each."""
