@@ -70,7 +70,7 @@ def ddp_sends_gradients() -> Found:
 def ring_is_flat() -> Found:
     ratios = {}
     for n in RING:
-        mesh = jax.sharding.AbstractMesh((n,), ("ring",))
+        mesh = jax.sharding.AbstractMesh((n,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
         one = jax.shard_map(
             lambda x: collectives.ring_all_reduce(x, "ring"),
             mesh=mesh, in_specs=jax.P("ring"), out_specs=jax.P("ring"), check_vma=False,

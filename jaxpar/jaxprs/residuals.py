@@ -18,8 +18,8 @@ from . import jaxpr as jx
 _CHEAP = frozenset(
     (
         "abs add add_any and ceil clamp convert_element_type copy copy_p cos div eq erf erfc exp exp2 expm1 floor ge "
-        "gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow reduce_precision rem round "
-        "rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor "
+        "gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pow "
+        "reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor "
         "broadcast_in_dim concatenate iota reshape rev slice squeeze transpose"
     ).split()
 )
