@@ -123,17 +123,18 @@ def _at_exit() -> None:
                 stream.flush()
         os._exit(_status)
     _watch.own.ended = True
-    _leave(_watch.store)
+    _leave(_watch)
 
 
-def _leave(store: Store) -> None:
+def _leave(watch: Watch) -> None:
     """All processes leave together, and no signal counts any more. Whoever gets SIGTERM asks all others at which step
     they are, in a thread of jax's that looks for it once a second (XLA, preemption_notifier.cc); asked of one that has
     gone, it would wait for a quarter of an hour, and this process for it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if store.wait("leaving", _LEAVES):
+    if watch.store.wait("leaving", _LEAVES):
         time.sleep(_NOTICED)
+        watch.close()  # a thread that comes back from C++ when Python has gone ends its process by abort()
 
 
 # -- the coordinator's end ---------------------------------------------------------------------------------------------

@@ -108,9 +108,12 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """Ends both threads."""
+        """Ends both threads, and waits for them as long as the coordinator may take to answer."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(self.silent)
 
     # -- what a run says -----------------------------------------------------------------------------------------------
 
