@@ -30,6 +30,8 @@ from .saved import STATE, Checkpoint, latest_good, numbers
 
 _PATIENCE = 10**8  # seconds, three years
 _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+# Of each step, what its last save was copied into (`write.held`).
+_rooms: weakref.WeakKeyDictionary[Step, dict[Any, np.ndarray]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -79,6 +81,7 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(_is_news)
         _wait_at_the_end()
         self._own: set[int] = set()  # what was saved or restored here
+        self._room: dict[Any, np.ndarray] = {}  # while it is lent to a save
         self.data: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -96,6 +99,8 @@ class Checkpoints:
         """Waits until what is being written is complete. Raises ValueError where it could not be written."""
         with self._write.saying(self.folder):
             self._manager.wait_until_finished()
+        if self._room:
+            _rooms[self.step], self._room = self._room, {}
 
     @functools.cached_property
     def _arrays(self) -> list[Array]:
@@ -126,7 +131,8 @@ class Checkpoints:
             raise ValueError(
                 f"{self._place(number)} is there already, of another run; name another folder, or remove that one"
             )
-        boxes = self._write.held(self._arrays, state)
+        self._room = _rooms.pop(self.step, {})
+        boxes = self._write.held(self._arrays, state, self._room)
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
         about = about_of(self.step, self._arrays, number, self.about, data or {})
