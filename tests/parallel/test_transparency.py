@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import OPTIMIZERS, initial, logical
+from cells import OPTIMIZERS, OneDevice, initial, logical
 from rendezvous import unordered
 from zoo import ZOO, Entry
 
@@ -105,12 +105,19 @@ def test_covering_array_covers() -> None:
 
 @functools.cache
 def first(name: str) -> Any:
-    return initial(entry(name).model)
+    return by_blocks(name).first if "dropout" in name else initial(entry(name).model)
+
+
+@functools.cache
+def by_blocks(name: str) -> OneDevice:
+    return OneDevice(entry(name).model)
 
 
 @functools.cache
 def reference(name: str, replicas: int, microbatches: int) -> tuple[Any, Any]:
     """Gradients and parameters of one device."""
+    if "dropout" in name:  # compiled once for all numbers of blocks
+        return by_blocks(name).train(SGD, entry(name).batch, replicas * microbatches, STEPS)
     one = Reference(entry(name).model, jp.Strategy(single=True, microbatches=microbatches), replicas)
     key = jax.random.key(0)
     return one.value_and_grad(key, entry(name).batch)[1], one.train(SGD, key, entry(name).batch, STEPS)
