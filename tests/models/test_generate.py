@@ -91,7 +91,14 @@ def test_what_is_cached_is_what_a_whole_pass_sees(name: str) -> None:
     np.testing.assert_array_equal(jp.generate(module, prompt, 12, jax.random.key(2), temperature=0), expected)
 
 
-@pytest.mark.parametrize("strategy", ["zero3,precision=bf16", "tensor=2,fsdp=4", "pipe=2,fsdp=4,microbatches=2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zero3,precision=bf16",
+        pytest.param("tensor=2,fsdp=4", marks=pytest.mark.battery),
+        "pipe=2,fsdp=4,microbatches=2",
+    ],
+)
 def test_generation_is_the_same_under_every_strategy(strategy: str) -> None:
     model, prompt = named("llama-tiny", dim=64, layers=2), np.asarray([[1, 2, 3], [4, 5, 6]])
     step = jp.make_train_step(model.model, optax.sgd(0.1), strategy)

@@ -52,7 +52,7 @@ def kind(name: str) -> tuple[int, bool]:
 
 
 def covering() -> list[tuple[str, str, int, str]]:
-    """Every kind of model under ddp, zero3, one of the two between them, and dp or hsdp; few under `single`.
+    """Every kind of model under ddp, zero3, one of the two between them, and dp or hsdp; one under `single`.
 
     Models that resemble one before them (gpt with a mask) miss ddp or what lies between. Those that come by name meet
     one strategy each. With them every pair of strategy or model, microbatches and remat.
@@ -60,7 +60,7 @@ def covering() -> list[tuple[str, str, int, str]]:
     meetings, seen = [], set()
     for i, name in enumerate(ZOO):
         plain, between = ["ddp"], [("zero1", "zero2")[i // 2 % 2]]
-        some = ["zero3", ("dp", "hsdp")[i % 2], *["single"] * (i % 8 == 0)]
+        some = ["zero3", ("dp", "hsdp")[i % 2], *["single"] * (i == 0)]
         some += plain + between if kind(name) not in seen else (plain, between)[len(seen) % 2]
         seen.add(kind(name))
         meetings += [(name, strategy) for strategy in (some if name not in BY_NAME else STRATEGIES[3 + i % 4 :][:1])]
@@ -100,7 +100,7 @@ def test_covering_array_covers() -> None:
     found = {(*kind(name), kinds.get(strategy, strategy)) for name, strategy, *_ in CHOSEN}
     assert len(found) == 4 * 4
     assert {name for name, *_ in CHOSEN} == {*ZOO}
-    assert len(CHOSEN) <= 37
+    assert len(CHOSEN) <= 36
 
 
 @functools.cache
