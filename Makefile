@@ -2,7 +2,7 @@
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
 #   make test       format, types, docs, tests
-#   make battery    every strategy x every model, not only the covering array of `make test`
+#   make battery    what `make test` leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
@@ -44,8 +44,8 @@ test: $(VENV)/.packages
 pytest: $(VENV)/.packages
 	$(PYTEST)
 
-battery: setup
-	$(PYTEST) --battery tests/parallel tests/hosts tests/checkpoint tests/train tests/collectives/test_collectives.py tests/inspect/test_check.py tests/inspect/test_cost.py tests/inspect/test_known_cost.py tests/inspect/test_plan.py tests/inspect/test_plan_search.py tests/inspect/test_choose.py tests/step/test_gpu.py tests/experiments tests/test_site.py
+battery: $(VENV)/.packages
+	$(PYTEST) --battery -m battery
 
 package: setup
 	$(BIN)/python tests/package.py

@@ -57,9 +57,7 @@ class Options(Common):
     """where compare.json, compare.svg, compare.png and their dark twins go"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+        self.positive("steps", "rows", "length")
         if not self.strategies:
             raise ValueError("--strategies names none; name at least one, such as ddp")
         for name in self.strategies:  # before the first is compiled

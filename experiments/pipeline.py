@@ -27,7 +27,7 @@ import tyro
 from report import (
     LINES,
     MB,
-    Common,
+    Timed,
     console,
     grid,
     is_first,
@@ -49,13 +49,11 @@ from jaxpar.parallel.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Timed):
     """Compares the bubble and the memory of schedules with their closed forms."""
 
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:2")
     """by name; after a colon the chunks of each rank"""
-    model: str = "llama-tiny"
-    """the name of a model of text"""
     layers: int = 8
     """that it gets"""
     pipe: int = 4
@@ -64,20 +62,17 @@ class Options(Common):
     """numbers of microbatches"""
     rows: int = 4
     """of a microbatch"""
-    length: int = 64
-    """positions of a row"""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """compute dtype"""
     remat: Literal["none", "layer", "dots"] = "dots"
     """what each layer recomputes in its backward; an activation is what it does not"""
-    steps: int = 10
-    """that are timed, after three that are not"""
     target: Literal["attached", "h100"] = "attached"
     """h100: compile for H100s that need not be there, run nothing"""
     out: Path = Path("runs/pipeline")
     """where pipeline.json, pipeline.svg, pipeline.png and their dark twins go"""
 
     def __post_init__(self) -> None:
+        self.positive("layers", "rows", "length", "steps")
         for (_, kind, v), m in itertools.product(map(split, self.schedules), self.microbatches):
             Schedule(kind, self.pipe, m, v)  # before the first is compiled
 

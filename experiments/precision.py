@@ -58,9 +58,7 @@ class Options(Common):
     """where precision.json, precision.svg, precision.png and their dark twins go"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+        self.positive("steps", "rows", "length")
         for precision in self.precisions:  # before the first is compiled
             jp.Strategy.parse(f"{self.strategy},precision={precision}")
 

@@ -36,6 +36,24 @@ class Common:
     """simulate so many CPU devices in each process; without it: the accelerators attached, or 8 simulated ones where
     there are none"""
 
+    def positive(self, *names: str) -> None:
+        """Raises ValueError where one of these options is below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Common):
+    """What an experiment takes that times the steps of a model of text."""
+
+    model: str = "llama-tiny"
+    """the name of a model of text"""
+    length: int = 64
+    """positions of a row"""
+    steps: int = 10
+    """that are timed, after three that are not"""
+
 
 def start(devices: int | None) -> None:
     """Joins the processes of the run, if they are several; simulates devices if asked to, or where there are none."""

@@ -24,7 +24,7 @@ from report import (
     GB,
     LINES,
     MB,
-    Common,
+    Timed,
     console,
     grid,
     hardware,
@@ -50,30 +50,22 @@ KINDS = ("weak", "strong")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Timed):
     """Trains one model on 1, 2, 4, ... devices under some strategies, with as many rows for each, or as many in all."""
 
     strategies: tuple[str, ...] = ("ddp", "fsdp", "pp")
     """presets, or name=value,...; an axis without a size, or -1, takes the devices that there are"""
-    model: str = "llama-tiny"
-    """the name of a model of text"""
     layers: int | None = None
     """that it gets, instead of its own number"""
     rows: int = 4
     """for each device; strong scaling has those of all devices on any number of them"""
-    length: int = 64
-    """positions of a row"""
-    steps: int = 10
-    """that are timed, after three that are not"""
     counts: tuple[int, ...] = ()
     """numbers of devices; without it: 1, 2, 4, ... of one process, and all"""
     out: Path = Path("runs/scaling")
     """where scaling.json, scaling.svg, scaling.png and their dark twins go"""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to do; use 1 or more")
+        self.positive("rows", "length", "steps")
         for name in self.strategies:  # before the first is compiled
             if jp.Strategy.parse(name).server:
                 raise ValueError(

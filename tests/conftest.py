@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         battery = [item for item in items if item.get_closest_marker("battery")]
         config.hook.pytest_deselected(items=battery)
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
+    # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
+    items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
 
 
 def pytest_collection_finish() -> None:

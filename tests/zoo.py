@@ -313,7 +313,8 @@ def gpt2_dropout() -> Entry:
 
 
 def resnet_bottleneck() -> Entry:
-    model = named("resnet-tiny", width=13, channels=3, blocks=(1, 1), bottleneck=True).model
+    """With the stem of ImageNet's."""
+    model = named("resnet-tiny", width=13, channels=3, blocks=(1, 1), bottleneck=True, stem=7).model
     return Entry("resnet_bottleneck", model, images(), stacks=0)
 
 

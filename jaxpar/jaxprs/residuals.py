@@ -1,10 +1,10 @@
-"""What a forward keeps for its backward: not what follows from other kept values without a product or a sum.
+"""Which values a forward saves for its backward. What follows from others without a product or a sum is computed again.
 
-JAX's derivatives keep every operand that they read. Of `silu(x W) * (x V)` that is six arrays, all of which follow,
-element by element, from the two products; of a norm, its input thrice. To write them and read them again takes longer
-than to compute them again, since compilers join such operations with what reads them; and they are most of a layer's
-activations. What operators with backwards of their own keep is counted by Korthikanti et al. 2022, arXiv:2205.05198,
-section 4.1.
+JAX's derivatives save every operand that they read. Of `silu(x W) * (x V)` that is six arrays, all of which follow,
+element by element, from the two products; of a norm it is the input, three times. They are most of a layer's
+activations, and to write and read them takes longer than to compute them again, since compilers fuse such operations
+with what reads them. What operators with backwards of their own save is counted by Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.1.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from flax import nnx
 from ..ops.attention import attention
 from .parts import text
 from .parts.cache import Attend, Cache, extended
-from .parts.config import check
+from .parts.config import check_sizes
 from .parts.stack import run, stack
 from .parts.text import loss as loss
 
@@ -32,7 +32,7 @@ class Config:
     dropout: float = 0.0  # of the embedding and of each residual branch, from the `dropout` stream (0.1 as published)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_sizes(self)
         if self.dim % self.heads:
             near = self.heads * max(1, round(self.dim / self.heads))
             raise ValueError(f"dim={self.dim} does not split into heads={self.heads}; try dim={near}")

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from .parts import image
-from .parts.config import check
+from .parts.config import check_sizes
 from .parts.image import loss as loss
 from .parts.stack import run, stack
 
@@ -26,7 +26,7 @@ class Config:
     classes: int = 10
 
     def __post_init__(self) -> None:
-        check(self)
+        check_sizes(self)
 
     @property
     def weights(self) -> int:

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from .parts import image
-from .parts.config import check
+from .parts.config import check_sizes
 from .parts.image import loss as loss
 
 
@@ -32,7 +32,7 @@ class Config:
     size: int = 224  # height and width of the images in `example` and `flops`; the model takes any
 
     def __post_init__(self) -> None:
-        check(self)
+        check_sizes(self)
         if self.stem not in (3, 7):
             raise ValueError(f"stem={self.stem}: use 7, or 3 for images of less than 64 pixels")
 

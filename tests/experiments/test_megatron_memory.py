@@ -71,6 +71,7 @@ def test_temporaries_of_a_compiled_layer(setting: Setting) -> None:
     assert row.compiled == pytest.approx(row.expected, rel=0.01)
 
 
+@pytest.mark.battery
 def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     sizes = {"dim": 64, "heads": 8, "length": 32, "tensor": (8,)}
     experiment.main(experiment.Options(quick=True, arrays=True, out=tmp_path, **sizes))

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.battery
 def test_small(tmp_path: Path) -> None:
     small = ["--devices", "2", "--pipe", "2", "--layers", "2", "--length", "32", "--rows", "2", "--steps", "1"]
     small += ["--schedules", "gpipe", "1f1b", "--microbatches", "8", "--out", str(tmp_path)]

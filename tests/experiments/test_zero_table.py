@@ -74,6 +74,7 @@ def test_what_the_table_lacks_is_an_error(given: dict[str, tuple[object, ...]]) 
         zero_table.Options(**given)
 
 
+@pytest.mark.battery  # `test_gpu.py` compiles a smaller one
 @pytest.mark.cuda_compiler
 def test_a_printed_number_from_a_compiled_step() -> None:
     model = named("gpt2", **zero_table.MODELS["7.5B"])

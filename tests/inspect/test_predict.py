@@ -323,7 +323,10 @@ def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
 
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu published")
-@pytest.mark.parametrize(("name", "off"), [("MaxText, JAX-Toolbox", 0.25), ("torchtitan", 0.40)])
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [("MaxText, JAX-Toolbox", 0.25), pytest.param("torchtitan", 0.40, marks=pytest.mark.battery)],
+)
 def test_published_throughput(name: str, off: float) -> None:
     """Of MaxText's Llama-2-7B and torchtitan's Llama-3.1-8B, on the hardware that was published, without any fit."""
     (run,) = [run for run in published_throughput.RUNS if run.name == name]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxpar as jp
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import NAMES, Named, gpt, named, resnet
 
@@ -120,26 +119,6 @@ def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
     brightness = np.linspace(-1, 1, rows)[:, None, None, None]
     pixels = random.normal(size=example["image"].shape) + brightness
     return {"image": pixels.astype(np.float32), "label": np.arange(rows, dtype=np.int32) * 3 % model.config.classes}
-
-
-def text_batch(model: Named, length: int = 11, rows: int = 16) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    return {"tokens": random.integers(model.config.vocab, size=(rows, length + 1)).astype(np.int32)}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "model"),
-    [
-        ("zero3", named("gpt-tiny", **GPT, dropout=0.3)),
-        ("zero3", named("resnet-tiny", width=13, size=9, classes=7, blocks=(1,), bottleneck=True, stem=7)),
-        ("ddp", named("mlp-tiny", hidden=67, layers=3, classes=7, size=7)),
-    ],
-    ids=lambda value: value.name if isinstance(value, Named) else value,
-)
-def test_models_by_name_train_as_on_one_device(strategy: str, model: Named) -> None:
-    batch = text_batch(model) if model.kind == "text" else image_batch(model)
-    report = jp.verify(model.model, strategy, batch)
-    assert report.ok, report
 
 
 def test_gpt_is_the_textbook_formula() -> None:

@@ -79,9 +79,15 @@ DROPPED: dict[str, tuple[str, Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.battery] * (name != "zero3")) for name in STRATEGIES]
+)
+def test_verify_finds_nothing_where_nothing_is_broken(strategy: str) -> None:
+    assert jp.verify(MODEL, strategy, BATCH, steps=1).ok
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_verify_sees_a_dropped_reduction(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jp.verify(MODEL, strategy, BATCH, steps=1).ok
     name, broken, hint = DROPPED[strategy]
     monkeypatch.setattr(name, broken)
     report = jp.verify(MODEL, strategy, BATCH, steps=1)

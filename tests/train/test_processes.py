@@ -32,9 +32,9 @@ print("RESULT", json.dumps([found, refusals(rank)]))
 """
 FOUR_AXES = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2"
 # Whose rows, what takes them, under which strategy.
-CASES = ("host step ddp", "global step ddp", "host rows fsdp", "global trainer fsdp", f"host step {FOUR_AXES}")
-MORE = ("host step zero2", "host step fsdp", "host step hsdp", "global step hsdp", "global trainer ddp",
-        "host trainer ddp", "host step pipe=2,data=4,microbatches=2",
+CASES = ("global step ddp", "host rows fsdp", "global trainer fsdp", "host step pipe=2,data=4,microbatches=2")
+MORE = ("host step ddp", "host step zero2", "host step fsdp", "host step hsdp", "global step hsdp",
+        "global trainer ddp", "host trainer ddp", f"host step {FOUR_AXES}",
         f"global trainer {FOUR_AXES}", f"host trainer {FOUR_AXES}")  # fmt: skip
 
 

@@ -213,24 +213,21 @@ def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: P
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
-from test_trainer import *
-wait = lambda trainer, at: (print("running", flush=True), sys.stdin.read())
-trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=wait), steps=2).run()
-"""
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "running\n"
+    program = "import sys; from filelock import FileLock; FileLock(sys.argv[1], blocking=False).acquire()"
+
+    def others(_: jp.Trainer, at: dict[str, float]) -> None:
         for how in ("resume", "overwrite"):
             with pytest.raises(
                 ValueError, match=r"another run is going on in .*; wait for its end, or name another out"
             ):
                 trainer(tmp_path, **{how: True}).run()
-        other.communicate(timeout=500)
-    assert other.returncode == 0
+        process = [sys.executable, "-c", program, str(tmp_path / ".lock")]
+        assert "Timeout" in subprocess.run(process, capture_output=True, text=True, timeout=500).stderr
+        refused.append(at["step"])
+
+    refused: list[float] = []
+    trainer(tmp_path, jp.Hook(on_save=others), steps=2).run()
+    assert refused == [2]
     trainer(tmp_path, resume=True, steps=3).run()
     assert sorted(losses(tmp_path)) == [1, 2, 3]
 
@@ -477,13 +474,18 @@ def two_processes(out: Path, steps: int, resume: str) -> list[tuple[int, str]]:
     return [(worker.returncode, text) for worker, (text, _) in zip(workers, outs, strict=True)]
 
 
-def test_two_hosts_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.battery)])
+def test_two_hosts_stop_at_one_step_and_go_on(hosts: int, tmp_path: Path) -> None:
+    """On as many hosts, or on one: `tests/checkpoint` has two that restore a state."""
     (first, shown), (second, nothing) = two_processes(tmp_path, 4000, "")
     assert (first, second) == (143, 143)
     assert "stopped by SIGTERM after step" in shown
     assert "step" not in nothing  # Gloo prints in every process
     (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
-    assert [code for code, _ in two_processes(tmp_path, saved + 4, "resume")] == [0, 0]
+    if hosts == 2:
+        assert [code for code, _ in two_processes(tmp_path, saved + 4, "resume")] == [0, 0]
+    else:
+        trainer(tmp_path, steps=saved + 4, resume=True, save_every=1000).run()
     alone = tmp_path / "alone"
     trainer(alone, steps=saved + 4, save_every=1000).run()
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from ...layout.precision import all_finite
 from ...make import make_train_step
 from ...model.model import Model
 from ...model.paths import name_of
+from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
 from .reference import Reference
 
@@ -124,16 +124,14 @@ def verify(
     key = jax.random.key(0) if key is None else key
     name, strategy = str(strategy), as_strategy(strategy)
     optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer
-    step = make_train_step(model, optimizer, strategy, mesh=mesh)
+    step = make_train_step(model, _remembering(optimizer), strategy, mesh=mesh)
     with _Shown(progress) as shown:
         shown(f"{name}: initial values")
         state = step.init(key)
-        shown(f"{name}: gradients")
-        loss, grads = step.value_and_grad(state, batch)
-        while state.scale is not None and not all_finite(grads):  # float16 would skip steps until the scale fits
-            state = dataclasses.replace(state, scale=state.scale.next(jnp.bool_(False)))
-            loss, grads = step.value_and_grad(state, batch)
-        for number in range(steps):
+        shown(f"{name}: step 1 of {steps}")
+        state, loss = _first(step, state, batch)
+        grads = _gradients(step, state)
+        for number in range(1, steps):
             shown(f"{name}: step {number + 1} of {steps}")
             state, _ = step(state, batch)
         reference = Reference(model, step.strategy, step.replicas)
@@ -147,7 +145,7 @@ def verify(
         if strategy.reduce == "compute":
             tolerance *= step.replicas
         pairs = (
-            ("gradient", model.unwrap(grads), expected_grads),
+            ("gradient", grads, expected_grads),
             ("parameter", model.unwrap(step.params(state)), expected),
         )
         found = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
@@ -160,6 +158,38 @@ def verify(
     close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
     ok = close and all(d.error <= tolerance for d in found)
     return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found))
+
+
+def _remembering(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation, with the gradients that it last saw in its state: the step that trains is also the one whose
+    gradients are compared, and no second program is compiled for them.
+    """
+    inner = taking_value(optimizer)
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params), inner.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        changes, after = inner.update(updates, state[1], params, **extra)
+        return changes, (updates, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first(step: Any, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    """The state after the first step that is taken, and its loss: float16 skips some, until its scale fits."""
+    while True:
+        scale = 0.0 if state.scale is None else float(state.scale.scale)
+        state, metrics = step(state, batch)
+        if state.scale is None or float(state.scale.scale) >= scale:
+            return state, metrics["loss"]
+        state = dataclasses.replace(state, step=state.step - 1)  # whose number is that of its random keys
+
+
+def _gradients(step: Any, state: Any) -> Any:
+    """What the optimizer last saw, in the model's tree; None where nothing is trained."""
+    seen, _ = step.layout.to_logical(jax.tree.map(np.asarray, state.optimizer), "optimizer")
+    return step.layout.to_logical(seen) if step.update.as_kept else seen
 
 
 class _Shown:

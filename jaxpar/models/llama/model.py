@@ -17,7 +17,7 @@ from flax import nnx
 from ...ops.attention import attention
 from ..parts import text
 from ..parts.cache import Attend, Cache, extended
-from ..parts.config import check
+from ..parts.config import check_sizes
 from ..parts.stack import run, stack
 from ..parts.text import loss as loss
 
@@ -40,7 +40,7 @@ class Config:
     dropout: float = 0.0  # of each residual branch, drawn from the `dropout` stream
 
     def __post_init__(self) -> None:
-        check(self)
+        check_sizes(self)
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim={self.dim} does not split into heads={self.heads} of an even size, which rotary embedding needs; "

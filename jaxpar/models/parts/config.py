@@ -8,7 +8,7 @@ _LARGEST = 2**31 - 1  # what an index of 32 bits reaches
 _WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
 
 
-def check(config: Any) -> None:
+def check_sizes(config: Any) -> None:
     """Raise ValueError where a field of a config is not of the type of its default, an integer is less than 1, or
     `dropout` is no probability.
     """

@@ -334,7 +334,14 @@ def reference(name: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"pairs {name}")) for name in MODELS]
+    "name",
+    [
+        # The one with BatchNorm but for its norm, which "separable" has: in the battery.
+        pytest.param(
+            name, marks=[pytest.mark.xdist_group(f"pairs {name}"), *[pytest.mark.battery] * (name == "GroupNorm")]
+        )
+        for name in MODELS
+    ],
 )
 @pytest.mark.parametrize(
     "strategy", ["tensor=2,fsdp=2,data=2", pytest.param("tensor=2,fsdp=1", marks=pytest.mark.battery)]
