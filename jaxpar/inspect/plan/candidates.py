@@ -246,24 +246,23 @@ class Estimator:
         m = s.microbatches
         # How often it fetches them: idle ranks do too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
+        uses = Uses(
+            elements=held.trained,
+            fetched=(Times(2 * ticks, held.elements),),
+            given=(Times(m, held.trained),),
+            updated=(Times(1, held.trained),),
+            last=False,
+            shard=("fsdp",) if shape["fsdp"] > 1 else (),
+            rest=("data",) if shape["data"] > 1 else (),
+            sizes=shape,
+            compute=_computed(s),
+            reduce=_reduced(s),
+            stored=_computed(s),
+        )
         seconds = 0.0
-        for elements, trained in ((held.trained, True), (held.elements - held.trained, False)):
-            uses = Uses(
-                elements=elements,
-                fetched=(Times(2 * ticks, elements),),
-                given=(Times(m, elements),) if trained else (),
-                updated=(Times(1, elements),) if trained else (),
-                last=False,
-                shard=("fsdp",) if shape["fsdp"] > 1 else (),
-                rest=("data",) if shape["data"] > 1 else (),
-                sizes=shape,
-                compute=_computed(s),
-                reduce=_reduced(s),
-                stored=_computed(s),
-            )
-            for one in rule_of(s).promise.sends(uses) if elements else ():
-                if one.axes:
-                    seconds += one.count * self._seconds(one.kind, one.bytes / one.count, shape, one.axes[0])
+        for one in rule_of(s).promise.sends(uses):
+            if one.axes:
+                seconds += one.count * self._seconds(one.kind, one.bytes / one.count, shape, one.axes[0])
         return seconds
 
     def _seconds(self, kind: str, size: float, shape: dict[str, int], axis: str) -> float:

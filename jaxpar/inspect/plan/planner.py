@@ -19,7 +19,7 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...make import make_train_step
+from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
 from ...parallel.tensor.dims import Rules
@@ -95,6 +95,7 @@ def plan(
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
+    check_trainable(trainable)
     check_rows(batch, 1, 1)
     batch = jax.eval_shape(lambda x: x, batch)
     optimizer = optimizer or optax.adamw(3e-4)
