@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -22,7 +22,7 @@ class VerifyOptions:
     Exits with 1 where one is damaged, naming array and file.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """of a checkpoint, of several, or of a run"""
 
 
@@ -30,9 +30,9 @@ class VerifyOptions:
 class ConvertOptions:
     """Makes another checkpoint of one, or the folder of a Hugging Face model, an array at a time, without devices."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """folder of a checkpoint, of several, or of a run: the last"""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
     """folder to make"""
     to: Literal["checkpoint", "huggingface", "peft"] = "checkpoint"
     """what to make; huggingface is for Llamas, peft for their adapters alone"""
