@@ -10,7 +10,8 @@ are compiled for H100s (no GPU is needed) and only their memory is looked at.
 
 The measured bubble is what a step takes beyond its work, over its work. Work is m times what one more microbatch adds:
 the slope of a line through the steps' times over m. Beside the idle ticks that leaves what a step does once, such as
-the update: the closed form is what remains on a model that is large enough.
+the update: the closed form is what remains on a model that is large enough. Simulated devices share the cores of one
+machine, and wait for each other's turn: what is measured there need not be the table's, and beside other work is not.
 """
 
 import itertools
@@ -230,6 +231,8 @@ def main(options: Options) -> list[Cell]:
         "Bubble: idle time over work. Measured: what a step takes beyond m times the slope of its time over m, which "
         "holds what a step does once, too. Temporaries: of the compiled step; activations are slots x a slot of them."
     )
+    if jax.default_backend() == "cpu" and options.target == "attached":
+        screen.print("Simulated devices share this machine's cores: their measured bubbles need not be the table's.")
     screen.print(f"{options.out}/pipeline.json, .svg, .png, and -dark.svg, -dark.png")
     return cells
 

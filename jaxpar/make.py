@@ -83,10 +83,7 @@ def make_train_step(
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)"
         )
-    if trainable is not None and not callable(trainable):
-        raise ValueError(
-            f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
-        )
+    check_trainable(trainable)
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     kind = ServerTrainStep if strategy.server else TrainStep
@@ -105,6 +102,14 @@ def make_train_step(
     step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
     step.proves, step.rows = check, rows
     return step
+
+
+def check_trainable(trainable: Any) -> None:
+    """Raise ValueError unless it is a function, or None."""
+    if trainable is not None and not callable(trainable):
+        raise ValueError(
+            f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
+        )
 
 
 _SHOWN = (
@@ -136,15 +141,34 @@ class TrainStep(Step):
         return [*_SHOWN]
 
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
-        """See `Start.init`; several processes compare strategy, versions, parameters' shapes and key first."""
+        """A new state, created sharded; the same values under every layout.
+
+        Args:
+          key: a key from `jax.random.key`; parameters are `model.init(key)`.
+          params: start from these parameters instead, a tree like `step.params(state)`; the source is left intact.
+          fresh: `fresh(path)` for the paths that `params` need not have, and that are as without it: fresh adapters
+            beside a given base.
+
+        Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's. Several processes
+        compare strategy, versions, parameters' shapes and key first.
+        """
         if self._several:
             own = {"its key": notes.digest(key), "its parameters": notes.shapes(params)}
             notes.compare("the first state", {**self._settings, **own})
         return super().init(key, params, fresh)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """See `Step.__call__`; with `check=True` the program is checked before it first runs. Several processes first
-        compare what they are about to run: ValueError in all of them names what differs.
+        """One step: `(state, metrics)`. The state given is donated.
+
+        Args:
+          state: from `init` or the last step.
+          batch: a pytree of arrays [rows, ...]; `jp.Replicated` marks leaves without rows. With several hosts it is
+            the same on all of them, or with `rows="host"` each host's own rows.
+
+        Returns metrics as scalars, float32 but for `finite` and `skipped`: `loss` (of all rows, before the update),
+        `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far, float16), with `ids` `outside/tokens`
+        and so on, and the loss's own. With `check=True` the program is checked before it first runs. Several processes
+        first compare what they are about to run: ValueError in all of them names what differs.
         """
         if self.proves:
             self._prove(batch)
@@ -156,12 +180,12 @@ class TrainStep(Step):
             return super().__call__(state, batch)
 
     def place(self, batch: Any) -> Any:
-        """See `Intake.place`."""
+        """A batch as the step's programs take it, as the step does itself: with several hosts global arrays."""
         self._look_at(batch)
         return super().place(batch)
 
     def send(self, batch: Any) -> Any:
-        """See `Intake.send`."""
+        """A batch on its devices: for a thread that reads ahead. Raises ValueError where rows do not fit."""
         self._look_at(batch)
         return super().send(batch)
 
@@ -212,7 +236,7 @@ class TrainStep(Step):
         return {"the strategy": self.strategy, "the mesh": sizes, "the model": notes.shapes(shapes), **notes.versions()}
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """See `Step.compile`; with `check=True` the program is checked."""
+        """The training step compiled for a batch of these shapes, arrays or `jax.ShapeDtypeStruct`; nothing runs."""
         compiled = super().compile(batch)
         if self.proves:
             self._prove(batch, compiled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -22,7 +22,7 @@ class VerifyOptions:
     Exits with 1 where one is damaged, naming array and file.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """of a checkpoint, of several, or of a run"""
 
 
@@ -30,18 +30,18 @@ class VerifyOptions:
 class ConvertOptions:
     """Makes another checkpoint of one, or the folder of a Hugging Face model, an array at a time, without devices."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """folder of a checkpoint, of several, or of a run: the last"""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
     """folder to make"""
-    to: Literal["checkpoint", "huggingface"] = "checkpoint"
-    """what to make; huggingface is for Llamas"""
+    to: Literal["checkpoint", "huggingface", "peft"] = "checkpoint"
+    """what to make; huggingface is for Llamas, peft for their adapters alone"""
     weights_only: bool = False
     """leave out the optimizer's state and what else training needs"""
     dtype: str | None = None
     """of the weights, such as bfloat16; without it: as they are, float32"""
     model: str | None = None
-    """huggingface: the model by name, as in jaxpar train; without it: the one that the run was given"""
+    """huggingface, peft: the model, as in jaxpar train; without it: the one that the run was given"""
 
 
 def verify(options: VerifyOptions) -> None:
@@ -77,4 +77,7 @@ def convert(options: ConvertOptions) -> None:
     name = options.model or saved.run.get("model")
     if not isinstance(name, str):
         raise ValueError(f"{saved.folder} does not say which model it is of; name it: --model llama-tiny,layers=2")
+    if options.to == "peft":
+        print(f"written: {exports.adapters(name, saved.folder, options.target)}")  # noqa: T201
+        return
     print(f"written: {exports.export(name, saved.folder, options.target, options.dtype)}")  # noqa: T201

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..checkpoint.saved import Checkpoint, weights_of
 from ..files import json_of, member
 from ..models import llama
 from .options import named_of
-from .own import is_folder
+from .own import is_folder, path_of
 
 # Of a model's folder, whatever is there of these.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -45,7 +46,7 @@ def export(model: str, source: Path, target: Path, dtype: str | None = None) -> 
     if jax.process_index():
         return str(target)
     config, saved = check(model, target), Checkpoint(source)
-    folder = Path(model).expanduser() if is_folder(model) else None
+    folder = path_of(model) if is_folder(model) else None
     stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
     dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
     llama.save_hf(config, weights_of(saved), target, dtype)
@@ -55,4 +56,19 @@ def export(model: str, source: Path, target: Path, dtype: str | None = None) -> 
         path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=2) + "\n")
         for file in sorted({file for pattern in _BESIDE for file in folder.glob(pattern) if file.is_file()}):
             shutil.copy(member(folder, file.name), target / file.name)
-    return f"{target}, {config.parameters:,} parameters of {model} after step {saved.step}"
+    count = dataclasses.replace(config, lora=0).parameters
+    return f"{target}, {count:,} parameters of {model} after step {saved.step}"
+
+
+def adapters(model: str, source: Path, target: Path) -> str:
+    """Writes the adapters of a checkpoint alone, as the package `peft` keeps them; returns a line that says what it is.
+
+    Args:
+      model: the folder that they are for, and their rank: "./folder,lora=16".
+      source, target: as for `export`.
+    """
+    config, saved = named_of(model, 1).config, Checkpoint(source)
+    if not getattr(config, "lora", 0):
+        raise ValueError(f"{model} has no adapters; train a folder with some: --model ./folder,lora=16")
+    llama.save_adapters(config, weights_of(saved), target, str(path_of(model)) if is_folder(model) else model)
+    return f"{target}, adapters of rank {config.lora} of {model} after step {saved.step}"

@@ -26,7 +26,7 @@ from ..text import did_you_mean
 from ..train.loop import Loop, Units
 from ..train.profile import Profile
 from ..train.trainer import Trainer
-from .own import folder, is_folder, is_function, own
+from .own import folder, is_folder, is_function, own, parted, path_of
 
 # Of one invocation or one process, not of the run: they are not in its config.yaml.
 PASSING = ("config", "resume", "overwrite", "coordinator", "processes", "process")
@@ -40,12 +40,13 @@ _STRATEGY = (
     f"names: {', '.join(field.name for field in dataclasses.fields(Strategy))}"
 )
 MODEL = (
-    "a name, and sizes to change, as llama-tiny,layers=2; a folder of Hugging Face's Llama, whose config.json is read; "
-    "or package.module:function, which returns a jp.Model and a batch, or its data"
+    "a name, and sizes to change, as llama-tiny,layers=2; a folder of Hugging Face's Llama, whose config.json is read, "
+    "as ./folder,lora=16; or package.module:function, which returns a jp.Model and a batch, or its data"
 )
 _TRAINED = (
     "a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1; a "
-    "folder of Hugging Face's Llama, whose weights it starts from; or package.module:function, which returns a "
+    "folder of Hugging Face's Llama, whose weights it starts from, as ./folder or, with adapters of rank 16, "
+    "./folder,lora=16; or package.module:function, which returns a "
     "jp.Model, its data and, if you like, what is held out"
 )
 Class = TypeVar("Class")
@@ -254,11 +255,8 @@ def named_of(text: str, length: int) -> Named:
     """A model by name, with sizes to change behind it, for rows of so many positions. Raises ValueError for an unknown
     model or size, and for rows that it is not meant for.
     """
-    if is_folder(text):
-        model = folder(text)
-    else:
-        name, changes = _name_of(text)
-        model = named(name, **changes)
+    name, changes = _name_of(text)
+    model = folder(text, changes) if is_folder(text) else named(name, **changes)
     if model.kind == "text" and length > model.config.context:
         raise ValueError(
             f"length={length} is beyond the context of {text}, which is {model.config.context}; "
@@ -268,7 +266,7 @@ def named_of(text: str, length: int) -> Named:
 
 
 def _name_of(text: str) -> tuple[str, dict[str, Any]]:
-    name, *parts = text.split(",")
+    name, parts = parted(text)
     changes: dict[str, Any] = {}
     for part in parts:
         size, value = _change(part, text)
@@ -322,8 +320,11 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
         return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
     model, source = model_of(options)
     units = units_of(options, model, source)
-    params = (lambda: llama.from_hf(Path(options.model).expanduser())[1]) if is_folder(options.model) else None
+    if model.trainable and options.steps and not is_folder(options.model):
+        raise ValueError(f"--model {options.model}: adapters want weights beside them; give a folder: ./folder,lora=16")
+    params = (lambda: llama.from_hf(path_of(options.model))[1]) if is_folder(options.model) else None
+    about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
     trainer = Trainer(
-        model.model, tx, source, options.strategy, options, hooks=hooks, units=units, about=options.about, params=params
+        model.model, tx, source, options.strategy, options, hooks=hooks, trainable=model.trainable, **about
     )
     return trainer, model

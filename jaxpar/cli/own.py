@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -25,6 +26,9 @@ from ..models.llama import Llama, loss
 from ..models.llama.hf_config import to_config
 from ..models.llama.model import RULES
 from ..models.parts import text
+
+# What may be changed of a model whose weights are given.
+_FREE = ("lora", "lora_alpha", "dropout", "context")
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,19 @@ def is_function(given: str) -> bool:
 
 
 def is_folder(given: str) -> bool:
-    """Whether a model is named as a folder: what exists as one, or is written as a path."""
-    return os.path.isdir(given) or given.startswith((".", "/", "~"))
+    """Whether a model is named as a folder, sizes to change behind it: what exists as one, or is written as a path."""
+    return os.path.isdir(parted(given)[0]) or given.startswith((".", "/", "~"))
+
+
+def parted(given: str) -> tuple[str, list[str]]:
+    """A name or folder, and the sizes to change behind it: "./folder,lora=16" is "./folder" and "lora=16"."""
+    name, *changes = [given] if os.path.isdir(given) else given.split(",")
+    return name, changes
+
+
+def path_of(given: str) -> Path:
+    """The folder of a model that is named as one."""
+    return Path(parted(given)[0]).expanduser()
 
 
 def own(given: str) -> Own:
@@ -109,12 +124,19 @@ def is_data(given: Any) -> bool:
     return isinstance(given, Iterable) and not isinstance(given, dict | tuple) and not hasattr(given, "shape")
 
 
-def folder(given: str) -> Named:
-    """The Llama whose sizes the `config.json` of a folder says; its weights are not read: `llama.from_hf` does."""
-    path = Path(given).expanduser()
+def folder(given: str, changes: dict[str, Any]) -> Named:
+    """The Llama whose sizes the `config.json` of a folder says, but for `changes` which leave its weights what they
+    are; these are not read: `llama.from_hf` does.
+    """
+    path = path_of(given)
     if not (path / "config.json").exists():
         raise ValueError(
             f"--model {given}: there is no {path / 'config.json'}; give the folder of a Hugging Face model"
         )
-    config = to_config(json_of(member(path, "config.json")))
+    if fixed := [name for name in changes if name not in _FREE]:
+        raise ValueError(
+            f"--model {given}: {fixed[0]} is as the folder's config.json has it; what may be changed is "
+            f"{', '.join(_FREE)}"
+        )
+    config = dataclasses.replace(to_config(json_of(member(path, "config.json"))), **changes)
     return Named(given, "text", config, from_nnx(lambda rngs: Llama(config, rngs=rngs), loss, RULES), text.generate)

@@ -59,10 +59,11 @@ def main(options: PlanOptions) -> None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
     if is_function(options.model):
         mine = own(options.model)
-        model, batch, flops, text = mine.model, mine.example(options.batch), None, False
+        model, batch, flops, text, trainable = mine.model, mine.example(options.batch), None, False, None
     else:
         known = named_of(options.model, options.seq)
         model, batch, text = known.model, known.example(options.batch, options.seq), known.kind == "text"
+        trainable = known.trainable
         flops = known.flops(options.batch, options.seq)
     found = plan(
         model,
@@ -74,6 +75,7 @@ def main(options: PlanOptions) -> None:
         precision=options.precision,
         length=options.seq if text else None,
         cache=True if options.cache is None else options.cache,
+        trainable=trainable,
     )
     if options.json:
         print(json.dumps(found.json(), indent=1))  # noqa: T201

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..model.batches import rows_of
+from ..model.batches import as_array, rows_of
 from ..model.calls import check_call
 from ..model.model import Replicated
 from .rows import Rows
@@ -47,7 +47,7 @@ class Stream:
                 "through again (a list, a data loader, a function)"
             ) from None
         self.number += 1
-        return jax.tree.map(_array, batch)
+        return jax.tree.map(as_array, batch)
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, as JSON: how many came before it, and where the data have a position of
@@ -170,12 +170,6 @@ def _from_json(state: Any) -> Any:
     return state["bytes"].encode("latin-1") if isinstance(state, dict) and set(state) == {"bytes"} else state
 
 
-def _array(x: Any) -> Any:
-    """Tensors of other libraries as NumPy's arrays, which share their memory."""
-    known = isinstance(x, np.ndarray | np.generic | jax.Array)
-    return np.asarray(x) if not known and hasattr(x, "__array__") else x
-
-
 def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
     """Held-out batches: all of them, or `most` spread evenly (counting them goes through the data once more).
 
@@ -199,7 +193,7 @@ def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
         return data() if callable(data) else data
 
     every = 1 if most is None else max(1, -(-sum(1 for _ in again()) // most))
-    return (jax.tree.map(_array, batch) for batch in itertools.islice(again(), 0, None, every))
+    return (jax.tree.map(as_array, batch) for batch in itertools.islice(again(), 0, None, every))
 
 
 def weight_of(batch: Any) -> float:

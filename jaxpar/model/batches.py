@@ -185,6 +185,12 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
     return jax.tree.map(made, batch, places)
 
 
+def as_array(x: Any) -> Any:
+    """Tensors of other libraries as NumPy's arrays, which share their memory."""
+    known = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return np.asarray(x) if not known and hasattr(x, "__array__") else x
+
+
 def narrowed(batch: Any) -> Any:
     """NumPy's integers of 64 bits in the 32 that jax has for them, unless they have been enabled.
 

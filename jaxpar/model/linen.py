@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from .batches import as_array
 from .calls import check_call, described, reading
 from .model import Model, row_axes, without_mesh
 from .paths import name_of
@@ -92,7 +93,7 @@ def from_linen(
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
     try:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
     except TypeError as error:
         raise ValueError(
             f"from_linen(example=) is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 
@@ -41,6 +42,8 @@ def from_nnx(
             f"from_nnx got a {type(make).__name__}, needs a function that makes one: "
             f"lambda rngs: {type(make).__name__}(..., rngs=rngs)"
         )
+    if isinstance(make, nn.Module) or (isinstance(make, type) and issubclass(make, nn.Module)):
+        raise ValueError("from_nnx got a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply")
     if not callable(make) or not callable(loss):
         raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
 
@@ -111,8 +114,9 @@ def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
     """
     shapes, given = {}, {}
     for path, variable in nnx.to_flat_state(state):
-        (leaf,) = jax.tree.leaves(variable)
-        shapes[path] = leaf.shape
+        if not (leaves := jax.tree.leaves(variable)):
+            continue
+        shapes[path] = leaves[0].shape
         sharding = variable.get_metadata().get("out_sharding")
         sharding = getattr(sharding, "sharding", sharding)  # of a Format
         names = getattr(sharding, "spec", sharding)  # of a NamedSharding
@@ -140,17 +144,21 @@ class _Tree:
 
     def __init__(self, state: Any):
         self.tree = jax.tree.structure(state)
-        self.types = {path: type(variable) for path, variable in nnx.to_flat_state(state)}
+        flat = nnx.to_flat_state(state)
+        self.types = {path: type(variable) for path, variable in flat}
+        self.filled = {path for path, variable in flat if jax.tree.leaves(variable)}
         numbered = jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves)))
         self.order = jax.tree.leaves(self.pure(numbered))  # dicts may sort their keys in another order
 
     def pure(self, state: Any) -> dict[Any, Any]:
         out: dict[Any, Any] = {}
         for path, variable in nnx.to_flat_state(state):
+            if not (leaves := jax.tree.leaves(variable)):  # nnx.Variable(None), a cache that is not made yet, say
+                continue
             node = out
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            (node[path[-1]],) = jax.tree.leaves(variable)  # the raw array: reading `.value` may run hooks
+            (node[path[-1]],) = leaves  # the raw array: reading `.value` may run hooks
         return out
 
     def pure_checked(self, state: Any) -> dict[Any, Any]:
@@ -188,8 +196,13 @@ class _Tree:
         """The variables after a call: random streams as they were, what was only sown left out."""
         new = {}
         for path, variable in nnx.to_flat_state(state):
-            if path in self.types:
-                (new[path],) = jax.tree.leaves(variable)
+            leaves = jax.tree.leaves(variable)
+            if bool(leaves) != (path in self.filled) and path in self.types:
+                was, now = ("an array", "None") if not leaves else ("None", "an array")
+                name = "/".join(map(str, path))
+                raise ValueError(f"the loss makes {name} {now}, and it was {was}; create it in the constructor")
+            if path in self.filled:
+                (new[path],) = leaves
         self.check(state)
 
         def leaf(path: Any, before: Any) -> Any:

@@ -43,6 +43,11 @@ class Named:
     generate: Callable[..., jax.Array] | None
 
     @property
+    def trainable(self) -> Callable[[str], bool] | None:
+        """Which paths learn, for `make_train_step`: of a model with adapters these alone. None for all."""
+        return llama.is_adapter if getattr(self.config, "lora", 0) else None
+
+    @property
     def parameters(self) -> int:
         """The exact number of parameters."""
         return self.config.parameters

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from ..layout.layout import Layout
 from ..layout.state import State
 from ..model.batches import (
+    as_array,
     batch_shardings,
     check_rows,
     global_shapes,
@@ -195,6 +196,7 @@ class Intake:
 
     def shapes(self, batch: Any) -> Any:
         """The shapes of the global batch of which `batch` is given. Raises ValueError unless its rows fit."""
+        batch = jax.tree.map(as_array, batch)
         self.check(batch)
         return global_shapes(batch, self._hosts)
 
@@ -204,6 +206,7 @@ class Intake:
         The step does this with what it is given. Nothing is sent to other hosts. Raises ValueError where the rows do
         not fit the strategy.
         """
+        batch = jax.tree.map(as_array, batch)
         leaves, tree = jax.tree.flatten(batch)
         kind = ("fits", tree, *(np.shape(x) for x in leaves))
         if kind not in self._jitted:
@@ -216,6 +219,7 @@ class Intake:
 
         Under `server`, which sends its rows itself, the batch as it is. Raises ValueError where rows do not fit.
         """
+        batch = jax.tree.map(as_array, batch)
         self.check(batch)
         if self.strategy.server:
             return batch

@@ -96,17 +96,7 @@ class Step(Start, Intake):
     # -- running -------------------------------------------------------------------------------------------------------
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """One step: `(state, metrics)`. The state given is donated.
-
-        Args:
-          state: from `init` or the last step.
-          batch: a pytree of arrays [rows, ...]; `jp.Replicated` marks leaves without rows. With several hosts it is
-            the same on all of them, or with `rows="host"` each host's own rows.
-
-        Returns metrics as scalars, float32 but for `finite` and `skipped`: `loss` (of all rows, before the update),
-        `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far, float16), with `ids` `outside/tokens`
-        and so on (the share of ids beyond their limits), and the loss's own.
-        """
+        """One step: `(state, metrics)`; see `TrainStep.__call__`."""
         return self._run("train", state, batch)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:

@@ -30,16 +30,7 @@ class Start:
     update: Update
 
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
-        """A new state, created sharded; the same values under every layout.
-
-        Args:
-          key: a key from `jax.random.key`; parameters are `model.init(key)`.
-          params: start from these parameters instead, a tree like `step.params(state)`; the source is left intact.
-          fresh: `fresh(path)` for the paths that `params` need not have, and that are as without it: fresh adapters
-            beside a given base.
-
-        Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
-        """
+        """A new state, created sharded; see `TrainStep.init`."""
         _check_key(key)
         if params is None:
             return jax.jit(self._create, out_shardings=self._shardings)(key)

@@ -49,7 +49,7 @@ class Trainer:
       about: what identifies the run besides model, layout and seed, such as the optimizer's settings (as JSON): it is
         saved with each checkpoint, and a run about something else does not resume from it.
       params: start from these instead of new values, as in `step.init`: a tree like `step.params(state)`, or a function
-        that returns one, which is called only where no checkpoint is resumed from.
+        that returns one, which is called only where no checkpoint is resumed from. `fresh`: as in `step.init`.
       rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
         `make_train_step`. All then need as many batches.
       ids: as for `make_train_step`; where one is beyond its limit the run ends with the leaf, the row and the value.
@@ -75,6 +75,7 @@ class Trainer:
         rules: Rules | None = None,
         rows: str = "global",
         params: Any = None,
+        fresh: Callable[[str], bool] | None = None,
         ids: Mapping[str, int] | None = None,
     ):
         if not isinstance(loop, Loop | None):
@@ -99,7 +100,7 @@ class Trainer:
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
-        self._given = params
+        self._given, self._fresh = params, fresh
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
@@ -230,7 +231,7 @@ class Trainer:
 
     def _new(self) -> Any:
         given = self._given() if callable(self._given) else self._given
-        return self.step.init(jax.random.key(self.loop.seed), params=given)
+        return self.step.init(jax.random.key(self.loop.seed), params=given, fresh=self._fresh)
 
     def evaluate(self) -> dict[str, float]:
         """The held-out metrics as "held_out_loss" and so on: exact means over all that is held out, in its own weights.

@@ -15,7 +15,7 @@ from jaxpar.cli import main
 from jaxpar.models import llama
 from jaxpar.train.recorder import read
 
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors")
 CONFIG = llama.Config(vocab=300, dim=16, layers=2, heads=2, kv_heads=1, ffn=16, tied=True)
 
 
@@ -60,6 +60,46 @@ def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.Captur
     found = jax.profiler.ProfileData.from_file(str(trace))
     names = {event.name for plane in found.planes for line in plane.lines for event in line.events}
     assert any("all_gather" in name or "all-gather" in name for name in names)
+
+
+def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """What is exported is the base and its adapters together, and what peft gets the adapters alone; the frozen base
+    stays bfloat16 in the state.
+    """
+    ids = folder.parent / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
+    out, tuned, alone = (folder.parent / name for name in ("run", "tuned", "adapters"))
+    model = f"{folder},lora=2,lora_alpha=6.0"
+    words = ["train", "--model", model, "--data", str(ids), "--length", "16", "--lr", "0.01", "--warmup", "0"]
+    words += ["--strategy", "fsdp,precision=bf16", "--evaluate-batches", "1"]
+    main([*words, "--steps", "2", "--out", str(out), "--export", str(tuned), "--export-dtype", "float32"])
+    main(["convert", str(out), str(alone), "--to", "peft"])
+    assert f"{CONFIG.parameters:,} parameters of {model} after step 2" in capsys.readouterr().out
+    saved = jp.Checkpoint(out / "checkpoints").arrays
+    kernel = "params/layers/ffn/up/kernel"
+    assert (saved[kernel][1], saved["params/layers/ffn/up/lora_a"][1]) == ("bfloat16", "float32")
+    assert not [name for name in saved if name.startswith("optimizer") and name.endswith("kernel")]
+
+    (_, base), (_, found) = llama.from_hf(folder), llama.from_hf(tuned)
+    np.testing.assert_array_equal(base["embedding"].astype("float32"), found["embedding"])
+    with safetensors.safe_open(alone / "adapter_model.safetensors", framework="np") as file:
+        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+    assert len(parts) == 2 * 2 * 7
+    at = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
+    added = 6.0 / 2 * (parts[at.format("B")] @ parts[at.format("A")]).T
+    assert np.abs(added).max() > 0.001
+    up = base["layers"]["ffn"]["up"]["kernel"][1].astype("float32")
+    np.testing.assert_allclose(found["layers"]["ffn"]["up"]["kernel"][1], up + added, atol=1e-6)
+    stated = json.loads((alone / "adapter_config.json").read_text())
+    assert (stated["r"], stated["lora_alpha"], len(stated["target_modules"])) == (2, 6.0, 7)
+    assert stated["base_model_name_or_path"] == str(folder)
+
+    from_scratch = ["train", "--model", "llama-tiny,lora=2", "--out", str(folder.parent / "no")]
+    assert "adapters want weights beside them; give a folder" in fails(from_scratch, 2, capsys)
+    changed = ["explain", "--model", f"{folder},layers=1"]
+    assert "layers is as the folder's config.json has it" in fails(changed, 2, capsys)
+    other = ["convert", str(out), str(folder.parent / "no"), "--to", "peft", "--model", str(folder)]
+    assert "has no adapters" in fails(other, 2, capsys)
 
 
 def test_a_model_and_data_of_ones_own_are_trained(

@@ -90,6 +90,19 @@ def test_candidates_of_three_rows_on_eight_devices_split_no_row() -> None:
     assert all(s.sizes(8)["data"] * s.sizes(8)["fsdp"] == 1 for s in found)
 
 
+def test_what_is_frozen_has_no_gradient_in_closed_forms() -> None:
+    """Half of the parameters frozen: bfloat16 alone, neither gradients nor optimizer, two passes of their three."""
+    slow = here(dataclasses.replace(H100, peaks={"bf16": 1e9}))
+    frozen = lambda path: path == "up"
+    whole, half = (Estimator(MODEL, ADAM, slow, BATCH, None, trainable) for trainable in (None, frozen))
+    strategy = jp.Strategy(fsdp=8, precision="bf16")
+    every, some = whole.estimate(strategy), half.estimate(strategy)
+    assert (some.params, some.grads) == (every.params * 3 // 4, every.grads // 2)
+    assert abs(some.optimizer - every.optimizer / 2) < 20  # counters
+    assert some.compute == pytest.approx(every.compute * 2.5 / 3)
+    assert some.sent < every.sent
+
+
 def test_closed_forms_by_hand() -> None:
     """State as 4 + 8 bytes a parameter, sharded; activations and FLOPs per row, as rows and layers have them."""
     estimator = Estimator(MODEL, ADAM, here(), BATCH)

@@ -57,11 +57,12 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_the_cache_knows_model_batch_target_and_optimizer() -> None:
-    base: tuple[Any, ...] = (MODEL, ADAM, BATCH, here(), None)
+    base: tuple[Any, ...] = (MODEL, ADAM, BATCH, here(), None, None)
     longer = jax.ShapeDtypeStruct((ROWS + 8, D), jnp.float32)
     changes: tuple[tuple[int, Any], ...] = (
         (0, stack(gain=0.5)), (0, stack(rules={"up": -1})), (1, optax.sgd(0.1)), (2, longer),
         (3, here(KINDS["H200"])), (3, here(devices=4)), (4, {"up": -1}),
+        (5, lambda path: path == "up"),
     )  # fmt: skip
     hashes = {plan_cache.about(*base)}
     for at, value in changes:

@@ -1,4 +1,4 @@
-"""Parameters of unusual kinds: no dims, no elements, integers, None, nested containers."""
+"""Parameters, variables and batches of unusual kinds: no dims, no elements, integers, None, nested containers."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import jaxpar as jp
 
@@ -36,3 +39,52 @@ def test_parameters_of_unusual_kinds(strategy: str) -> None:
     """
     batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     assert jp.verify(jp.Model(init, loss), strategy, batch, steps=1, mesh=jax.devices()[:2]).ok
+
+
+class Cached(nnx.Module):
+    """With a cache that is made when it is needed, as many a decoder has it."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out, self.cache = nnx.Linear(4, 1, rngs=rngs), nnx.Variable(None)
+
+
+def test_a_variable_that_holds_nothing() -> None:
+    """`nnx.Variable(None)` was "not enough values to unpack" in `from_nnx`. What a loss fills is named."""
+    batch = {"x": np.ones((8, 4), np.float32)}
+    model = jp.from_nnx(lambda rngs: Cached(rngs), lambda net, b: jnp.square(net.out(b["x"])).mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    state, _ = step(step.init(jax.random.key(0)), batch)
+    assert step.model(state).cache.get_value() is None
+
+    def fills(net: Cached, b: Any) -> jax.Array:
+        net.cache.set_value(net.out(b["x"]))
+        return jnp.square(net.out(b["x"])).mean()
+
+    step = jp.make_train_step(jp.from_nnx(lambda rngs: Cached(rngs), fills), optax.sgd(0.1), "ddp")
+    with pytest.raises(ValueError, match="the loss makes cache an array, and it was None; create it in the constr"):
+        step(step.init(jax.random.key(0)), batch)
+
+
+class Tensor:
+    """Of another library: an array to NumPy, and none to jax."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.x, self.shape, self.dtype = x, x.shape, "float32 of another library"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.x
+
+
+def test_tensors_of_other_libraries_are_batches() -> None:
+    """A loop of one's own gave jax what its loader had given, a list of tensors, and jax refused it."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model = jp.from_linen(nn.Dense(1), lambda apply, batch: jnp.square(apply(batch[0])).mean(), [Tensor(x)])
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    state = step.init(jax.random.key(0))
+    losses = [float(step.evaluate(state, [kind(x)])["loss"]) for kind in (np.asarray, Tensor)]
+    assert losses[0] == losses[1]
+
+
+def test_a_linen_module_is_none_of_nnx() -> None:
+    with pytest.raises(ValueError, match=r"from_nnx got a Linen module; use jp\.from_linen"):
+        jp.from_nnx(nn.Dense(1), lambda net, batch: 0.0)

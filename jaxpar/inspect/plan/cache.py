@@ -20,6 +20,7 @@ import jaxlib
 
 from ...files import json_of
 from ...model.model import Model
+from ...model.paths import name_of
 from ..targets.devices import Target
 
 _FLAGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
@@ -72,7 +73,7 @@ class Cache:
         return self.path / f"{_hash(self.about, *what)}.json"
 
 
-def about(model: Model, optimizer: Any, batch: Any, target: Target, rules: Any) -> str:
+def about(model: Model, optimizer: Any, batch: Any, target: Target, rules: Any, trainable: Any = None) -> str:
     """All that the numbers of a plan depend on, but for the strategy."""
     params, variables = jax.eval_shape(model.create, jax.random.key(0))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -83,7 +84,8 @@ def about(model: Model, optimizer: Any, batch: Any, target: Target, rules: Any) 
     place = (target.name, target.hosts, target.per_host, len(target.devices), str(target.devices[0].device_kind))
     versions = (jax.__version__, jaxlib.__version__, _source(), os.environ.get("XLA_FLAGS", ""))
     flags = [f"{name}={jax.config.values[name]}" for name in _FLAGS]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    keys = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [(jax.tree_util.keystr(path), trainable is None or bool(trainable(name_of(path)))) for path in keys]
     split = str((rules, model.rules, model.names()))
     programs = [_plain(str(jaxpr)) for jaxpr in (loss, update)]
     return _hash(*programs, str(paths), str(batch), _plain(split), str(hardware), str(place), *versions, *flags)

@@ -5,7 +5,8 @@
                  of a pipeline, those of a stage times the schedule's slots
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
-    compute      3 forwards (4 with remat="layer") of the traced matmuls, over 1 - bubble of a pipeline; of a microbatch
+    compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
+                 1 - bubble of a pipeline; of a microbatch
                  the longest of: FLOPs at the peak, weights read and gradients written, a kernel's start each; beside it
                  sums of gradients are read and written, if there is more than one
     seconds      compute + what tensor sends + what ZeRO and replicas send beyond compute, at `links`' speed; bandwidths
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,17 @@ class _Facts:
     sent: dict[str, float]  # by kind
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Of the layout under one strategy: bytes at rest; elements of parameters that a rank computes with, and of these
+    those that are trained.
+    """
+
+    bytes: dict[str, int]
+    elements: int
+    trained: int
+
+
 @dataclass
 class Estimator:
     """Closed forms of strategies of one model, each part of them computed once.
@@ -154,13 +166,14 @@ class Estimator:
     target: Target
     batch: Any
     rules: Any = None
+    trainable: Callable[[str], bool] | None = None
     _facts: dict[Any, _Facts | ValueError] = field(default_factory=dict)
-    _layouts: dict[Any, dict[str, int] | ValueError] = field(default_factory=dict)
+    _layouts: dict[Any, _Held | ValueError] = field(default_factory=dict)
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """The closed forms of a strategy whose sizes are numbers."""
-        state = _once(self._layouts, _places(strategy), lambda: self._step(strategy, self.target.devices).layout.bytes)
+        held = _once(self._layouts, _places(strategy), lambda: self._held(strategy))
         facts = _once(
             self._facts, (strategy.tensor, strategy.sequence, strategy.remat), lambda: self._facts_of(strategy)
         )
@@ -172,35 +185,39 @@ class Estimator:
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / s.microbatches
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        compute = s.microbatches * self._microbatch(s, shape, facts, state, rows / s.microbatches) / (1 - bubble)
+        compute = s.microbatches * self._microbatch(s, shape, facts, held, rows / s.microbatches) / (1 - bubble)
         between = sum(self._seconds(kind, size * rows / pipe, shape, "tensor") for kind, size in facts.sent.items())
-        hideable = self._of_weights(s, shape, state)
+        hideable = self._of_weights(s, shape, held)
         seconds = compute + between + max(0.0, hideable - compute)
         sent = between + hideable
-        return Estimate(**state, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
+        return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
-    def _microbatch(
-        self, s: Strategy, shape: dict[str, int], facts: _Facts, state: dict[str, int], rows: float
-    ) -> float:
+    def _microbatch(self, s: Strategy, shape: dict[str, int], facts: _Facts, held: _Held, rows: float) -> float:
         """Seconds of a rank's kernels for one microbatch of so many rows."""
-        hardware, passes = self.target.hardware, 4 if s.remat == "layer" else 3
+        hardware = self.target.hardware
+        # What is frozen has no gradient, which is the third.
+        passes = 2 + held.trained / held.elements + (s.remat == "layer")
         peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
         bandwidth = hardware.memory_bandwidth
         assert peak is not None  # `plan` has seen to it
         assert bandwidth is not None
         flops = passes * facts.flops * rows / shape["pipe"] / peak
-        weights = (passes - 1) * self._elements(s, shape, state) * _computed(s).itemsize / bandwidth
+        weights = (passes - 1) * held.elements * _computed(s).itemsize / bandwidth
         starts = passes * facts.products / shape["pipe"] * PRODUCT_START
-        sums = 2 * state["grads"] / bandwidth if s.microbatches > 1 else 0.0
+        sums = 2 * held.bytes["grads"] / bandwidth if s.microbatches > 1 else 0.0
         return max(flops, weights, starts) + sums
 
-    def _elements(self, s: Strategy, shape: dict[str, int], state: dict[str, int]) -> int:
-        """The elements of parameters that a rank computes with."""
-        shards = shape["fsdp"] if "grads" in rule_of(s).sharded else 1
-        return state["grads"] // _reduced(s).itemsize * shards
+    def _held(self, strategy: Strategy) -> _Held:
+        step = self._step(strategy, self.target.devices)
+        ranks = step.mesh.shape["pipe"]
+        counts = [
+            (math.prod(leaf.local.stored) // (1 if leaf.layers is None else ranks), leaf.trainable)
+            for leaf in step.layout.leaves
+        ]
+        return _Held(step.layout.bytes, sum(n for n, _ in counts), sum(n for n, trained in counts if trained))
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
-        step = make_train_step(self.model, self.optimizer, strategy, mesh=devices, rules=self.rules)
+        step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
         if strategy.tensor > 1 and all(leaf.tensor is None for leaf in step.layout.leaves):
             raise ValueError(
                 f"tensor={strategy.tensor} splits no parameter, and each of its ranks would compute the same; say "
@@ -222,29 +239,28 @@ class Estimator:
         fixed = max(0, 2 * first.saved - second.saved)
         return _Facts(first.flops, first.products, second.saved - first.saved, fixed, sent)
 
-    def _of_weights(self, s: Strategy, shape: dict[str, int], state: dict[str, int]) -> float:
+    def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves as one, which is used
         once forwards and once backwards.
         """
-        rule, m = rule_of(s), s.microbatches
-        compute, reduce, whole = _computed(s), _reduced(s), self._elements(s, shape, state)
+        m = s.microbatches
         # How often it fetches them: idle ranks do too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
         uses = Uses(
-            elements=whole,
-            fetched=(Times(2 * ticks, whole),),
-            given=(Times(m, whole),),
-            updated=(Times(1, whole),),
+            elements=held.trained,
+            fetched=(Times(2 * ticks, held.elements),),
+            given=(Times(m, held.trained),),
+            updated=(Times(1, held.trained),),
             last=False,
             shard=("fsdp",) if shape["fsdp"] > 1 else (),
             rest=("data",) if shape["data"] > 1 else (),
             sizes=shape,
-            compute=compute,
-            reduce=reduce,
-            stored=compute,
+            compute=_computed(s),
+            reduce=_reduced(s),
+            stored=_computed(s),
         )
         seconds = 0.0
-        for one in rule.promise.sends(uses):
+        for one in rule_of(s).promise.sends(uses):
             if one.axes:
                 seconds += one.count * self._seconds(one.kind, one.bytes / one.count, shape, one.axes[0])
         return seconds

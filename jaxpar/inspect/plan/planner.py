@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...make import make_train_step
+from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
 from ...parallel.tensor.dims import Rules
@@ -54,6 +54,7 @@ def plan(
     length: int | None = None,
     cache: str | os.PathLike[str] | bool = True,
     console: Console | None = None,
+    trainable: Callable[[str], bool] | None = None,
 ) -> Plan:
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
@@ -72,6 +73,7 @@ def plan(
       cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
         False: none.
       console: where a progress bar is shown; standard error if None.
+      trainable: what is not frozen, as for `make_train_step`: a plan for adapters beside a base.
 
     Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
     in the cache.
@@ -93,9 +95,11 @@ def plan(
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
+    check_trainable(trainable)
     check_rows(batch, 1, 1)
     batch = jax.eval_shape(lambda x: x, batch)
-    return _Planner(model, target, batch, optimizer or optax.adamw(3e-4), rules, flops, length, cache).plan(
+    optimizer = optimizer or optax.adamw(3e-4)
+    return _Planner(model, target, batch, optimizer, rules, trainable, flops, length, cache).plan(
         None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console
     )
 
@@ -104,15 +108,16 @@ class _Planner:
     """One call of `plan`."""
 
     def __init__(
-        self, model: Model, target: Target, batch: Any, optimizer: Any, rules: Any, flops: Any, length: Any, cache: Any
-    ) -> None:
+        self, model: Model, target: Target, batch: Any, optimizer: Any, rules: Any, trainable: Any, flops: Any,
+        length: Any, cache: Any,
+    ) -> None:  # fmt: skip
         self.model, self.target, self.batch, self.optimizer, self.rules = model, target, batch, optimizer, rules
-        self.flops, self.length = flops, length
+        self.trainable, self.flops, self.length = trainable, flops, length
         self.cache: Cache | None = None
         if cache is not False:
             path = folder(None if cache is True else cache)
-            self.cache = Cache(path, about(model, optimizer, batch, target, rules))
-        self.estimator, self.known = Estimator(model, optimizer, target, batch, rules), dict[str, Any]()
+            self.cache = Cache(path, about(model, optimizer, batch, target, rules, trainable))
+        self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
@@ -297,7 +302,7 @@ class _Planner:
 
     def _numbers(self, strategy: Strategy) -> dict[str, Any]:
         begin = time.perf_counter()
-        step = make_train_step(self.model, self.optimizer, strategy, mesh=self.target.devices, rules=self.rules)
+        step = make_train_step(self.model, self.optimizer, strategy, self.target.devices, self.trainable, self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
         program = Executable(compiled.as_text() or "", step.mesh)

@@ -1,5 +1,7 @@
 """Llama: the model, and its weights and configuration as Hugging Face keeps them."""
 
+from .lora import LoRALinear as LoRALinear
+from .lora import is_adapter as is_adapter
 from .model import RULES as RULES
 from .model import SIZES as SIZES
 from .model import Attention as Attention
@@ -12,5 +14,6 @@ from .model import loss as loss
 from .model import rope as rope
 from .model import rope_table as rope_table
 from .weights import from_hf as from_hf
+from .weights import save_adapters as save_adapters
 from .weights import save_hf as save_hf
 from .weights import to_hf as to_hf

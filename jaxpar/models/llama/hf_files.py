@@ -99,7 +99,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
         files = ["model.safetensors"]
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in names})
+        write_file(folder / file, {name: tensors[name] for name in names})
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -108,7 +108,8 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file."""
     # By its metadata transformers tells whose layout of weights it is.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

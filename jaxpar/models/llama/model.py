@@ -20,6 +20,7 @@ from ..parts.cache import Attend, Cache, extended
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
 from ..parts.text import loss as loss
+from .lora import LoRALinear
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Config:
     norm_eps: float = 1e-6
     tied: bool = False  # the embedding is also the output head
     dropout: float = 0.0  # of each residual branch, drawn from the `dropout` stream
+    lora: int = 0  # the rank of an adapter beside every projection of a layer; 0 for none: see `lora.py`
+    lora_alpha: float = 16.0  # the adapters count lora_alpha / lora times
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -60,7 +63,14 @@ class Config:
         """The exact number of parameters."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.dim * self.ffn + 2 * self.dim
-        return self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
+        every = self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
+        return every + self._adapters
+
+    @property
+    def _adapters(self) -> int:
+        """The parameters of all adapters: rank x (in + out) for each projection."""
+        attention = 4 * self.dim + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * self.lora * (attention + 3 * (self.dim + self.ffn))
 
     def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
@@ -68,11 +78,13 @@ class Config:
 
     def flops(self, rows: int, length: int) -> float:
         """Operations forward and backward: 6 per position and weight of a matmul, and 12 L D T per position for
-        attention, which multiplies what the causal mask then hides (Chowdhery et al. 2022, arXiv:2204.02311, B).
+        attention, which multiplies what the causal mask then hides (Chowdhery et al. 2022, arXiv:2204.02311, B). With
+        adapters, 4 per weight, which has no gradient, and 6 per weight of an adapter.
         """
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         weights = self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
-        return float(rows * length * (6 * weights + 12 * self.layers * self.dim * length))
+        of_weights = 4 * weights + 6 * self._adapters if self.lora else 6 * weights
+        return float(rows * length * (of_weights + 12 * self.layers * self.dim * length))
 
 
 _galore = partial(Config, vocab=32000)  # on which papers on optimizers compare: Zhao et al. 2024, arXiv:2403.03507
@@ -99,13 +111,24 @@ SIZES = {
 }
 
 # What `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): whole heads, parts of `ffn` and of `vocab`.
-RULES = {"(query|key|value|gate|up|head)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2}
+RULES = {
+    "(query|key|value|gate|up|head)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2,
+    "(query|key|value|gate|up)/lora_b": -1, "(out|down)/lora_a": -2,
+}  # fmt: skip
 
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
     """A bias-free projection with unit gain, or 1 / sqrt(branches) where `branches` outputs add up in the residual."""
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def _projection(config: Config, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
+    """One of a layer, which has an adapter where the model has any."""
+    if not config.lora:
+        return _linear(fan_in, fan_out, rngs, branches=branches)
+    init = nnx.initializers.normal((fan_in * branches) ** -0.5)
+    return LoRALinear(fan_in, fan_out, config.lora, config.lora_alpha / config.lora, kernel_init=init, rngs=rngs)
 
 
 class RMSNorm(nnx.Module):
@@ -146,10 +169,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.head_dim = config.head_dim
-        self.query = _linear(config.dim, config.heads * config.head_dim, rngs)
-        self.key = _linear(config.dim, config.kv_heads * config.head_dim, rngs)
-        self.value = _linear(config.dim, config.kv_heads * config.head_dim, rngs)
-        self.out = _linear(config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
+        self.query = _projection(config, config.dim, config.heads * config.head_dim, rngs)
+        self.key = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
+        self.value = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
+        self.out = _projection(config, config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
@@ -165,9 +188,9 @@ class SwiGLU(nnx.Module):
     """Gated feed-forward (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.gate = _linear(config.dim, config.ffn, rngs)
-        self.up = _linear(config.dim, config.ffn, rngs)
-        self.down = _linear(config.ffn, config.dim, rngs, branches=2 * config.layers)
+        self.gate = _projection(config, config.dim, config.ffn, rngs)
+        self.up = _projection(config, config.dim, config.ffn, rngs)
+        self.down = _projection(config, config.ffn, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""

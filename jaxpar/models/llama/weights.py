@@ -7,6 +7,7 @@ the names; a matrix, [out, in] there (`torch.nn.Linear`) and [in, out] here; and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ from ...model.paths import name_of
 from . import model as llama
 from .hf_config import to_config, to_dict
 from .hf_files import Tensor, fill, opened, tensor_of, write
+from .lora import is_adapter, merged, write_adapters
 
 # `{}` is the layer's number. Kernels are the matrices to transpose.
 _NAMES = {
@@ -59,7 +61,8 @@ def from_hf(
       dtype: of the arrays; as they are stored if None.
 
     Returns `(config, params)`: nested dicts of NumPy arrays in the model's own tree, for
-    `step.init(key, params=params)` of a step on `Llama(config, rngs=rngs)`. Tensors of a folder are read one by one:
+    `step.init(key, params=params)` of a step on `Llama(config, rngs=rngs)`; of a config with adapters they are the
+    rest, and `fresh=llama.is_adapter` says that these begin anew. Tensors of a folder are read one by one:
     beside `params`, memory holds one of them. Every host reads all. Reading safetensors takes the package
     `safetensors`, a .bin file `torch`; nothing takes `transformers`.
 
@@ -95,7 +98,7 @@ def to_hf(
     Args:
       config: the model's sizes.
       params: `step.params(state)`, or nested dicts of arrays like it, such as gradients. Arrays that are sharded are
-        put together in this host's memory.
+        put together in this host's memory. Adapters are added to what they are beside, in float32.
       path: a folder to make, or one without weights in it: `config.json` and safetensors are written there, which
         takes the package `safetensors`. The tokenizer and `generation_config.json` have to be copied from where the
         model came from.
@@ -126,6 +129,24 @@ def save_hf(
     _write(config, _tensors(config, params, dtype), Path(path), max_shard_size)
 
 
+def save_adapters(config: llama.Config, params: Any, path: str | Path, base: str = "") -> None:
+    """The adapters alone, in float32, as a folder that `PeftModel.from_pretrained` of the package `peft` loads.
+
+    Args:
+      config: the model's sizes, with `lora`.
+      params: as for `to_hf`, or for `save_hf`.
+      path: a folder to make, or one without adapters in it.
+      base: the name or folder of the model that they are for, which is written beside them.
+
+    Raises ValueError where the config has no adapters, or `params` is not of it, and where the folder has some.
+    """
+    if not config.lora:
+        raise ValueError("this model has no adapters; train one that has: dataclasses.replace(config, lora=16)")
+    given = _given(config, params)
+    held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items() if is_adapter(at)}
+    write_adapters(Path(path), held, _NAMES, config, base)
+
+
 def _write(config: llama.Config, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
     write(path, tensors, max_shard_size)
     # Last, so that a folder which is not complete is no model.
@@ -135,18 +156,13 @@ def _write(config: llama.Config, tensors: Mapping[str, Tensor], path: Path, max_
 
 def _tensors(config: llama.Config, params: Any, dtype: Any) -> dict[str, Tensor]:
     shapes = _shapes(config)
-    given = _by_path(params)
-    if given.keys() != shapes.keys():
-        lacking, more = (_list(a.keys() - b.keys()) for a, b in ((shapes, given), (given, shapes)))
-        raise ValueError(
-            f"params lacks {lacking} and has {more} beyond a Llama of this config; pass step.params(state), and the "
-            "config of its model"
-        )
+    given = _given(config, params)
+    held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items()}
+    if config.lora:
+        held = merged(held, config.lora_alpha / config.lora)
     tensors: dict[str, Tensor] = {}
     for at, shape in shapes.items():
-        if np.shape(given[at]) != shape:
-            raise ValueError(f"params has {at} of shape {np.shape(given[at])}, a Llama of this config needs {shape}")
-        x = _host(at, given[at]) if isinstance(given[at], jax.Array) else given[at]
+        x = held[at]
         turned = -1 if at.endswith("kernel") else 1
         kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
         if kind.name not in SAFETENSORS:
@@ -155,6 +171,21 @@ def _tensors(config: llama.Config, params: Any, dtype: Any) -> dict[str, Tensor]
             part = functools.partial(_part, x, layer if "{}" in _NAMES[at] else None, kind, turned < 0)
             tensors[name] = Tensor(_one(at, shape)[::turned], part, kind)
     return tensors
+
+
+def _given(config: llama.Config, params: Any) -> dict[str, Any]:
+    """Parameters by path. Raises ValueError where they are not those of a model of these sizes."""
+    shapes, given = _shapes(config, adapters=True), _by_path(params)
+    if given.keys() != shapes.keys():
+        lacking, more = (_list(a.keys() - b.keys()) for a, b in ((shapes, given), (given, shapes)))
+        raise ValueError(
+            f"params lacks {lacking} and has {more} beyond a Llama of this config; pass step.params(state), and the "
+            "config of its model"
+        )
+    for at, shape in shapes.items():
+        if np.shape(given[at]) != shape:
+            raise ValueError(f"params has {at} of shape {np.shape(given[at])}, a Llama of this config needs {shape}")
+    return given
 
 
 def _part(x: Any, layer: int | None, dtype: np.dtype, turned: bool) -> np.ndarray:
@@ -178,8 +209,9 @@ def _stated(folder: Path) -> Any:
     return json_of(member(folder, "config.json"))
 
 
-def _shapes(config: llama.Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, by its path."""
+def _shapes(config: llama.Config, adapters: bool = False) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by its path; those of Hugging Face's files without adapters."""
+    config = config if adapters else dataclasses.replace(config, lora=0)
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
 

@@ -17,13 +17,14 @@ def check_sizes(config: Any) -> None:
         if kind is tuple:
             fits = isinstance(value, tuple) and bool(value) and all(map(_is_size, value))
         elif kind is int:
-            fits = _is_size(value)
+            fits = _is_size(value) or (field.default == 0 and value == 0 and not isinstance(value, bool | float))
         else:
             fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real)
         if not fits:
             large = any(isinstance(n, int) and n > _LARGEST for n in (value if isinstance(value, tuple) else (value,)))
             most = f" to {_LARGEST:,}" if large else ""
-            raise ValueError(f"{field.name}={value!r}: use {_WORDS[kind]}{most}, such as {field.default}")
+            words = "a whole number from 0" if kind is int and field.default == 0 else _WORDS[kind]
+            raise ValueError(f"{field.name}={value!r}: use {words}{most}, such as {field.default}")
     if not 0 <= (dropout := getattr(config, "dropout", 0)) < 1:
         raise ValueError(f"{dropout=} must lie in [0, 1); use 0 to switch it off")
 

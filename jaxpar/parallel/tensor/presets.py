@@ -8,8 +8,8 @@ import re
 PRESETS: dict[str, int | None] = {
     # Attention: ours; Llama, Qwen, Gemma and their kin as Hugging Face names them; T5; Llama as Meta does; GPT-2;
     # Diffusers.
-    "(query|key|value|[qkv]_proj|[qkv]|w[qkv]|to_[qkv])/(kernel|w)": -1,
-    "(out|o_proj|out_proj|o|wo|to_out|to_out_0|(attn|attention)/c_proj)/(kernel|w)": -2,
+    "(query|key|value|(query|key|value|[qkv])_proj|[qkv]|w[qkv]|to_[qkv])/(kernel|w)": -1,
+    "(out|o_proj|out_proj|output_proj|o|wo|to_out|to_out_0|(attn|attention)/c_proj)/(kernel|w)": -2,
     # Feed-forward: ours; Hugging Face; GPT-2; OPT and ViT; GPT-J; T5; Meta; BERT; Flax's examples.
     "(gate|up|gate_proj|up_proj|c_fc|fc1|fc_in|wi|wi_[01]|w1|w3|intermediate/dense)/(kernel|w)": -1,
     "(down|down_proj|mlp/c_proj|fc2|fc_out|w2|output/dense)/(kernel|w)": -2,
