@@ -29,7 +29,8 @@ def cross_entropy(
     6.30 GB plainly, 2.71 GB in chunks of 2,048 and 2.30 GB of 512, of which 2.10 GB are the head's gradient.
 
     It communicates nothing. Under `tensor`, a head that is split over V stays so, as in the plain loss, and the sums of
-    the softmax are all-reduced chunk by chunk.
+    the softmax are all-reduced chunk by chunk. Under `context=c` each rank takes its part of every chunk: give c times
+    the chunk; the positions of a chunk must be a multiple of c (2c for the ring).
 
     Args:
       hidden: float [..., T, D]. T is what is cut, every dim before it stays whole.

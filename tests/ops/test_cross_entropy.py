@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar as jp
+from jaxpar.models import llama
 
 B, T, D, V = 4, 12, 8, 16
 
@@ -102,6 +104,23 @@ def test_under_strategies(strategy: str) -> None:
     model = jp.Model(init=decoder, loss=fused, rules=RULES)
     devices = jax.devices()[: STRATEGIES[strategy]]
     assert jp.verify(model, strategy, batch, mesh=devices, steps=1).ok
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_by_chunks(tied: bool) -> None:
+    module = llama.Llama(
+        llama.Config(vocab=V, dim=16, layers=1, heads=2, kv_heads=2, ffn=8, tied=tied), rngs=nnx.Rngs(0)
+    )
+    random = np.random.default_rng(0)
+    batch = {"tokens": random.integers(V, size=(B, T + 1)), "mask": random.random((B, T)).astype(np.float32)}
+
+    def grads(loss: Any) -> Any:
+        value = lambda module: (found := loss(module, batch)).total / found.count
+        return jax.tree.leaves(nnx.value_and_grad(value)(module))
+
+    chunked = lambda module, batch: llama.chunked_loss(module, batch, chunk=16)
+    for ours, plain in zip(grads(chunked), grads(llama.loss), strict=True):
+        assert np.abs(ours - plain).max() < 2e-6 * np.abs(plain).max()
 
 
 def test_logits_are_never_there_as_a_whole() -> None:
