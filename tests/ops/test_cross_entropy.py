@@ -34,8 +34,15 @@ def in_float64(hidden: Any, head: Any, labels: Any, given: Any) -> tuple[np.ndar
     return -np.log((p * right).sum(-1)), d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 2e-6), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
-@pytest.mark.parametrize(("t", "chunk"), [(T, 16), (T, 7), (13, 16), (T, 10_000), (T, 1)])
+@pytest.mark.parametrize(
+    ("t", "chunk", "dtype", "tolerance"),
+    [
+        (T, 16, np.float32, 2e-6),
+        (T, 16, jnp.bfloat16, 2e-2),
+        (13, 16, np.float32, 2e-6),
+        *(pytest.param(T, chunk, np.float32, 2e-6, marks=pytest.mark.battery) for chunk in (1, 7, 10_000)),
+    ],
+)
 def test_equals_float64(t: int, chunk: int, dtype: Any, tolerance: float) -> None:
     hidden, head, labels, given = arrays(dtype, t)
 
@@ -94,7 +101,10 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[pytest.mark.battery] * (name != "fsdp=2,tensor=2")) for name in STRATEGIES],
+)
 def test_under_strategies(strategy: str) -> None:
     random = np.random.default_rng(0)
     labels = random.integers(V, size=(16, T))
@@ -106,7 +116,7 @@ def test_under_strategies(strategy: str) -> None:
     assert jp.verify(model, strategy, batch, mesh=devices, steps=1).ok
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.battery)])
 def test_llama_by_chunks(tied: bool) -> None:
     module = llama.Llama(
         llama.Config(vocab=V, dim=16, layers=1, heads=2, kv_heads=2, ffn=8, tied=tied), rngs=nnx.Rngs(0)
@@ -114,9 +124,11 @@ def test_llama_by_chunks(tied: bool) -> None:
     random = np.random.default_rng(0)
     batch = {"tokens": random.integers(V, size=(B, T + 1)), "mask": random.random((B, T)).astype(np.float32)}
 
+    graph, params = nnx.split(module)
+
     def grads(loss: Any) -> Any:
-        value = lambda module: (found := loss(module, batch)).total / found.count
-        return jax.tree.leaves(nnx.value_and_grad(value)(module))
+        value = lambda params: (found := loss(nnx.merge(graph, params), batch)).total / found.count
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(value))(params))
 
     chunked = lambda module, batch: llama.chunked_loss(module, batch, chunk=16)
     for ours, plain in zip(grads(chunked), grads(llama.loss), strict=True):

@@ -89,6 +89,7 @@ def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
     assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
 
 
+@pytest.mark.battery
 def test_temporaries_of_the_ring_fall_with_its_ranks() -> None:
     """At 131,072 tokens, forward and backward."""
     few, many = (compiled("ring", c, 131_072)[0].memory_analysis().temp_size_in_bytes for c in (4, 8))
