@@ -19,6 +19,7 @@ from ..parts import text
 from ..parts.cache import Attend, Cache, extended
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
+from ..parts.text import chunked_loss as chunked_loss
 from ..parts.text import loss as loss
 from .lora import LoRALinear
 
@@ -229,6 +230,14 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
         return self._logits(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
+
+    def hidden(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens int32 [B, T] -> [B, T, D]: what the head makes logits of."""
+        return self.norm(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
+
+    def to_logits(self) -> jax.Array:
+        """The head's weights [D, V]."""
+        return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
         """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache

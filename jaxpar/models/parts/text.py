@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...model.model import Mean
+from ...ops.cross_entropy import CHUNK, cross_entropy
 
 
 def example(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -27,6 +28,21 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
     `batch` is {"tokens": int32 [B, T+1]} for the mean over all B T predictions, and with "mask" [B, T] a `jp.Mean`
     over the predictions whose mask is 1: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`.
     """
+    tokens, mask = _given(batch)
+    logits = module(tokens[:, :-1]).astype(jnp.float32)
+    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), mask)
+
+
+def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array | Mean:
+    """`loss` of a `Llama` by `jp.cross_entropy`: logits of `chunk` tokens at a time, for a third more work in the head.
+
+    The same numbers. For long rows and large vocabularies, where logits are what does not fit.
+    """
+    tokens, mask = _given(batch)
+    return _mean(cross_entropy(module.hidden(tokens[:, :-1]), module.to_logits(), tokens[:, 1:], chunk=chunk), mask)
+
+
+def _given(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     tokens, mask = batch["tokens"], batch.get("mask")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -35,11 +51,11 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
         )
     if mask is not None and mask.shape != tokens[:, 1:].shape:
         raise ValueError(f"mask is {list(mask.shape)}; needs {list(tokens[:, 1:].shape)}, one number a prediction")
-    logits = module(tokens[:, :-1]).astype(jnp.float32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    if mask is None:
-        return nats.mean()
-    return Mean(jnp.sum(nats * mask), jnp.sum(mask))
+    return tokens, mask
+
+
+def _mean(nats: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
+    return nats.mean() if mask is None else Mean(jnp.sum(nats * mask), jnp.sum(mask))
 
 
 def generate(

@@ -1,0 +1,154 @@
+r"""Ring attention: keys and values move from rank to rank, each block being computed while the next is under way
+(Liu et al. 2023, arXiv:2310.01889).
+
+    step 0        own keys; causal
+    step r        keys of rank i - r, which came by r hops, while those of step r + 1 come
+    backward      the same hops, and behind each block of keys its gradient, which goes home at the end
+
+What a step computes under causality, of two chunks of queries (rows) on rank 1 of 4, whose chunks are 1 and 6:
+
+    keys of rank       1           0           3           2
+    zigzag            1 6         0 7         3 4         2 5
+                 1    \ .         x .         . .         . .
+                 6    x \         x .         x x         x x
+
+Two of the four squares in every step and on every rank. In plain order a step is all or nothing, and every rank
+computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are of use.
+
+Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...collectives.nccl import all_gather, shift
+from ...collectives.ranks import Axes
+from .blocks import attend, finish, pull
+from .given import check
+from .order import Order
+from .rounds import Rounds
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: Axes,
+    causal: bool,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    order: Order = "plain",
+) -> jax.Array:
+    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: keys and values go round the ranks.
+
+    Sends, with e bytes an element, permutes of keys and values: forward 2 (c-1) b (t/c) hkv d e, backward the same and
+    for their gradients, in float32, 2 c b (t/c) hkv d 4. A window in plain order needs `ring_hops` in place of c - 1.
+    Holds two blocks of keys and values, b (t/c) hkv d each, and backward two of their gradients; kept for the backward
+    are q, k, v, the result, and float32 [b, hq, t/c]. Segments, and a window past a rank's own block, cost cuDNN a
+    bias [b or 1, 1, t/c, t/c] (zigzag: of half the positions) in the dtype of q.
+
+    Args:
+      q: float [b, t/c, hq, d], this rank's queries.
+      k: same dtype, [b, t/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
+      v: as `k`.
+      axis: the mesh axis of c ranks.
+      causal: position i sees keys 0 to i.
+      window: position i sees keys i - window + 1 to i only; needs `causal`. Hops are saved in plain order alone.
+      segment_ids: int [b, t/c]; a query sees keys of its own id only. All ranks' ids are gathered.
+      scale: a number; 1 / sqrt(d) if None.
+      order: which positions ranks hold: see `positions`. Causal work is balanced in zigzag order.
+
+    Returns:
+      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit; keys of another length, for which there is `gather_attention`.
+    """
+    check(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        kv_segment_ids=None,
+        scale=scale,
+        order=order,
+    )
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"ring_attention of {q.shape[1]} queries and {k.shape[1]} keys a rank; use gather_attention for keys of "
+            "another length"
+        )
+    rounds = Rounds.of(q, axis, causal, window, scale, order)
+    ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
+    return _ring(rounds, q, k, v, *ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    return _forward(rounds, q, k, v, *ids)[0]
+
+
+def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
+    kv, so_far = jnp.stack([k, v]), None
+    if rounds.hops:
+        ahead = shift(kv, rounds.axis, 1)
+        so_far = attend(rounds.parts(0, ids), q, kv, None)
+
+        def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+            kv, so_far = carry
+            ahead = shift(kv, rounds.axis, 1)
+            return (ahead, attend(rounds.parts(step, ids), q, kv, so_far)), None
+
+        (kv, so_far), _ = lax.scan(turn, (ahead, so_far), jnp.arange(1, rounds.hops))
+    out, total = finish(q, *attend(rounds.parts(rounds.hops, ids), q, kv, so_far))
+    return out, (q, k, v, ids, out, total)
+
+
+def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
+    q, k, v, ids, out, total = kept
+    kv, final, dq = jnp.stack([k, v]), (out, total, given), jnp.zeros(q.shape, total.dtype)
+    if not rounds.hops:
+        dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
+    else:
+        ahead = shift(kv, rounds.axis, 1)
+        dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
+
+        def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+            kv, dq, dkv = carry
+            # What other ranks have found of these keys' gradients comes while this rank's part is computed.
+            ahead, arriving = _shift_together(kv, dkv, rounds.axis)
+            dq, own = pull(rounds.parts(step, ids), q, kv, final, dq)
+            return (ahead, dq, arriving + own), None
+
+        (kv, dq, dkv), _ = lax.scan(turn, (ahead, dq, dkv), jnp.arange(1, rounds.hops))
+        arriving = shift(dkv, rounds.axis, 1)
+        dq, own = pull(rounds.parts(rounds.hops, ids), q, kv, final, dq)
+        dkv = shift(arriving + own, rounds.axis, -rounds.hops)
+    return (*(x.astype(q.dtype) for x in (dq, *dkv)), *(None for _ in ids))
+
+
+def _shift_together(kv: jax.Array, dkv: jax.Array, axis: Axes) -> tuple[jax.Array, jax.Array]:
+    """Both moved on by one rank in one permute: of two, XLA's scheduler for GPUs keeps one at a time under way, and
+    hid the other behind nothing.
+    """
+    if kv.dtype == dkv.dtype:
+        moved = shift(jnp.stack([kv, dkv]), axis, 1)
+        return moved[0], moved[1]
+    # As bits: on CPUs XLA moves bfloat16 as float32, which need not keep what is no number.
+    bits = jnp.dtype(f"uint{8 * kv.dtype.itemsize}")
+    narrow, wide = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
+    moved = shift(jnp.concatenate([narrow[..., None], wide], -1), axis, 1)
+    return lax.bitcast_convert_type(moved[..., 0], kv.dtype), lax.bitcast_convert_type(moved[..., 1:], dkv.dtype)
+
+
+_ring.defvjp(_forward, _backward)
