@@ -51,6 +51,14 @@ def _op(kind: Kind, row: Any) -> dict[str, jax.Array]:
     return {name: row[f"{kind}_{name}"] for name in ("valid", "chunk", "microbatch")}
 
 
+def with_totals(grads: Sequence[Any], which: Sequence[int], totals: Sequence[Any]) -> list[Any]:
+    """Gradients, some of them replaced."""
+    out = list(grads)
+    for i, total in zip(which, totals, strict=True):
+        out[i] = total
+    return out
+
+
 @dataclass(frozen=True)
 class Carry:
     """What one tick hands to the next.
@@ -174,12 +182,20 @@ class Pipeline(Cut):
 
     def forward(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
         """One chunk of layers on a message: the next message, and what the backward needs."""
-        k = self.stack.carry
-        consts, init, xs = self._inputs(env, op)
-        first = (op["chunk"] == 0) & (lax.axis_index(AXIS) == 0)
-        carry = [jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)]
+        return self.chunk(env, op, self.entered(env, op, message), grad)
+
+    def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
+        """A message, or in the first stage what the prologue made."""
+        _, init, _ = self._inputs(env, op)
+        first = self._stage(op) == 0
+        return Message([jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
+
+    def chunk(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
+        """One chunk of layers on a message that is there, in the first stage too."""
+        k, first = self.stack.carry, self._stage(op) == 0
+        consts, _, xs = self._inputs(env, op)
         outs, saved = self.stage.forward(
-            self.access, self.leaves, [*consts, *carry, *xs], grad, op["chunk"] * self.each, self._real(op)
+            self.access, self.leaves, [*consts, *message.carry, *xs], grad, *self.layers(op)
         )
         by_layer = []
         for j, buffer in zip(self.collected, message.by_layer, strict=True):
@@ -193,7 +209,7 @@ class Pipeline(Cut):
         """The loss of the microbatch that has left the last layer, and its gradients: grads, sums, and cotangents, if
         there are any.
         """
-        last = lax.axis_index(AXIS) == self.schedule.ranks - 1
+        last = self._is_last
         program, access = self.program, _Masked(self.access, last)
         message = self.whole(message)
         if self.shared is not None and self.part is not None:
@@ -223,8 +239,32 @@ class Pipeline(Cut):
         self, env: dict[Any, Any], op: Any, saved: Any, cts: Message, grads: list[Any]
     ) -> tuple[list[Any], Message, dict[Any, Any]]:
         """Gradients, cotangents for the rank before, and those of what the prologue made."""
-        stack, k = self.stack, self.stack.carry
+        own = self.stack.unit.leaves
+        totals, ct_in = self.stage.backward(
+            _Masked(self.access, op["valid"]),
+            self.leaves,
+            self.known(env, op),
+            saved,
+            self.given(op, cts),
+            [grads[i] for i in own],
+            *self.layers(op),
+        )
+        grads = with_totals(grads, own, totals)
+        ct_consts, ct_carry, ct_xs = self.parts(ct_in)
+        return grads, Message(ct_carry, cts.by_layer), self.of_prologue(op, ct_consts, ct_carry, ct_xs)
+
+    def layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:
+        """The first of a chunk's layers among this rank's, and which of them are the model's; None if all are."""
+        return op["chunk"] * self.each, self._real(op)
+
+    def known(self, env: dict[Any, Any], op: Any) -> list[Any]:
+        """The stack's inputs as a backward has them: without the carry."""
         consts, _, xs = self._inputs(env, op)
+        return [*consts, *([None] * self.stack.carry), *xs]
+
+    def given(self, op: Any, cts: Message) -> list[Any]:
+        """Cotangents of one chunk's outputs."""
+        stack, k = self.stack, self.stack.carry
         by_layer = dict(zip([j for j in self.collected if stack.unit.active[k + j]], cts.by_layer, strict=True))
         given = list(cts.carry)
         for j, v in enumerate(stack.outputs[k:]):
@@ -235,26 +275,20 @@ class Pipeline(Cut):
                     if j in by_layer
                     else jnp.zeros(shape, v.aval.dtype)
                 )
-        own = stack.unit.leaves
-        masked = _Masked(self.access, op["valid"])
-        totals, ct_in = self.stage.backward(
-            masked,
-            self.leaves,
-            [*consts, *([None] * k), *xs],
-            saved,
-            given,
-            [grads[i] for i in own],
-            op["chunk"] * self.each,
-            self._real(op),
-        )
-        for i, total in zip(own, totals, strict=True):
-            grads[i] = total
+        return given
 
-        n = stack.consts
-        linear = stack.unit.linear
-        ct_consts, ct_in = ct_in[: sum(linear[:n])], ct_in[sum(linear[:n]) :]
-        ct_carry, ct_xs = ct_in[: sum(linear[n : n + k])], ct_in[sum(linear[n : n + k]) :]
-        first = (op["chunk"] == 0) & (lax.axis_index(AXIS) == 0)
+    def parts(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Cotangents of a chunk's linear inputs: constants, carry, and what it scans."""
+        consts, carry, _ = (sum(part) for part in self.stack.parts(self.stack.unit.linear))
+        return list(cts[:consts]), list(cts[consts : consts + carry]), list(cts[consts + carry :])
+
+    def of_prologue(
+        self, op: Any, ct_consts: Sequence[Any], ct_carry: Sequence[Any], ct_xs: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """The cotangents of what the prologue made, by variable."""
+        stack = self.stack
+        n, k, linear = stack.consts, stack.carry, stack.unit.linear
+        first = self._stage(op) == 0
         made: dict[Any, Any] = {}
 
         def add(atom: Any, ct: jax.Array, condition: jax.Array) -> None:
@@ -272,13 +306,13 @@ class Pipeline(Cut):
                 whole = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
                 whole = lax.dynamic_update_slice_in_dim(whole, ct, self._start(op), axis=0)
                 add(atom, whole[: stack.length], op["valid"])
-        return grads, Message(ct_carry, cts.by_layer), made
+        return made
 
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        program, last = self.program, lax.axis_index(AXIS) == self.schedule.ranks - 1
+        program, last = self.program, self._is_last
         made: Cotangents | None = None
         if phase.forward:
             op = _op("F", row)
