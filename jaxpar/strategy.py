@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .tables import MOST, SCHEDULES
+from .tables import SCHEDULES
+from .tables.operations import MOST
 from .text import did_you_mean
 
 

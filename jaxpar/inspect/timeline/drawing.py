@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
-from ...parallel.pipeline.schedules import Kind, Phase, Schedule
+from ...parallel.pipeline.schedules import Column, Phase, Schedule
 from ...step.core import Step
 from ...step.piped import Piped
-from ...tables import TIME
+from ...tables.operations import TIME
 from ...text import size as bytes_of
 from .svg import INK, tint
 
 _BANDS = 6  # a schedule of more is drawn without its middle
 _LABEL = 8  # characters left of a lane
-Columns = list[tuple[int, Kind]]
+Columns = list[Column]
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
     """
     p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
     label = 1 + len(str(m - 1)) + (0 if color or v == 1 else 1 + len(str(v - 1)))
-    total, room = _time(schedule.columns()), width - _LABEL
+    total, room = _time(schedule.columns), width - _LABEL
     unit = max(label, min(label + 2, room // total))
     bands = _bands(schedule, room // unit)
     shown = _BANDS // 2 if len(bands) > _BANDS else len(bands)
@@ -55,15 +55,18 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
         yield Text(f"{'tick':<{_LABEL}}{_ruler(band, unit)}", style="dim")
         for rank in range(p):
             line = Text(f"{f'rank {rank}':<{_LABEL}}")
-            for tick, kind in band:
-                op, cell = schedule.op(kind, rank, tick), unit * TIME[kind]
+            for column in band:
+                op, cell = schedule.op(column.kinds, rank, column.tick), unit * column.length
                 if op is None:
                     line.append("." * cell, style="dim")
-                elif color:
-                    line.append(f"{op.microbatch:<{cell}}", style=f"{INK} on {tint(kind, op.chunk, v)}")
+                    continue
+                own = unit * TIME[op.kind]
+                if color:
+                    line.append(f"{op.microbatch:<{own}}", style=f"{INK} on {tint(op.kind, op.chunk, v)}")
                 else:
-                    name = f"{kind}{op.microbatch}" + (f".{op.chunk}" if v > 1 else "")
-                    line.append(f"{name:{'-' if kind == 'B' else ' '}<{cell}}")
+                    name = f"{op.kind}{op.microbatch}" + (f".{op.chunk}" if v > 1 else "")
+                    line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{own}}")
+                line.append("." * (cell - own), style="dim")
             yield line
         yield Text()
     yield _key(v, color)
@@ -85,12 +88,12 @@ def _key(chunks: int, color: bool) -> Text:
 
 
 def _time(columns: Columns) -> int:
-    return sum(TIME[kind] for _, kind in columns)
+    return sum(column.length for column in columns)
 
 
 def _bands(schedule: Schedule, room: int) -> list[Columns]:
     """The columns in as few parts as take `room` units of time each, of whole ticks and about the same length."""
-    ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns(), key=lambda column: column[0])]
+    ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns, key=lambda column: column.tick)]
 
     def cut(most: int) -> list[Columns]:
         bands: list[Columns] = [[]]
@@ -107,10 +110,10 @@ def _bands(schedule: Schedule, room: int) -> list[Columns]:
 def _ruler(band: Columns, unit: int) -> str:
     """The numbers of ticks where they begin, as many as fit."""
     line, at, before = "", 0, -1
-    for tick, kind in band:
+    for tick, _, length in band:
         if tick != before and len(line) <= max(0, at - 1):
             line = f"{line:<{at}}{tick}"
-        at, before = at + unit * TIME[kind], tick
+        at, before = at + unit * length, tick
     return line[:at]
 
 

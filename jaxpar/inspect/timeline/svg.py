@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule
-from ...tables import TIME
+from ...tables.operations import TIME
 
 INK = "#10151c"  # of numbers on all tints
-_TINTS = {"F": (0x4C8DD6, 0xC2DAF6), "B": (0xD9822B, 0xF8DBB8)}  # of the first chunk, and of the last
+_TINTS = {
+    "F": (0x4C8DD6, 0xC2DAF6),
+    "B": (0xD9822B, 0xF8DBB8),
+    "I": (0xD9822B, 0xF8DBB8),
+    "W": (0x3C9D5D, 0xBCE5C8),
+}  # of the first chunk, and of the last
 _LEFT, _TOP, _LANE, _GAP, _RIGHT = 64, 84, 26, 6, 96
 _STYLE = (
     "text{fill:#1f2328;font:13px system-ui,sans-serif}.soft{fill:#59636e}.idle{fill:#818b98;fill-opacity:.14}"
@@ -32,8 +37,8 @@ def svg(schedule: Schedule, held: list[str]) -> str:
       schedule: what to draw.
       held: what to write behind each rank's lane, of the activations that it holds.
     """
-    p, v, columns = schedule.ranks, schedule.chunks, schedule.columns()
-    total = sum(TIME[kind] for _, kind in columns)
+    p, v, columns = schedule.ranks, schedule.chunks, schedule.columns
+    total = sum(column.length for column in columns)
     digits = len(str(schedule.microbatches - 1))
     unit = max(min(26.0, 860 / total), 6.5 * digits + 6)
     # The caption needs some width, whatever the schedule's.
@@ -59,16 +64,16 @@ def svg(schedule: Schedule, held: list[str]) -> str:
 def _lane(schedule: Schedule, rank: int, unit: float, y: int) -> Iterator[str]:
     """The cells of one rank."""
     x = float(_LEFT)
-    for tick, kind in schedule.columns():
-        width = TIME[kind] * unit
-        if op := schedule.op(kind, rank, tick):
-            stage, fill = schedule.stage(rank, op.chunk), tint(kind, op.chunk, schedule.chunks)
+    for tick, kinds, length in schedule.columns:
+        if op := schedule.op(kinds, rank, tick):
+            width = TIME[op.kind] * unit
+            stage, fill = schedule.stage(rank, op.chunk), tint(op.kind, op.chunk, schedule.chunks)
             yield (
-                f"<g><title>{kind}{op.microbatch}, stage {stage}, tick {tick}</title>"
+                f"<g><title>{op.kind}{op.microbatch}, stage {stage}, tick {tick}</title>"
                 f'<rect class="op" x="{x:g}" y="{y}" width="{width:g}" height="{_LANE}" rx="3" fill="{fill}"/>'
                 f'<text class="op" x="{x + width / 2:g}" y="{y + 17}">{op.microbatch}</text></g>'
             )
-        x += width
+        x += length * unit
 
 
 def _legend(chunks: int) -> Iterator[str]:

@@ -1,42 +1,48 @@
-"""What follows from a schedule's table (`jaxpar/tables.py`): ticks and their phases, slots, time, bubble, messages.
+"""What follows from a schedule's table (`jaxpar/tables/`): ticks and their phases, slots, time, bubble, messages.
 
 All of it is read from the table, by walking through it; nothing here knows one schedule from another. A table of p
-ranks, m microbatches and v chunks a rank cuts the layers into p v stages, and stage c p + s is chunk c of rank s.
+ranks, m microbatches and v chunks a rank cuts the layers into p v stages; which of them a rank holds is the placement.
+A tick, or slot, is a column of the table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ...tables import MOST, SCHEDULES, TIME, Op, Table
+from ...tables import SCHEDULES, torch_csv
+from ...tables.checker import check
+from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Place, Placement, Table, neighbour, place_of, stage_of
+from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
 from ...text import did_you_mean
+from .buffers import Rows, Walk
+from .phases import Phase, grouped, stash_slots
 
-Kind = Literal["F", "B"]
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
 _CELLS = 1 << 22  # of a table
 
 
-class Phase(NamedTuple):
-    """Ticks in a row that all run the same operations: forwards, backwards, and the epilogue after the last layer.
+class Column(NamedTuple):
+    """A part of a tick: which kinds of operations may run in it, and how long it takes, in forwards of a chunk."""
 
-    `start` is the first tick of the first of `repeats` rounds of `inner` phases, or of `length` ticks.
-    """
-
-    start: int
+    tick: int
+    kinds: str
     length: int
-    forward: bool
-    backward: bool
-    epilogue: bool
+
+
+class Given(NamedTuple):
+    """A table that stands in no list, and its placement."""
+
+    table: Table
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,10 @@ class Schedule:
     microbatches: int
     chunks: int = 1
     forwards_only: bool = False
+    given: Given | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
+        if self.given is None and self.kind not in SCHEDULES:
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
                 f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
@@ -78,6 +85,36 @@ class Schedule:
             )
         self.table()
 
+    @staticmethod
+    def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> Schedule:
+        """The schedule of a table [slot][rank] of operations, none or one in a cell, or F and then B.
+
+        Chunks and microbatches are counted in it. Raises ValueError that names the first operation whose dependency is
+        not met (`tables/checker.py`).
+        """
+        every = [op for column in table for ops in column for op in ops]
+        if not every:
+            raise ValueError("the table is empty; give for each slot and rank its operations")
+        chunks, microbatches = 1 + max(op.chunk for op in every), 1 + max(op.microbatch for op in every)
+        check(table, placement, microbatches, chunks)
+        if any(len(ops) > 1 for column in table for ops in column) and not in_lockstep(table, placement, chunks):
+            raise ValueError(
+                "F and B share a slot, and messages wait: a rank that branches runs one operation in a slot; put F and "
+                "B in slots of their own"
+            )
+        return Schedule(name, len(table[0]), microbatches, chunks, given=Given(table, placement))
+
+    @staticmethod
+    def from_csv(lines: Iterable[str], name: str = "table") -> Schedule:
+        """The schedule of torch's lines, one for each rank: what `csv` writes, and `_PipelineScheduleRuntime._dump_csv`
+        with `format="compute_only"`.
+
+        Ranks keep their order; each operation runs in the first slot in which it can. Raises ValueError as
+        `from_table`, and for cells that are no operations.
+        """
+        orders, placement, chunks, _ = torch_csv.read(lines)
+        return Schedule.from_table(as_soon_as_possible(orders, placement, chunks), placement, name)
+
     # -- the table -----------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
@@ -86,34 +123,67 @@ class Schedule:
 
     @functools.cached_property
     def _table(self) -> Table:
-        table = SCHEDULES[self.kind].table(self.ranks, self.microbatches, self.chunks)
+        if self.given:
+            table = self.given.table
+        else:
+            table = SCHEDULES[self.kind].table(self.ranks, self.microbatches, self.chunks)
         if not self.forwards_only:
             return table
-        forwards = (tuple(tuple(op for op in ops if op.kind == "F") for ops in column) for column in table)
-        return tuple(column for column in forwards if any(column))
+        orders = [[op for op in order if op.kind == "F"] for order in orders_of(table)]
+        return as_soon_as_possible(orders, self.placement, self.chunks)
+
+    @functools.cached_property
+    def branches(self) -> bool:
+        """Whether ranks run different kinds of operations in one slot, and messages wait: then `rows` says where."""
+        return not in_lockstep(self.table(), self.placement, self.chunks)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """What a program with branches looks up."""
+        return Walk(self.table(), self.placement, self.chunks, self.forwards_only).rows()
 
     @property
     def forwards(self) -> Schedule:
         """The schedule of an evaluation: the same forwards, without the ticks that have backwards alone."""
         return dataclasses.replace(self, forwards_only=True)
 
-    def op(self, kind: Kind, rank: int, tick: int) -> Op | None:
-        """What a rank runs at a tick, if anything."""
-        return next((op for op in self.table()[tick][rank] if op.kind == kind), None)
+    def op(self, kinds: str, rank: int, tick: int) -> Op | None:
+        """What a rank runs of these kinds at a tick, if anything."""
+        return next((op for op in self.table()[tick][rank] if op.kind in kinds), None)
 
-    def columns(self) -> list[tuple[int, Kind]]:
-        """What ticks are made of, in order: a forward, a backward, or a forward and then a backward."""
+    @functools.cached_property
+    def columns(self) -> list[Column]:
+        """What ticks are made of, in order: in lockstep forwards, backwards, or both; else one operation a rank."""
         ran = [{op.kind for ops in column for op in ops} for column in self.table()]
-        return [(tick, kind) for tick, kinds in enumerate(ran) for kind in BOTH if kind in kinds]
+        if not self.branches:
+            return [Column(tick, k, TIME[k]) for tick, kinds in enumerate(ran) for k in BOTH if k in kinds]
+        return [Column(tick, "FBIW", max((TIME[k] for k in kinds), default=1)) for tick, kinds in enumerate(ran)]
+
+    # -- placement -----------------------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Which stages a rank's chunks are: "loop", c p + s of rank s, or "V", s and 2 p - 1 - s."""
+        return self.given.placement if self.given else SCHEDULES[self.kind].placement
 
     def stage(self, rank: int, chunk: int) -> int:
         """The number of a rank's chunk among all, in the order of the layers."""
-        return chunk * self.ranks + rank
+        return stage_of(self.placement, self.ranks, rank, chunk)
+
+    def place(self, stage: int) -> Place:
+        """The rank and the chunk of a stage."""
+        return place_of(self.placement, self.ranks, stage)
+
+    def neighbour(self, kind: Kind, rank: int, chunk: int) -> tuple[Place | None, int]:
+        """Who waits for what an operation makes, if anyone, and the way there: 1 to the next rank, -1 to the one before
+        (around the ring), 0 on the rank itself.
+        """
+        return neighbour(self.placement, self.ranks, self.chunks, kind, rank, chunk)
 
     @functools.cached_property
     def _last(self) -> dict[Kind, dict[int, int]]:
         """By kind and tick, the microbatch that passes through the last stage."""
-        out: dict[Kind, dict[int, int]] = {kind: {} for kind in BOTH}
+        out: dict[Kind, dict[int, int]] = {kind: {} for kind in KINDS}
         for tick, column in enumerate(self.table()):
             for rank, op in ((rank, op) for rank, ops in enumerate(column) for op in ops):
                 if self.stage(rank, op.chunk) == self.ranks * self.chunks - 1:
@@ -136,12 +206,13 @@ class Schedule:
 
     @property
     def time(self) -> Fraction:
-        """The time of a step, where a forward through all of a rank's layers takes 1, and a backward 2.
+        """The time of a step, where a forward through all of a rank's layers takes 1, a backward 2, each half of it 1.
 
-        All ranks run one program: in a tick in which one of them has a forward, all take the time of a forward. For
-        GPipe and 1F1B that is 3 m + 3 (p - 1) / v, no more than their ranks need that only wait for their messages.
+        All ranks run one program: in a tick in which one of them has a forward, all take the time of a forward; where
+        they branch, a slot takes the time of its longest operation. For GPipe and 1F1B that is 3 m + 3 (p - 1) / v, no
+        more than their ranks need that only wait for their messages.
         """
-        return Fraction(sum(TIME[kind] for _, kind in self.columns()), self.chunks)
+        return Fraction(sum(column.length for column in self.columns), self.chunks)
 
     @property
     def bubble(self) -> Fraction:
@@ -149,31 +220,34 @@ class Schedule:
         busy = sum(TIME[op.kind] for column in self.table() for ops in column for op in ops)
         return 1 - Fraction(busy, self.ranks * self.chunks) / self.time
 
+    def timed(self, times: Mapping[str, Number], message: Number = 0) -> tuple[Number, Number]:
+        """The time of a step, and that of its busiest rank from its first operation to its last, where ranks wait for
+        nothing but their messages.
+
+        Args:
+          times: of F, B, I and W through one chunk, those that the table has.
+          message: from one rank to another.
+
+        The second is what Qi et al. 2023 (section 5.3) call the cost of a schedule.
+        """
+        each = spans(orders_of(self.table()), self.placement, self.chunks, times, message)
+        ran = [row for row in each if row]
+        return max(row[-1].end for row in ran), max(row[-1].end - row[0].start for row in ran)
+
     def messages(self, kind: Kind) -> int:
         """How many messages each rank sends in a step: one in each tick with forwards, or with backwards."""
-        return sum(ran == kind for _, ran in self.columns())
+        assert not self.branches
+        return sum(column.kinds == kind for column in self.columns)
 
     def phases(self) -> list[tuple[int, list[Phase]]]:
         """The ticks in order, as (repeats, phases): two phases that alternate stand there once."""
-        ran = set(self.columns())
+        assert not self.branches
+        ran = {column[:2] for column in self.columns}
 
         def flags(tick: int) -> tuple[bool, bool, bool]:
             return (tick, "F") in ran, (tick, "B") in ran, self.epilogue(tick) is not None
 
-        runs = []
-        for (f, b, e), ticks in itertools.groupby(range(self.ticks), key=flags):
-            first, *rest = ticks
-            runs.append(Phase(first, 1 + len(rest), f, b, e))
-        out: list[tuple[int, list[Phase]]] = []
-        while runs:
-            repeats = 1
-            kind = [phase[1:] for phase in runs[:2]]
-            while len(kind) == 2 and [phase[1:] for phase in runs[2 * repeats : 2 * repeats + 2]] == kind:
-                repeats += 1
-            size = 2 if repeats > 1 else 1
-            out.append((repeats, runs[:size]))
-            runs = runs[size * repeats :]
-        return out
+        return grouped([flags(tick) for tick in range(self.ticks)])
 
     # -- the last stage ------------------------------------------------------------------------------------------------
 
@@ -184,54 +258,41 @@ class Schedule:
     @property
     def late(self) -> bool:
         """Whether a microbatch's backward begins in a later tick than its epilogue, whose cotangents wait for it."""
-        return not self._last["B"].items() <= self._last["F"].items()
+        backwards = self._last["B"].items() | self._last["I"].items()
+        return not backwards <= self._last["F"].items()
 
     # -- what ranks hold -----------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _slots(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """The slot [tick, rank] that a forward writes and a backward reads, and the most that each rank holds at once.
-
-        A forward's slot is free again after the tick of its backward. Where a rank has no forward in a tick that
-        others use, it writes all the same, where nothing is held.
-        """
-        ran, most = set(self.columns()), [0] * self.ranks
-        writes, reads = (np.zeros((self.ticks, self.ranks), np.int32) for _ in BOTH)
-        frees = [list(range(self.microbatches * self.chunks + 1)) for _ in most]  # heaps: the lowest first
-        helds: list[dict[tuple[int, int], int]] = [{} for _ in most]
-        for tick, column in enumerate(self.table()):
-            for rank, (ops, free, held) in enumerate(zip(column, frees, helds, strict=True)):
-                if (tick, "F") in ran:
-                    writes[tick, rank] = free[0]
-                for kind, chunk, microbatch in ops:
-                    if kind == "F":
-                        held[chunk, microbatch] = heapq.heappop(free)
-                        most[rank] = max(most[rank], len(held))
-                    else:
-                        reads[tick, rank] = slot = held.pop((chunk, microbatch))
-                        heapq.heappush(free, slot)
-        return writes, reads, most
+    def _slots(self) -> tuple[np.ndarray, np.ndarray]:
+        assert not self.branches
+        return stash_slots(self.table())
 
     @property
     def slots(self) -> int:
         """Activations of one chunk and microbatch for which every rank has room.
 
         1F1B: min(m v + 1, (v + 1) p - 1). GPipe: m v + 1 (one rank: m v). That is `in_flight(0)`, and one to spare
-        where the first rank holds all m v while others still run forwards.
+        where the first rank holds all m v while others still run forwards. Where ranks branch, what the fullest holds.
         """
-        return 1 + int(self._slots[0].max())
+        return self.rows.stashes if self.branches else 1 + int(self._slots[0].max())
 
     def in_flight(self, rank: int) -> int:
-        """The most activations, of one chunk and microbatch each, that a rank holds at once.
+        """The most activations, of one chunk and microbatch each, that a rank holds at once: from F to B, or to W.
 
         1F1B: min(m v, (v + 1) p - 1 - 2 rank). GPipe: m v.
         """
-        return self._slots[2][rank]
+        return self._held[rank]
+
+    @functools.cached_property
+    def _held(self) -> list[int]:
+        changes = [[{"F": 1, "I": 0}.get(op.kind, -1) for op in order] for order in orders_of(self.table())]
+        return [max(itertools.accumulate(row, initial=0)) for row in changes]
 
     # -- other forms of the table --------------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The table as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""
+        """A table in lockstep as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""
         shape = (self.ticks, self.ranks)
         out = {"write": self._slots[0], "read": self._slots[1]}
         for kind in BOTH:
@@ -251,7 +312,7 @@ class Schedule:
         `_load_csv(path, format="compute_only")`.
         """
         for rank in range(self.ranks):
-            ops = [self.op(kind, rank, tick) for tick, kind in self.columns()]
+            ops = [self.op(column.kinds, rank, column.tick) for column in self.columns]
             yield ",".join(f"{self.stage(rank, op.chunk)}{op.kind}{op.microbatch}" if op else "" for op in ops)
 
     def __str__(self) -> str:

@@ -1,0 +1,69 @@
+"""What tables in lockstep have: phases, a scan for each, and the slot in which an activation waits for its backward."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...tables.operations import Table
+
+
+class Phase(NamedTuple):
+    """Ticks in a row that all run the same operations: forwards, backwards, and the epilogue after the last layer.
+
+    `start` is the first tick of the first of `repeats` rounds of `inner` phases, or of `length` ticks.
+    """
+
+    start: int
+    length: int
+    forward: bool
+    backward: bool
+    epilogue: bool
+
+
+def grouped(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, list[Phase]]]:
+    """Ticks in order, by what each runs (forward, backward, epilogue), as (repeats, phases): two phases that alternate
+    stand there once.
+    """
+    runs = []
+    for (f, b, e), ticks in itertools.groupby(enumerate(flags), key=lambda pair: pair[1]):
+        first, *rest = [tick for tick, _ in ticks]
+        runs.append(Phase(first, 1 + len(rest), f, b, e))
+    out: list[tuple[int, list[Phase]]] = []
+    while runs:
+        repeats = 1
+        kind = [phase[1:] for phase in runs[:2]]
+        while len(kind) == 2 and [phase[1:] for phase in runs[2 * repeats : 2 * repeats + 2]] == kind:
+            repeats += 1
+        size = 2 if repeats > 1 else 1
+        out.append((repeats, runs[:size]))
+        runs = runs[size * repeats :]
+    return out
+
+
+def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """The slots [tick, rank] that forwards write, and that backwards read.
+
+    A forward's slot is free again after the tick of its backward. Where a rank has no forward in a tick that others
+    use, it writes all the same, where nothing is held.
+    """
+    shape = len(table), len(table[0])
+    writes, reads = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for rank in range(shape[1]):
+        forwards = sum(op.kind == "F" for column in table for op in column[rank])
+        free = list(range(forwards + 1))  # a heap: the lowest first
+        held: dict[tuple[int, int], int] = {}
+        for tick, column in enumerate(table):
+            if any(op.kind == "F" for ops in column for op in ops):
+                writes[tick, rank] = free[0]
+            for kind, chunk, microbatch in column[rank]:
+                if kind == "F":
+                    held[chunk, microbatch] = heapq.heappop(free)
+                else:
+                    reads[tick, rank] = slot = held.pop((chunk, microbatch))
+                    heapq.heappush(free, slot)
+    return writes, reads

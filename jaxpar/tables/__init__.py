@@ -1,0 +1,52 @@
+"""The tables of pipelines: what each rank runs in each slot of time.
+
+    1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2.1), p = 4 ranks, m = 6 microbatches
+
+    tick      0    1    2    3    4    5    6    7    8    9   10   11
+    rank 0   F0   F1   F2   F3   F4   F5   B0   B1   B2   B3   B4   B5
+    rank 1        F0   F1   F2   F3  F4B0 F5B1  B2   B3   B4   B5
+    rank 2             F0   F1  F2B0 F3B1 F4B2 F5B3  B4   B5
+    rank 3                 F0B0 F1B1 F2B2 F3B3 F4B4 F5B5
+             warm-up, F    | steady, F and B       | cool-down, B
+
+A schedule is a function of p ranks, m microbatches and v chunks a rank that writes its table, and an entry of
+`SCHEDULES`. All else (time, bubble, messages, what is held where) is read from the table:
+`parallel/pipeline/schedules.py`. A table is of one of two kinds:
+
+- Lockstep, as above: messages wait nowhere. A chunk's forward runs in the tick after that of the chunk before it, a
+  chunk's backward in the tick after that of the chunk behind it; in one tick a rank runs a forward or none, and then a
+  backward or none. All ranks run one program, without branches.
+- Any other: a rank runs one operation in a slot or none, each in a later slot than what it needs. Messages wait in
+  buffers, and ranks branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .lockstep import gpipe, one_f_one_b
+from .operations import Placement, Table
+
+
+class Recipe(NamedTuple):
+    """A schedule before its numbers.
+
+    Attributes:
+      words: what it is, for the command line.
+      table: `table(ranks, microbatches, chunks)` writes its table; it raises ValueError, with numbers that fit, where
+        there is none for these.
+      planned: whether `jp.plan` tries it; no need where another has the same bubble and keeps less.
+      placement: which stages a rank's chunks are.
+    """
+
+    words: str
+    table: Callable[[int, int, int], Table]
+    planned: bool = True
+    placement: Placement = "loop"
+
+
+SCHEDULES = {
+    "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
+    "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),
+}
