@@ -65,11 +65,6 @@ class Step(Start, Intake):
         shards = mesh.shape["fsdp"]
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
-        if schedule is not None and schedule.branches:
-            raise ValueError(
-                f"schedule={strategy.schedule!r} can be drawn and exported (jaxpar timeline), and no step can run it "
-                f"yet; use 1f1b or gpipe"
-            )
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         parts = mesh.shape["tensor"]
         order = functools.partial(creation_order, model.create)
