@@ -69,7 +69,8 @@ class Step(Start, Intake):
         parts = mesh.shape["tensor"]
         order = functools.partial(creation_order, model.create)
         split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
+        turns = schedule is not None and schedule.placement == "V"
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ...jaxprs.collectives import KINDS, on_the_wire
@@ -65,15 +66,17 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
 class Place:
     """Where in the program an equation or instruction stands."""
 
-    times: int | None = 1
+    times: int | Fraction | None = 1
     asynchronous: bool = False
     overlapped: bool = False
     in_loop: bool = False
     conditional: bool = False
 
-    def loop(self, trips: int | None) -> "Place":
+    def loop(self, trips: int | Fraction | None) -> "Place":
         """The same place in the body of a loop; `trips` None where their number is unknown."""
         times = None if trips is None or self.times is None else self.times * trips
+        if isinstance(times, Fraction) and times.denominator == 1:
+            times = int(times)
         return dataclasses.replace(self, times=times, in_loop=True)
 
     def collectives(

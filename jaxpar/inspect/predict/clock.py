@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
@@ -82,7 +83,7 @@ class Clock:
         seconds, queue = self._run(operations, {}, 1)
         return seconds + sum(queue.values())
 
-    def _run(self, operations: Sequence[Operation], queue: Queue, times: int) -> tuple[float, Queue]:
+    def _run(self, operations: Sequence[Operation], queue: Queue, times: int | Fraction) -> tuple[float, Queue]:
         """(seconds, queue after them) of operations that run `times`, each time alike, with this queue before them."""
         now, queue = 0.0, dict(queue)
         for one in operations:
@@ -108,8 +109,12 @@ class Clock:
                     self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
         return now, queue
 
-    def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:
+    def _loop(self, loop: While, queue: Queue, times: int | Fraction) -> tuple[float, Queue]:
         trips, total = loop.trips, 0.0
+        if loop.paces is not None:
+            # In an iteration of the loop around it a device runs this or another; the slowest of them takes the time.
+            spent, queue = self._run(loop.body, queue, times * (trips or 0))
+            return float(loop.paces) * spent, queue
         if trips is None:
             trips = 1
             self._note(f"{loop.name}: a loop of unknown length is counted once.")
@@ -125,7 +130,7 @@ class Clock:
             total += trips * spent
         return total, queue
 
-    def _kernel(self, kernel: Kernel, busy: float, times: int) -> float:
+    def _kernel(self, kernel: Kernel, busy: float, times: int | Fraction) -> float:
         """Seconds of one execution, while collectives run for `busy` seconds."""
         if kernel.name not in self._parts:
             self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware)
@@ -144,7 +149,7 @@ class Clock:
             self._peaks[peak] = self._peaks.get(peak, 0) + times * product.flops
         return work + slowed
 
-    def _collective(self, start: Start, times: int) -> float:
+    def _collective(self, start: Start, times: int | Fraction) -> float:
         """Seconds of one, once it is its turn."""
         if start.name not in self._parts:
             way = Way.of(start, self.hosts)
@@ -156,7 +161,7 @@ class Clock:
         part.bytes += times * start.sent
         return self._seconds[start.name]
 
-    def _wait(self, queue: Queue, name: str, times: int) -> float:
+    def _wait(self, queue: Queue, name: str, times: int | Fraction) -> float:
         """Seconds until a collective has ended: those before it come first."""
         if name not in queue:
             return 0.0
@@ -166,7 +171,7 @@ class Clock:
         queue.pop(name, None)  # which rounding may have left
         return seconds
 
-    def _pass(self, queue: Queue, seconds: float, times: int) -> None:
+    def _pass(self, queue: Queue, seconds: float, times: int | Fraction) -> None:
         """Time passes for the queue, exposed `times`."""
         for name in list(queue):
             run = min(queue[name], seconds)

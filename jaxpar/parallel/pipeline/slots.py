@@ -18,6 +18,7 @@ moves out what is the same in all its iterations, so all that an operation looks
 
 from __future__ import annotations
 
+import collections as counts
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -30,8 +31,10 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
+from ...jaxprs import shares
 from ...slicing.halves import Left, merge, pick
 from ...slicing.program import backward, forward
+from ...tables.orders import orders_of
 from .buffers import CODES
 from .chunks import AXIS, Message, before
 from .ticks import Pipeline, with_totals
@@ -45,13 +48,6 @@ class Once(Protocol):
     def __call__(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """The carry after it."""
         ...
-
-
-def _loop(name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-    """As a loop of one iteration, or of none."""
-    body = _lean(fun, jnp.int32(0), carry)
-    more = lambda state: state[0] < here.astype(jnp.int32)
-    return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
 
 
 def _lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -101,9 +97,54 @@ class Slots(Pipeline):
         rows = self.rows()
         first = _at(rows, jnp.int32(0))
         state, saved, left = self._first(first)
-        body = _lean(lambda state, row: self.slot(state, row, saved, left, _loop), state, first)
+        body = _lean(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
         state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
         return state.grads, state.sums
+
+    def _loop(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """As a loop of one iteration, or of none."""
+        body = _lean(fun, jnp.int32(0), carry)
+        more = lambda state: state[0] < here.astype(jnp.int32)
+        with jax.named_scope(shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)):
+            return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
+
+    def alone(self) -> list[tuple[int, Any]]:
+        """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make of
+        zeros, to look at.
+        """
+        row = _at(self.rows(), jnp.int32(0))
+        state, saved, left = self._first(row)
+
+        def look(part: str) -> Any:
+            once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry) if name == part else carry
+            env, _ = self._before(row["microbatch"], False)  # what operations read is there in every slot
+            consts, _, xs = self._inputs(env, row)
+            return self.slot(state, row, saved, left, once), consts, xs
+
+        rest = self.schedule.ticks - sum(self.runs.values())
+        return [(rest, look("")), *((n, look(part)) for part, n in self.runs.items() if n)]
+
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """Slots in which a rank runs each part of a slot; of the operations, what the busiest rank runs."""
+        ran = {k: [sum(op.kind == k for op in order) for order in orders_of(self.schedule.table())] for k in self.kinds}
+        return {k: max(of_ranks) for k, of_ranks in ran.items()} | self._uniform
+
+    @functools.cached_property
+    def paces(self) -> dict[str, int]:
+        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest, B, and
+        then in their order.
+        """
+        waits = counts.Counter(
+            next(kind for kind in "BFIW" if kind in ran)
+            for column in self.schedule.table()
+            if (ran := "".join(op.kind for ops in column for op in ops))
+        )
+        return {kind: waits[kind] for kind in self.kinds} | self._uniform
+
+    @property
+    def _uniform(self) -> dict[str, int]:
+        return {name: sum(on) for name, on in self.marks.items()}
 
     def rows(self) -> dict[str, jax.Array]:
         """What each slot of this rank looks up: its own, and what is the same on all ranks."""
