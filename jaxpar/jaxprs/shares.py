@@ -37,3 +37,8 @@ def share_of(name: str) -> Share | None:
         return None
     runs, paces, of = map(int, found.groups())
     return Share(Fraction(runs, of), Fraction(paces, of))
+
+
+def times(outer: int, trips: int | Fraction) -> int:
+    """Executions of a loop's body, from those of the loop around it."""
+    return round(outer * trips)

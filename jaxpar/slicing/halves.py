@@ -61,10 +61,10 @@ class Halves:
         # in any case, and of vectors, which cost little to fetch again.
         data = jx.depends(eqns, [*helds, *values, *cts])
         of_weights = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
-        weights = {*leaves, *(v for eqn in of_weights for v in eqn.outvars)}
-        there = {v for v in weights if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
+        alone = {*leaves, *(v for eqn in of_weights for v in eqn.outvars)}
+        there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
         known = {*flat.constvars, *helds, *values, *there}
-        keep, again = kept(first, crossing, known, weights)
+        keep, again = kept(first, crossing, known, alone)
         second = [*again, *second]
         second = [*jx.needed(of_weights, jx.free(second, of_leaves)), *second]
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...jaxprs.collectives import KINDS, on_the_wire
+from ...jaxprs.shares import times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
 class Place:
     """Where in the program an equation or instruction stands."""
 
-    times: int | Fraction | None = 1
+    times: int | None = 1
     asynchronous: bool = False
     overlapped: bool = False
     in_loop: bool = False
@@ -74,20 +75,18 @@ class Place:
 
     def loop(self, trips: int | Fraction | None) -> "Place":
         """The same place in the body of a loop; `trips` None where their number is unknown."""
-        times = None if trips is None or self.times is None else self.times * trips
-        if isinstance(times, Fraction) and times.denominator == 1:
-            times = int(times)
-        return dataclasses.replace(self, times=times, in_loop=True)
+        known = None if trips is None or self.times is None else times(self.times, trips)
+        return dataclasses.replace(self, times=known, in_loop=True)
 
     def collectives(
         self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int]
     ) -> Iterator[Collective]:
         """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
         place = dataclasses.asdict(self)
-        if (times := place.pop("times")) != 0:
+        if (count := place.pop("times")) != 0:
             for dtype, nbytes in buffers.items():
-                total = nbytes * (1 if times is None else times)
-                yield Collective(kind, axes, dtype, times, total, **place, ranks=ranks)
+                total = nbytes * (1 if count is None else count)
+                yield Collective(kind, axes, dtype, count, total, **place, ranks=ranks)
 
     def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
         """The branch that sends most; `conditional` unless all branches run the same collectives."""

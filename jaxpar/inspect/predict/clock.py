@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
+from ...jaxprs import shares
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
@@ -83,7 +83,7 @@ class Clock:
         seconds, queue = self._run(operations, {}, 1)
         return seconds + sum(queue.values())
 
-    def _run(self, operations: Sequence[Operation], queue: Queue, times: int | Fraction) -> tuple[float, Queue]:
+    def _run(self, operations: Sequence[Operation], queue: Queue, times: int) -> tuple[float, Queue]:
         """(seconds, queue after them) of operations that run `times`, each time alike, with this queue before them."""
         now, queue = 0.0, dict(queue)
         for one in operations:
@@ -109,11 +109,11 @@ class Clock:
                     self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
         return now, queue
 
-    def _loop(self, loop: While, queue: Queue, times: int | Fraction) -> tuple[float, Queue]:
+    def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:
         trips, total = loop.trips, 0.0
         if loop.paces is not None:
             # In an iteration of the loop around it a device runs this or another; the slowest of them takes the time.
-            spent, queue = self._run(loop.body, queue, times * (trips or 0))
+            spent, queue = self._run(loop.body, queue, shares.times(times, trips or 0))
             return float(loop.paces) * spent, queue
         if trips is None:
             trips = 1
@@ -126,11 +126,11 @@ class Clock:
                 break
             queue = left
         if trips:
-            spent, queue = self._run(loop.body, queue, times * trips)
+            spent, queue = self._run(loop.body, queue, shares.times(times, trips))
             total += trips * spent
         return total, queue
 
-    def _kernel(self, kernel: Kernel, busy: float, times: int | Fraction) -> float:
+    def _kernel(self, kernel: Kernel, busy: float, times: int) -> float:
         """Seconds of one execution, while collectives run for `busy` seconds."""
         if kernel.name not in self._parts:
             self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware)
@@ -149,7 +149,7 @@ class Clock:
             self._peaks[peak] = self._peaks.get(peak, 0) + times * product.flops
         return work + slowed
 
-    def _collective(self, start: Start, times: int | Fraction) -> float:
+    def _collective(self, start: Start, times: int) -> float:
         """Seconds of one, once it is its turn."""
         if start.name not in self._parts:
             way = Way.of(start, self.hosts)
@@ -161,7 +161,7 @@ class Clock:
         part.bytes += times * start.sent
         return self._seconds[start.name]
 
-    def _wait(self, queue: Queue, name: str, times: int | Fraction) -> float:
+    def _wait(self, queue: Queue, name: str, times: int) -> float:
         """Seconds until a collective has ended: those before it come first."""
         if name not in queue:
             return 0.0
@@ -171,7 +171,7 @@ class Clock:
         queue.pop(name, None)  # which rounding may have left
         return seconds
 
-    def _pass(self, queue: Queue, seconds: float, times: int | Fraction) -> None:
+    def _pass(self, queue: Queue, seconds: float, times: int) -> None:
         """Time passes for the queue, exposed `times`."""
         for name in list(queue):
             run = min(queue[name], seconds)

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ... import collectives
@@ -109,8 +110,8 @@ class Slots(Pipeline):
             return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
 
     def alone(self) -> list[tuple[int, Any]]:
-        """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make of
-        zeros, to look at.
+        """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make
+        of zeros, to look at.
         """
         row = _at(self.rows(), jnp.int32(0))
         state, saved, left = self._first(row)
@@ -248,7 +249,7 @@ class Slots(Pipeline):
 
     def _sent(self, message: Message, buffers: Message, row: Any) -> Message:
         """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
-        below, above, here, _ = self.schedule.rows.sent.any(axis=0)
+        below, above, here, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
         for used, way, by in ((below, "below", 1), (above, "above", -1)):
             if used:
                 buffers = _put(
