@@ -30,7 +30,7 @@ class Piped:
     rows: Any
     keys: jax.Array | None
 
-    def pipeline(self, seed: jax.Array | None) -> Pipeline:
+    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots:
         """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
         without one, of an evaluation: forwards alone.
         """

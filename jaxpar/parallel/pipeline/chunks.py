@@ -172,7 +172,7 @@ class Cut:
         return self._stage(op) * self.each
 
     @property
-    def _is_last(self) -> jax.Array:
+    def is_last(self) -> jax.Array:
         """Whether this rank holds the last stage."""
         return lax.axis_index(AXIS) == self.schedule.place(self.schedule.ranks * self.schedule.chunks - 1).rank
 

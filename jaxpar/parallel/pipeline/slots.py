@@ -38,7 +38,7 @@ from ...slicing.program import backward, forward
 from ...tables.orders import orders_of
 from .buffers import CODES
 from .chunks import AXIS, Message, before
-from .ticks import Pipeline, with_totals
+from .ranks import Ranks, with_totals
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
 
@@ -90,8 +90,8 @@ def _put(tree: Any, values: Any, index: jax.Array) -> Any:
 
 
 @dataclass(frozen=True)
-class Slots(Pipeline):
-    """One sliced loss under a schedule whose ranks branch; fields as those of `Pipeline`."""
+class Slots(Ranks):
+    """One sliced loss under a schedule whose ranks branch; fields as those of `Ranks`."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""
@@ -108,6 +108,11 @@ class Slots(Pipeline):
         more = lambda state: state[0] < here.astype(jnp.int32)
         with jax.named_scope(shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)):
             return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
+
+    def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W."""
+        state, _, _ = self._first(_at(self.rows(), jnp.int32(0)))
+        return state.stash, state.kept
 
     def alone(self) -> list[tuple[int, Any]]:
         """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make
@@ -230,7 +235,7 @@ class Slots(Pipeline):
                 full = self.full(self.padded(made.message), _at(buffers, row["epilogue"] + number))
                 buffers = _put(buffers, full, row["epilogue"] + number)
                 pairs = zip(self.side(), made.side, strict=True)
-                side = {v: jnp.where(self._is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
+                side = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
                 grads = backward(before(self.program), self.access, self.leaves, tape, side, grads)
             return buffers, grads, sums
 
