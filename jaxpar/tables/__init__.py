@@ -25,8 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .greedy import zb_h1, zb_h2
 from .lockstep import gpipe, one_f_one_b
 from .operations import Placement, Table
+from .search import auto
+from .v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 
 class Recipe(NamedTuple):
@@ -49,4 +52,11 @@ class Recipe(NamedTuple):
 SCHEDULES = {
     "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
     "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),
+    "zb-h1": Recipe("1f1b whose bubble is filled with gradients of weights", zb_h1, planned=False),
+    "zb-h2": Recipe("the same with twice the memory", zb_h2, planned=False),
+    "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, planned=False, placement="V"),
+    "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V"),
+    "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V"),
+    "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V"),
+    "auto": Recipe("the fewest slots that a search finds", auto, planned=False, placement="V"),
 }

@@ -74,9 +74,10 @@ def spans(
             op = order[len(ran)]
             stage = stage_of(placement, ranks, rank, op.chunk)
             kind, of = next(x for x in needs(op, stage, stages) if (*x, op.microbatch) not in done)
+            needed = f"{of}{kind}{op.microbatch}" + (f" or {of}B{op.microbatch}" if kind == "I" else "")
             raise ValueError(
-                f"rank {rank} cannot go on: {stage}{op.kind}{op.microbatch} needs {of}{kind}{op.microbatch}, which "
-                f"rank {place_of(placement, ranks, of).rank} does not run before it; keep the order of the layers"
+                f"rank {rank} cannot go on: {stage}{op.kind}{op.microbatch} needs {needed}, which rank "
+                f"{place_of(placement, ranks, of).rank} does not run before it; keep the order of the layers"
             )
     return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,8 +20,10 @@ import numpy as np
 
 from ...tables import SCHEDULES, torch_csv
 from ...tables.checker import check
+from ...tables.greedy import Costs
 from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Place, Placement, Table, neighbour, place_of, stage_of
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
+from ...tables.search import best
 from ...text import did_you_mean
 from .buffers import Rows, Walk
 from .phases import Phase, grouped, stash_slots
@@ -114,6 +117,16 @@ class Schedule:
         """
         orders, placement, chunks, _ = torch_csv.read(lines)
         return Schedule.from_table(as_soon_as_possible(orders, placement, chunks), placement, name)
+
+    @staticmethod
+    def auto(
+        ranks: int, microbatches: int, costs: Costs | None = None, limit: float = math.inf, chunks: int = 1
+    ) -> Schedule:
+        """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
+        holds more than `limit` activations of all its layers (`tables/search.py`).
+        """
+        found = best(ranks, microbatches, chunks, costs, limit)
+        return Schedule.from_table(as_soon_as_possible(found.orders, found.placement, chunks), found.placement, "auto")
 
     # -- the table -----------------------------------------------------------------------------------------------------
 

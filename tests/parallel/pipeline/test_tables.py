@@ -1,0 +1,398 @@
+"""Tables whose ranks branch: every dependency, one operation in a slot, memory, messages; the papers' numbers; torch.
+
+What runs when is read from `table()` alone, by a checker of its own (`simulate`), which the library's is compared with.
+"""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxpar.parallel.pipeline.buffers import CODES, WAYS
+from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.tables import SCHEDULES
+from jaxpar.tables.checker import check
+from jaxpar.tables.greedy import Costs
+from jaxpar.tables.operations import Op, place_of, stage_of
+from jaxpar.tables.search import best
+
+PIPES = range(2, 9)
+ONE = dict.fromkeys("FIW", 1)
+CHUNKS = {"zb-h1": (1,), "zb-h2": (1,), "auto": (1, 2)}  # the others hold two
+
+
+def least(kind: str, p: int) -> int:
+    return 2 * p if kind == "dualpipe-v" else 1
+
+
+def grid(p: int) -> list[Schedule]:
+    """Every schedule that branches, m from the least on: few, about p and 2 p, and many."""
+    return [
+        Schedule(kind, p, m, v)
+        for kind in SCHEDULES
+        if kind not in ("gpipe", "1f1b")
+        for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p})
+        if m >= least(kind, p)
+        for v in CHUNKS.get(kind, (2,))
+    ]
+
+
+def stage_at(schedule: Schedule, rank: int, chunk: int) -> int:
+    """Written out: the first chunks count up; a V's second ones count down."""
+    p = schedule.ranks
+    if schedule.placement == "V" and chunk == 1:
+        return 2 * p - 1 - rank
+    return chunk * p + rank
+
+
+def simulate(schedule: Schedule) -> list[int]:
+    """Runs the table; fails where an input is missing. The most that each rank holds."""
+    p, m, stages = schedule.ranks, schedule.microbatches, schedule.ranks * schedule.chunks
+    slot_of: dict[tuple[str, int, int], int] = {}
+    held, most = [0] * p, [0] * p
+    for slot, column in enumerate(schedule.table()):
+        assert len(column) == p
+        for rank, ops in enumerate(column):
+            assert len(ops) <= 1
+            for kind, chunk, at in ops:
+                stage = stage_at(schedule, rank, chunk)
+                before = {
+                    "F": [("F", stage - 1)] if stage else [],
+                    "I": [("F", stage), *([("I", stage + 1)] if stage < stages - 1 else [])],
+                    "W": [("I", stage)],
+                }[kind]
+                assert all(slot_of[needed, of, at] < slot for needed, of in before)
+                assert (kind, stage, at) not in slot_of
+                slot_of[kind, stage, at] = slot
+                held[rank] += {"F": 1, "I": 0, "W": -1}[kind]
+                most[rank] = max(most[rank], held[rank])
+    assert len(slot_of) == 3 * stages * m
+    assert held == [0] * p
+    return most
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_dependencies_and_memory(p: int) -> None:
+    for schedule in grid(p):
+        assert schedule.branches
+        most = simulate(schedule)
+        check(schedule.table(), schedule.placement, schedule.microbatches, schedule.chunks)
+        assert [schedule.in_flight(rank) for rank in range(p)] == most
+        assert schedule.slots == max(most)
+        m, v = schedule.microbatches, schedule.chunks
+        room = {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": p, "v-half": (p + 2) // 2, "v-min": (p + 4) // 3}
+        if limit := room.get(schedule.kind):
+            assert max(most) <= v * limit
+            if m >= 2 * p:  # as Qi et al. 2023 (sections 2.1, 2.2, 6) and 2024 say
+                assert max(most) == v * limit
+        if schedule.kind == "dualpipe-v":
+            assert max(most) == 2 * p + 1
+
+
+@pytest.mark.parametrize("p", PIPES)
+def test_time_is_the_closed_form(p: int) -> None:
+    """In slots: of the step, and of the busiest rank from its first operation to its last, as the papers count."""
+    for schedule in grid(p):
+        m, v = schedule.microbatches, schedule.chunks
+        work = 3 * m * v
+        step, longest = schedule.timed(ONE)
+        assert schedule.ticks == len(schedule.table()) == step == schedule.time * v
+        assert float(schedule.bubble) == pytest.approx(1 - work / step)
+        assert work <= longest <= step
+        forms = {
+            "zb-h1": (m >= p, p - 1, p - 1),
+            "zb-h2": (m >= 2 * p - 1, p - 1, 0),
+            "zb-v": (m >= 2 * p, p - 1, 0),
+            "dualpipe-v": (True, p - 1, p - 1),
+        }
+        where, idle, of_rank = forms.get(schedule.kind, (False, 0, 0))
+        if where:
+            assert (step, longest) == (work + idle, work + of_rank)
+        if schedule.kind == "auto":
+            others = ("zb-h1", "zb-h2") if v == 1 else ("zb-v", "v-half", "v-min")
+            assert step == min(Schedule(other, p, m, v).ticks for other in others)
+
+
+def test_bubbles_of_the_papers() -> None:
+    """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; with 1.5 p activations 3 slots; ZB-H2, ZB-V none."""
+    assert Schedule("1f1b", 8, 24).bubble == pytest.approx(7 / 31)
+    assert Schedule("zb-h1", 8, 24).bubble == pytest.approx(7 / 79)  # .0886
+    assert best(8, 24, 1, limit=12, ends=False).bubble(24, Costs()) == pytest.approx(3 / 75)  # .0400
+    for kind, v in (("zb-h2", 1), ("zb-v", 2)):
+        assert Schedule(kind, 8, 24, v).timed(ONE)[1] == 24 * 3 * v
+    # DualPipe's (p - 2) / (3 m + p - 2) for its p ranks (DeepSeek-V3 2024, table 2) is the bound; the V form has less.
+    assert 1 - 144 / Schedule("dualpipe-v", 8, 24, 2).timed(ONE)[1] <= 6 / 78
+    # Qi et al. 2024, table 1: about p / 2 m and 2 p / 3 m.
+    assert 1 - 144 / Schedule("v-half", 8, 24, 2).timed(ONE)[1] <= 8 / 48
+    assert 1 - 144 / Schedule("v-min", 8, 24, 2).timed(ONE)[1] <= 16 / 72
+
+
+# Qi et al. 2023: measured times of F, B, W and messages in ms; hidden size and heads, sequences of 1024; bubble rates of
+# ZB-1p and ZB-2p (section 5.3). Of an activation, 34 h + 5 a s, W frees 32 h (table 1).
+MEASURED = [
+    (8, 24, (18.52, 18.09, 9.34, 0.60), 2304, 24, (0.1585, 0.0433)),
+    (8, 24, (29.72, 29.44, 19.93, 0.53), 4096, 32, (0.1323, 0.0029)),
+    (16, 48, (11.35, 11.25, 8.13, 0.38), 5120, 40, (0.1397, 0.0066)),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "times", "hidden", "heads", "rates"), MEASURED)
+def test_bubbles_of_measured_times(
+    p: int, m: int, times: tuple, hidden: int, heads: int, rates: tuple[float, float]
+) -> None:
+    """Within half of one message of the paper's: .0003 of its step."""
+    whole = 34 * hidden + 5 * heads * 1024
+    costs = Costs(*times, freed=1 - 32 * hidden / whole)
+    for limit, rate in zip((p, 2 * p), rates, strict=True):
+        found = best(p, m, 1, costs, limit, ends=False)
+        assert found.held <= limit + 1e-6
+        assert found.bubble(m, costs) < rate + 0.0003
+
+
+def test_auto_keeps_to_its_limit() -> None:
+    """Less memory, more time; and the error says what there is."""
+    costs = Costs(18.52, 18.09, 9.34, 0.6)
+    steps = []
+    for limit in (2, 4, 8, 16):
+        schedule = Schedule.auto(8, 24, costs, limit)
+        assert max(simulate(schedule)) <= limit
+        steps.append(schedule.timed(costs.times(), costs.message)[0])
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > 1.1 * steps[-1]
+    assert max(simulate(Schedule.auto(8, 24, limit=4, chunks=2))) <= 2 * 4
+    with pytest.raises(ValueError, match="holds 2 activations at most; the least found is 4: use limit=4"):
+        Schedule.auto(8, 24, limit=2, chunks=2)
+    with pytest.raises(ValueError, match="the least found is 1: use limit=1 or more"):
+        Schedule.auto(8, 24, limit=0.5)
+
+
+# -- what a program looks up -------------------------------------------------------------------------------------------
+
+
+def use(schedule: Schedule) -> Counter[str]:
+    """Runs `rows` as a program would, on buffers that hold names. How many messages went which way."""
+    p, rows, sent = schedule.ranks, schedule.rows, Counter()
+    kinds = {code: kind for kind, code in CODES.items()}
+    stash, kept, messages = ([[None] * n for _ in range(p)] for n in (rows.stashes, rows.keeps, rows.buffers))  # type: ignore[var-annotated]
+    last = p * schedule.chunks - 1
+    for slot in range(schedule.ticks):
+        out: list = [None] * p
+        for rank in range(p):
+            kind = kinds.get(int(rows.kind[slot, rank]))
+            ops = schedule.table()[slot][rank]
+            assert (ops[0].kind if ops else None) == kind
+            if kind is None:
+                continue
+            chunk, at = int(rows.chunk[slot, rank]), int(rows.microbatch[slot, rank])
+            assert ops[0] == (kind, chunk, at)
+            stage, write = stage_at(schedule, rank, chunk), rows.stash[slot, rank]
+            if kind == "F":
+                assert stage == 0 or messages[rank][rows.read[slot, rank]] == ("F", stage - 1, at)
+            elif kind == "I":
+                assert messages[rank][rows.read[slot, rank]] == ("I", stage + 1, at)
+            if schedule.forwards_only:
+                pass
+            elif kind == "F":
+                stash[rank][write] = (stage, at)
+            else:
+                assert stash[rank][write] == (stage, at)
+            if kind == "I":
+                kept[rank][rows.kept[slot, rank]] = (stage, at)
+            if kind == "W":
+                assert kept[rank][rows.kept[slot, rank]] == (stage, at)
+            out[rank] = (kind, stage, at)
+        for rank in range(p):
+            epilogue = [("I", last + 1, x[2]) for x in out[rank : rank + 1] if x and x[:2] == ("F", last)]
+            came = (out[rank - 1], out[(rank + 1) % p], out[rank], epilogue[0] if epilogue else None)
+            # What nobody asked for is written where nothing is held, so that the order of writing matters to nobody.
+            for way, message in zip(WAYS, came, strict=True):
+                wanted = _wanted(schedule, rank, way, message)
+                if not wanted:
+                    messages[rank][getattr(rows, way)[slot, rank]] = "garbage"
+            for way, message in zip(WAYS, came, strict=True):
+                if _wanted(schedule, rank, way, message):
+                    assert rows.sent[slot, WAYS.index(way)]
+                    sent[way] += 1
+                    messages[rank][getattr(rows, way)[slot, rank]] = message
+    return sent
+
+
+def _wanted(schedule: Schedule, rank: int, way: str, message: tuple | None) -> bool:
+    """Whether a rank needs what comes this way."""
+    if message is None or message[0] == "W":
+        return False
+    if way == "epilogue":
+        return not schedule.forwards_only
+    kind, stage, _ = message
+    to = stage + (1 if kind == "F" else -1)
+    if not 0 <= to < schedule.ranks * schedule.chunks or schedule.place(to).rank != rank:
+        return False
+    own = schedule.place(stage)
+    _, step = schedule.neighbour(kind, own.rank, own.chunk)
+    return way == {1: "below", -1: "above", 0: "here"}[step]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_nothing_is_lost_in_buffers(p: int) -> None:
+    for schedule in grid(p) if p < 8 else [s for s in grid(p) if s.microbatches == 2 * p]:
+        m, v, rows = schedule.microbatches, schedule.chunks, schedule.rows
+        sent = use(schedule)
+        # Every stage but the last sends activations, every one but the first cotangents; in a V, half of each goes up.
+        v_turns = 2 * m if v == 2 else 0
+        assert sent["here"] == v_turns
+        assert sent["epilogue"] == m
+        assert sent["below"] + sent["above"] == 2 * m * (p * v - 1) - v_turns
+        if v == 2:
+            assert sent["below"] == sent["above"] == 2 * m * (p - 1)
+        assert rows.keeps <= rows.stashes == schedule.slots
+        use(schedule.forwards)
+        assert schedule.forwards.ticks <= schedule.ticks
+        assert not any(op.kind != "F" for column in schedule.forwards.table() for ops in column for op in ops)
+
+
+def test_buffers_do_not_grow_with_the_microbatches() -> None:
+    for kind, v in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2), ("dualpipe-v", 2)):
+        room = {(s.rows.stashes, s.rows.keeps, s.rows.buffers) for s in (Schedule(kind, 4, m, v) for m in (16, 32, 64))}
+        assert len(room) == 1, kind
+
+
+def test_places_and_ways() -> None:
+    for placement, p, v in itertools.product(("loop", "V"), PIPES, (1, 2)):
+        for stage in range(p * v):
+            place = place_of(placement, p, stage)  # type: ignore[arg-type]
+            assert stage_of(placement, p, *place) == stage  # type: ignore[arg-type]
+    schedule = Schedule("zb-v", 4, 8, 2)
+    assert [[schedule.stage(rank, chunk) for chunk in (0, 1)] for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert schedule.neighbour("F", 1, 0) == ((2, 0), 1)
+    assert schedule.neighbour("F", 1, 1) == ((0, 1), -1)
+    assert schedule.neighbour("F", 3, 0) == ((3, 1), 0)  # the turn
+    assert schedule.neighbour("I", 1, 1) == ((2, 1), 1)
+    assert schedule.neighbour("I", 0, 0) == (None, 0)
+    assert Schedule("1f1b", 4, 8, 2).neighbour("F", 3, 0) == ((0, 1), 1)
+
+
+# -- tables from elsewhere ---------------------------------------------------------------------------------------------
+
+GOOD = {(0, 0): Op("F", 0, 0), (1, 1): Op("F", 0, 0), (2, 1): Op("I", 0, 0), (3, 0): Op("I", 0, 0)}
+GOOD |= {(3, 1): Op("W", 0, 0), (4, 0): Op("W", 0, 0)}
+
+
+def table(cells: dict[tuple[int, int], Op]) -> tuple:
+    return tuple(tuple((cells[s, r],) if (s, r) in cells else () for r in range(2)) for s in range(5))
+
+
+def test_from_table() -> None:
+    schedule = Schedule.from_table(table(GOOD), name="mine")
+    assert schedule.title == "mine, 2 ranks, 1 microbatches"
+    assert (schedule.ticks, schedule.branches, simulate(schedule)) == (5, True, [1, 1])
+    for kind in ("1f1b", "gpipe"):
+        known = Schedule(kind, 4, 8)
+        given = Schedule.from_table(known.table())
+        assert not given.branches
+        assert (given.phases(), given.slots, given.time) == (known.phases(), known.slots, known.time)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({(1, 1): None, (0, 1): Op("F", 0, 0)}, r"slot 0, rank 1: 1F0 needs .* stage 0, which runs in the same slot"),
+        ({(3, 0): None, (1, 0): Op("I", 0, 0)}, r"slot 1, rank 0: 0I0 needs the backward.* in stage 1, which has not"),
+        ({(3, 1): None, (1, 0): Op("W", 0, 0)}, r"slot 1, rank 0: 0W0 needs .* in stage 0, which has not run"),
+        ({(4, 0): None}, r"stage 0 \(rank 0\) never runs W of microbatch 0"),
+        ({(4, 1): Op("W", 0, 0)}, r"slot 4, rank 1: 1W0 runs again"),
+        ({(4, 1): Op("B", 0, 0)}, r"slot 4, rank 1: 1B0 runs again"),
+        ({(1, 0): Op("X", 0, 0)}, r"slot 1, rank 0: .*is not of kinds F, B, I, W"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_tables(change: dict, message: str) -> None:
+    cells = {where: op for where, op in (GOOD | change).items() if op}
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_table(table(cells))
+
+
+def test_bad_tables_of_other_shapes() -> None:
+    with pytest.raises(ValueError, match="the table is empty"):
+        Schedule.from_table(())
+    with pytest.raises(ValueError, match="slot 1 has 1 ranks, slot 0 2"):
+        Schedule.from_table((((Op("F", 0, 0),), ()), ((),)))
+    both = ((Op("F", 0, 0), Op("B", 0, 0)),)
+    assert not Schedule.from_table((both,)).branches
+    with pytest.raises(ValueError, match="slot 0, rank 0 runs 0F0 and 0I0 at once"):
+        Schedule.from_table((((Op("F", 0, 0), Op("I", 0, 0)),),))
+    wait = ((Op("F", 0, 0),), ()), ((), ()), ((), both[0]), ((Op("B", 0, 0),), ())
+    with pytest.raises(ValueError, match="F and B share a slot, and messages wait"):
+        Schedule.from_table(wait)
+
+
+def test_from_csv() -> None:
+    for schedule in grid(4):
+        again = Schedule.from_csv(schedule.csv(), schedule.kind)
+        placement = schedule.placement if schedule.chunks > 1 else "loop"  # of one chunk they are the same
+        assert (again.table(), again.placement) == (schedule.table(), placement)
+    overlapped = Schedule.from_csv(["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"])
+    assert overlapped.microbatches == 3
+    for lines, message in (
+        (["0F0,0B0", "1F0,1SEND_B0"], r"rank 1 has a cell '1SEND_B0'; use stage"),
+        (["0F0,0B0,2F0,2B0", "1F0,1B0,2F1"], r"ranks hold stages \[0, 2\], \[1, 2\]"),
+        (["0B0,0F0", "1F0,1B0"], r"rank 0 cannot go on: 0B0 needs 0F0, which rank 0 does not run before it"),
+        (["0F0,0B0", "1F0"], r"rank 0 cannot go on: 0B0 needs 1I0 or 1B0, which rank 1 does not run before it"),
+        (["0F0,0B0", "1F0,1I0"], r"stage 1 \(rank 1\) never runs W of microbatch 0"),
+        ([""], "the table is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Schedule.from_csv(lines)
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_accepts_the_tables(tmp_path: Path) -> None:
+    """torch's own validator, its lowering to sends and receives, and its simulator of deadlocks."""
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for schedule in [*grid(3), Schedule("zb-h1", 8, 16), Schedule("zb-v", 4, 8, 2), Schedule("1f1b", 4, 8, 2)]:
+        p, stages = schedule.ranks, schedule.ranks * schedule.chunks
+        actions = {
+            rank: [torch._Action.from_str(cell) for cell in line.split(",")] for rank, line in enumerate(schedule.csv())
+        }
+        mapping = torch._validate_schedule(actions, p, stages, schedule.microbatches)
+        assert mapping == {stage: schedule.place(stage).rank for stage in range(stages)}
+        rank_of = lambda stage, schedule=schedule: schedule.place(stage).rank
+        lowered = torch._add_send_recv(
+            {rank: [a for a in row if a is not None] for rank, row in actions.items()}, rank_of, stages
+        )
+        ran = torch._simulate_comms_compute(lowered, rank_of, stages)
+        forwards = [a for row in ran.values() for a in row if a is not None and a.computation_type == torch.FORWARD]
+        assert len(forwards) == stages * schedule.microbatches
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")])
+def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
+    """Read from torch's class without its processes: `from_csv` of what it computes for each rank."""
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for p, m in ((2, 4), (4, 8), (4, 13), (8, 24)):
+        own = object.__new__(getattr(torch, name))
+        own.pp_group_size, own._n_microbatches, own._num_stages, own.num_stages = p, m, 2 * p, 2 * p
+        rows = [own._calculate_single_rank_operations(rank) for rank in range(p)]
+        lines = [",".join("" if a is None else repr(a) for a in row) for row in rows]
+        theirs, ours = Schedule.from_csv(lines), Schedule(kind, p, m, 2)
+        times = {**ONE, "B": 2}
+        assert theirs.timed(times) == ours.timed(times)
+        assert [theirs.in_flight(rank) for rank in range(p)] == [ours.in_flight(rank) for rank in range(p)]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zb-h1", 4, 8, 2), "schedule='zb-h1' holds one chunk a rank, not chunks=2; use chunks=1, or zb-v"),
+        (("zb-v", 4, 8), "schedule='zb-v' holds two chunks a rank, not chunks=1; use chunks=2"),
+        (("dualpipe-v", 4, 7, 2), "microbatches=7 is less than 8; use 8 or more, or zb-v"),
+        (("auto", 4, 8, 3), "schedule='auto' holds one chunk a rank or two, not chunks=3"),
+    ],
+)
+def test_errors(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(*arguments)
