@@ -138,11 +138,11 @@ class Slots(Ranks):
 
     @functools.cached_property
     def paces(self) -> dict[str, int]:
-        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest, B, and
+        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest: B, I with
         then in their order.
         """
         waits = counts.Counter(
-            next(kind for kind in "BFIW" if kind in ran)
+            next(kind for kind in "BIFW" if kind in ran)
             for column in self.schedule.table()
             if (ran := "".join(op.kind for ops in column for op in ops))
         )
