@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import jaxpar as jp
-from jaxpar import models
+from jaxpar import models, tables
 from jaxpar.cli.timeline import TimelineOptions, main
 from jaxpar.inspect.timeline.drawing import draw, slot_bytes, summary
 from jaxpar.inspect.timeline.svg import svg
@@ -21,6 +21,12 @@ from jaxpar.parallel.pipeline.schedules import Schedule
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [Schedule("1f1b", 4, 8), Schedule("1f1b", 4, 8, 2), Schedule("gpipe", 3, 5), Schedule("1f1b", 2, 6, 3)]
+SCHEDULES += [Schedule("zb-h1", 3, 5), Schedule("zb-v", 2, 5, 2)]
+TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+# auto's are those of others.
+NAMED = [name for name in tables.SCHEDULES if name not in ("gpipe", "1f1b", "auto")]
 
 
 def lanes(schedule: Schedule, color: bool = False, width: int = 10_000) -> list[str]:
@@ -57,13 +63,12 @@ def test_text() -> None:
 def test_a_cell_is_as_wide_as_it_is_long(schedule: Schedule) -> None:
     """On every rank, the idle part of the drawing is the bubble, and operations stand in the order of the table."""
     for rank, lane in enumerate(lanes(schedule)):
-        cells = re.findall(r"\.+|[FB][^.FB]*(?:\.\d+)?[ -]*" if schedule.chunks > 1 else r"\.+|[FB]\d+[ -]*", lane)
+        cells = re.findall(r"\.+|[FBIW]\d+\.\d+[ -]*" if schedule.chunks > 1 else r"\.+|[FBIW]\d+[ -]*", lane)
         assert "".join(cells) == lane
-        ops = [cell for cell in cells if cell[0] in "FB"]
+        ops = [cell for cell in cells if cell[0] in TIME]
         unit = len(next(cell for cell in ops if cell[0] == "F"))
-        assert {len(cell) for cell in ops if cell[0] == "B"} == {2 * unit}
-        assert {len(cell) for cell in ops if cell[0] == "F"} == {unit}
-        assert 1 - unit * 3 * len(ops) / 2 / len(lane) == pytest.approx(float(schedule.bubble))
+        assert {(cell[0], len(cell)) for cell in ops} == {(kind, unit * TIME[kind]) for kind in {c[0] for c in ops}}
+        assert 1 - unit * sum(TIME[cell[0]] for cell in ops) / len(lane) == pytest.approx(float(schedule.bubble))
         names = [cell.rstrip(" -") for cell in ops]
         suffix = lambda op: f".{op.chunk}" if schedule.chunks > 1 else ""
         assert names == [f"{o.kind}{o.microbatch}{suffix(o)}" for column in schedule.table() for o in column[rank]]
@@ -105,6 +110,10 @@ def test_summary() -> None:
     assert said["in flight"].startswith("11 (11 MB), 9 (9 MB), 7 (7 MB), 5 (5 MB) on ranks 0 to 3")
     assert said["room"].startswith("for 11 on every rank = 11 MB")
     assert summary(Schedule("gpipe", 4, 8))["in flight"].startswith("8 on every rank")
+    halves = summary(Schedule("zb-v", 4, 8, 2))
+    assert halves["schedule"].endswith(": 51 slots")
+    assert halves["time"] == "25.5 = 3m + (p-1)/v: a rank's layers take 1 for F, 1 for I, 1 for W"
+    assert halves["bubble"].startswith("5.9% of the time; 0.0% between a rank's first operation and its last")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -116,23 +125,25 @@ def test_svg(schedule: Schedule) -> None:
     assert "prefers-color-scheme:dark" in text
     root = ET.fromstring(text)
     assert root.findtext(f"{SVG}title") == f"{schedule.title}: bubble {float(schedule.bubble):.1%}"
-    fills: dict[str, set[str]] = {"F": set(), "B": set()}
+    fills: dict[str, set[str]] = {}
     rows: dict[float, list[tuple[float, float, str]]] = {}
     for group in root.iter(f"{SVG}g"):
         rect, name = group.find(f"{SVG}rect"), group.findtext(f"{SVG}title") or ""
         assert rect is not None
         assert group.findtext(f"{SVG}text") == re.split(r"\D", name[1:])[0]
-        fills[name[0]].add(rect.get("fill") or "")
+        fills.setdefault(name[0], set()).add(rect.get("fill") or "")
         x, y, width = (float(rect.get(key) or 0) for key in ("x", "y", "width"))
         rows.setdefault(y, []).append((x, width, name))
-    assert {kind: len(found) for kind, found in fills.items()} == dict.fromkeys("FB", schedule.chunks)
+    kinds = "FIW" if schedule.branches else "FB"
+    assert {kind: len(found) for kind, found in fills.items()} == dict.fromkeys(kinds, schedule.chunks)
+    assert len(set().union(*fills.values())) == len(kinds) * schedule.chunks
     lane = max(float(rect.get("width") or 0) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "idle")
     for rank, row in enumerate(rows[y] for y in sorted(rows)):
         assert row == sorted(row)
         assert all(x + width <= after + 1e-2 for (x, width, _), (after, _, _) in itertools.pairwise(row))
         assert 1 - sum(width for _, width, _ in row) / lane == pytest.approx(float(schedule.bubble), abs=1e-3)
         ops = [(tick, op) for tick, column in enumerate(schedule.table()) for op in column[rank]]
-        stage = lambda op, rank=rank: op.chunk * schedule.ranks + rank
+        stage = lambda op, rank=rank: schedule.stage(rank, op.chunk)
         assert [name for *_, name in row] == [f"{o.kind}{o.microbatch}, stage {stage(o)}, tick {t}" for t, o in ops]
 
 
@@ -146,9 +157,15 @@ def test_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv").read_text().splitlines() == list(schedule.csv())
 
 
-def test_picture_of_the_docs_is_what_the_command_draws(tmp_path: Path) -> None:
-    shown(TimelineOptions(chunks=2, svg=tmp_path / "drawn.svg"))
-    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs" / "assets" / "pipe.svg").read_text()
+@pytest.mark.parametrize("name", ["", *NAMED])
+def test_pictures_of_the_docs_are_what_the_command_draws(tmp_path: Path, name: str) -> None:
+    """`pipe.svg` of 1F1B with chunks, and one for every schedule whose ranks branch."""
+    options = {"schedule": name, "chunks": 1 if name in ("zb-h1", "zb-h2") else 2} if name else {"chunks": 2}
+    shown(TimelineOptions(**options, svg=tmp_path / "drawn.svg"))  # type: ignore[arg-type]
+    drawn = ROOT / "docs" / "assets" / (f"pipe-{name}.svg" if name else "pipe.svg")
+    assert (tmp_path / "drawn.svg").read_text() == drawn.read_text()
+    page = (ROOT / "docs" / "strategies" / "pipe.md").read_text()
+    assert f"../assets/{drawn.name})" in page
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     rank 0  F0F1......B0--B1--
     rank 1  ..F0B0--F1B1--....
 
-Cells are as wide as they are long, on the assumption that every chunk takes the same time and its backward twice its
-forward. Prologue, epilogue and messages are not drawn.
+Cells are as wide as they are long, on the assumption that every chunk takes the same time, its backward twice that of
+its forward, and each half of the backward (I, W) as long as the forward. Prologue, epilogue and messages are not drawn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rich.text import Text
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
 from ...step.piped import Piped
-from ...tables.operations import TIME
+from ...tables.operations import TIME, WORDS, Kind
 from ...text import size as bytes_of
-from .svg import INK, tint
+from .svg import INK, kinds_of, tint
 
 _BANDS = 6  # a schedule of more is drawn without its middle
 _LABEL = 8  # characters left of a lane
@@ -69,22 +69,31 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
                 line.append("." * (cell - own), style="dim")
             yield line
         yield Text()
-    yield _key(v, color)
+    yield from _key(kinds_of(schedule), v, color)
     yield Text()
 
 
-def _key(chunks: int, color: bool) -> Text:
+def _key(kinds: list[Kind], chunks: int, color: bool) -> Iterator[Text]:
     """What cells mean."""
     if not color:
-        of = "F1.0 and B1.0: forward and backward of microbatch 1, chunk 0" if chunks > 1 else ""
-        return Text((of or "F1 and B1: forward and backward of microbatch 1") + "; a dot is idle")
+        suffix, of = (".0", ", chunk 0") if chunks > 1 else ("", "")
+        *names, last = [f"{kind}1{suffix}" for kind in kinds]
+        words = [WORDS[kind] for kind in kinds]
+        if len(kinds) == 2:
+            yield Text(f"{names[0]} and {last}: {words[0]} and {words[1]} of microbatch 1{of}; a dot is idle")
+        else:
+            yield Text(f"{', '.join(kinds)}: {', '.join(words)}")
+            yield Text(
+                f"{' and '.join([', '.join(names), last] if names else [last])}: of microbatch 1{of}; a dot is idle"
+            )
+        return
     line = Text()
-    for kind, word in (("F", "forward"), ("B", "backward")):
-        line.append(f"{word} " if chunks > 1 else "")
+    for kind in kinds:
+        line.append(f"{WORDS[kind]} " if chunks > 1 else "")
         for chunk in range(chunks):
-            line.append(f" {chunk if chunks > 1 else word} ", style=f"{INK} on {tint(kind, chunk, chunks)}")
+            line.append(f" {chunk if chunks > 1 else WORDS[kind]} ", style=f"{INK} on {tint(kind, chunk, chunks)}")
         line.append("  ")
-    return line.append("by chunk" if chunks > 1 else "numbers are microbatches")
+    yield line.append("by chunk" if chunks > 1 else "numbers are microbatches")
 
 
 def _time(columns: Columns) -> int:
@@ -128,12 +137,22 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
     v, each = schedule.chunks, held(schedule, size)
     ranks = f"{each[0]} on every rank" if len(set(each)) == 1 else f"{', '.join(each)} on ranks 0 to {len(each) - 1}"
     room = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
-    least = 3 * (schedule.microbatches + Fraction(schedule.ranks - 1, v))
-    form = f" = 3m + 3(p-1){'/v' if v > 1 else ''}" if schedule.time == least else ""
+    kinds, work = kinds_of(schedule), 3 * schedule.microbatches
+    over = {
+        Fraction(k * (schedule.ranks - 1), v): f" = 3m + {k if k > 1 else ''}(p-1){'/v' if v > 1 else ''}"
+        for k in (3, 1)
+    }
+    costs = ", ".join(f"{TIME[kind]} for {kind}" for kind in kinds)
+    idle = f"{float(schedule.bubble):.1%} of the time"
+    if schedule.branches:
+        longest = schedule.timed(TIME)[1]
+        idle += (
+            f"; {float(1 - Fraction(work * v) / longest):.1%} between a rank's first operation and its last, at most"
+        )
     return {
-        "schedule": f"{schedule.title}: {schedule.ticks} ticks",
-        "time": f"{float(schedule.time):g}{form}: a rank's layers take 1 forwards and 2 backwards",
-        "bubble": f"{float(schedule.bubble):.1%} of the time",
+        "schedule": f"{schedule.title}: {schedule.ticks} {'slots' if schedule.branches else 'ticks'}",
+        "time": f"{float(schedule.time):g}{over.get(schedule.time - work, '')}: a rank's layers take {costs}",
+        "bubble": idle,
         "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room}, as all run one program",
     }

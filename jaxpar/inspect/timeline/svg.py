@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule
-from ...tables.operations import TIME
+from ...tables.operations import KINDS, TIME, WORDS, Kind
 
 INK = "#10151c"  # of numbers on all tints
 _TINTS = {
     "F": (0x4C8DD6, 0xC2DAF6),
     "B": (0xD9822B, 0xF8DBB8),
-    "I": (0xD9822B, 0xF8DBB8),
+    "I": (0xB46BC8, 0xE9CFF2),
     "W": (0x3C9D5D, 0xBCE5C8),
 }  # of the first chunk, and of the last
 _LEFT, _TOP, _LANE, _GAP, _RIGHT = 64, 84, 26, 6, 96
@@ -24,10 +24,16 @@ _STYLE = (
 
 
 def tint(kind: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk's forwards or backwards: blue or orange, lighter from chunk to chunk."""
+    """The colour of a chunk's operations, lighter from chunk to chunk: F blue, B orange, I violet, W green."""
     first, last = (value.to_bytes(3, "big") for value in _TINTS[kind])
     share = chunk / max(1, chunks - 1)
     return "#" + bytes(round(a + (b - a) * share) for a, b in zip(first, last, strict=True)).hex()
+
+
+def kinds_of(schedule: Schedule) -> list[Kind]:
+    """The kinds of operations that a schedule has."""
+    ran = {op.kind for column in schedule.table() for ops in column for op in ops}
+    return [kind for kind in KINDS if kind in ran]
 
 
 def svg(schedule: Schedule, held: list[str]) -> str:
@@ -41,13 +47,14 @@ def svg(schedule: Schedule, held: list[str]) -> str:
     total = sum(column.length for column in columns)
     digits = len(str(schedule.microbatches - 1))
     unit = max(min(26.0, 860 / total), 6.5 * digits + 6)
-    # The caption needs some width, whatever the schedule's.
-    width, bottom = max(_LEFT + total * unit + _RIGHT, 640), _TOP + p * (_LANE + _GAP)
+    legend, most = _legend(kinds_of(schedule), v)
+    # The captions need some width, whatever the schedule's.
+    width, bottom = max(_LEFT + total * unit + _RIGHT, most, 640), _TOP + p * (_LANE + _GAP)
     name = f"{schedule.title}: bubble {float(schedule.bubble):.1%}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {bottom + 46:g}" role="img">',
         f'<title>{name}</title><style>{_STYLE}</style><text class="name" x="{_LEFT}" y="22">{name}</text>',
-        *_legend(v),
+        *legend,
         f'<text class="soft" x="{_LEFT + total * unit + 10:g}" y="{_TOP - 10}">in flight</text>',
     ]
     for rank in range(p):
@@ -76,17 +83,20 @@ def _lane(schedule: Schedule, rank: int, unit: float, y: int) -> Iterator[str]:
         x += length * unit
 
 
-def _legend(chunks: int) -> Iterator[str]:
-    x = _LEFT
-    for kind, word in (("F", "forward"), ("B", "backward, twice as long")):
+def _legend(kinds: list[Kind], chunks: int) -> tuple[list[str], float]:
+    """What colours mean, and how far to the right it goes."""
+    lines, x = [], _LEFT
+    for kind in kinds:
         for chunk in range(chunks):
             fill = tint(kind, chunk, chunks)
-            yield f'<rect class="op" x="{x}" y="38" width="16" height="16" rx="3" fill="{fill}"/>'
+            lines.append(f'<rect class="op" x="{x}" y="38" width="16" height="16" rx="3" fill="{fill}"/>')
             x += 16
+        word = WORDS[kind] + (", twice as long" if TIME[kind] == 2 else "")
         word += f", chunks 0 to {chunks - 1}" if chunks > 1 else ""
-        yield f'<text x="{x + 6}" y="51">{word}</text>'
+        lines.append(f'<text x="{x + 6}" y="51">{word}</text>')
         x += 28 + 7 * len(word)
-    yield f'<rect class="idle" x="{x}" y="38" width="16" height="16"/><text x="{x + 22}" y="51">idle</text>'
+    lines.append(f'<rect class="idle" x="{x}" y="38" width="16" height="16"/><text x="{x + 22}" y="51">idle</text>')
+    return lines, x + 60
 
 
 def _axis(total: int, unit: float, y: int, chunks: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Schedules in lockstep keep every dependency and equal their closed forms. What runs when is read from the table alone.
+"""Schedules in lockstep keep every dependency and equal their closed forms. What runs when is read from `table()`.
 
 Those whose ranks branch: `test_tables.py`.
 """

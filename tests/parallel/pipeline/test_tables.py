@@ -128,8 +128,8 @@ def test_bubbles_of_the_papers() -> None:
     assert 1 - 144 / Schedule("v-min", 8, 24, 2).timed(ONE)[1] <= 16 / 72
 
 
-# Qi et al. 2023: measured times of F, B, W and messages in ms; hidden size and heads, sequences of 1024; bubble rates of
-# ZB-1p and ZB-2p (section 5.3). Of an activation, 34 h + 5 a s, W frees 32 h (table 1).
+# Qi et al. 2023: measured times of F, B, W and messages in ms; hidden size and heads, sequences of 1024; bubble rates
+# of ZB-1p and ZB-2p (section 5.3). Of an activation, 34 h + 5 a s, W frees 32 h (table 1).
 MEASURED = [
     (8, 24, (18.52, 18.09, 9.34, 0.60), 2304, 24, (0.1585, 0.0433)),
     (8, 24, (29.72, 29.44, 19.93, 0.53), 4096, 32, (0.1323, 0.0029)),
