@@ -28,11 +28,11 @@ import jax.extend.core as jec
 
 from ..jaxprs.collectives import KINDS, PRIMITIVES
 from ..jaxprs.jaxpr import live, opened
-from ..jaxprs.shares import share_of
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Place, merged, whole
 from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While
+from .compiled.shares import share_of
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...jaxprs import shares
+from . import shares
 from .kernels import Choice, Executable, Kernel, Operation, While
 from .products import Product
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...jaxprs.collectives import KINDS, on_the_wire
-from ...jaxprs.shares import times
+from .shares import times
 
 
 @dataclasses.dataclass(frozen=True)

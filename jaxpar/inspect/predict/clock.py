@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...jaxprs import shares
+from ..compiled import shares
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of

@@ -1,8 +1,8 @@
 """The engine of tables whose ranks differ: in a slot each rank runs its own operation, F, B, I, W or none.
 
-    slot        3    4    5    6                ZB-H1 (Qi et al. 2023), 2 ranks
-    rank 0     I0   F2   I1   W0
-    rank 1     F1   I1   W0   F2
+    slot       0   1   2   3   4   5   6   7      ZB-H1 (Qi et al. 2023), 2 ranks, the first slots
+    rank 0    F0  F1   .  I0  W0  F2  I1  W1
+    rank 1     .  F0  I0  F1  I1  W0  F2  I2
 
     one slot    look the operation up -> F | B | I | W -> epilogue -> prologue's backward -> messages
 
@@ -31,8 +31,8 @@ import numpy as np
 from jax import lax
 
 from ... import collectives
+from ...inspect.compiled import shares
 from ...jaxprs import jaxpr as jx
-from ...jaxprs import shares
 from ...slicing.halves import Left, merge, pick
 from ...slicing.program import backward, forward
 from ...tables.orders import orders_of
@@ -138,8 +138,8 @@ class Slots(Ranks):
 
     @functools.cached_property
     def paces(self) -> dict[str, int]:
-        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest: B, I with
-        then in their order.
+        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest, as a
+        rule B, then I (which recomputes, if anything does), then F.
         """
         waits = counts.Counter(
             next(kind for kind in "BIFW" if kind in ran)
