@@ -6,8 +6,10 @@ Bubble Pipeline Parallelism, section 2).
     weights    leaves, saved, left       -> cotangents of the leaves
 
 Both are cut from the equations of the whole. What both need, the first half computes and leaves behind; only what
-follows element by element from the rest is computed again, as in `jaxprs/residuals.py`. A layer that is recomputed in
-its backward (`remat`) is so in the first half alone.
+follows element by element from the rest is computed again, as in `jaxprs/residuals.py`. Gradients that are sums
+without a product, of scales and biases, come with the first half. A layer that is recomputed in its backward (`remat`)
+is so in the first half alone, and then all that the second reads of it is left: of a decoder's layer about ten times
+its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, its input 34 MB).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import jax
 from jax.core import Tracer
 
 from ..jaxprs import jaxpr as jx
-from ..jaxprs.residuals import kept
+from ..jaxprs.residuals import CHEAP, kept
+
+_CHEAP = CHEAP | {"tensor_enter"}  # which is its operand; what it sends it sends in its own backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +60,7 @@ class Halves:
         first = jx.needed(eqns, of_inputs)
         done = set(map(id, first))
         second = [eqn for eqn in jx.needed(eqns, of_leaves) if id(eqn) not in done]
+        first, second = _moved(first, second)
         crossing = jx.free(second, of_leaves)
         # What follows from weights alone is no part of what is left: the second half makes it of weights that it reads
         # in any case, and of vectors, which cost little to fetch again.
@@ -64,7 +69,7 @@ class Halves:
         alone = {*leaves, *(v for eqn in of_weights for v in eqn.outvars)}
         there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
         known = {*flat.constvars, *helds, *values, *there}
-        keep, again = kept(first, crossing, known, alone)
+        keep, again = kept(first, crossing, known, alone, _CHEAP)
         second = [*again, *second]
         second = [*jx.needed(of_weights, jx.free(second, of_leaves)), *second]
 
@@ -90,6 +95,23 @@ class Halves:
 
         halves = cls((fetched[0], fetched[1]), part, inputs, weights)
         return halves
+
+
+def _moved(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Both halves, with what follows from the first without a product in it, so that the smaller of operands and result
+    can be left. A layer that is recomputed would leave both factors of what only W reads; a norm's scale, all rows of
+    its gradient.
+    """
+    moved, stay = list(first), []
+    later: set[Any] = set()
+    for eqn in second:
+        there = not any(v in later for v in eqn.invars if not jx.is_literal(v))
+        if there and not eqn.effects and (eqn.primitive.name in _CHEAP or eqn.primitive.name == "reduce_sum"):
+            moved.append(eqn)
+        else:
+            stay.append(eqn)
+            later.update(eqn.outvars)
+    return moved, stay
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["halves"])

@@ -115,7 +115,7 @@ def test_what_is_left() -> None:
         return stack.backward_inputs(Whole(), leaves, inputs, saved, cotangents)[1]
 
     left = jax.eval_shape(left, leaves, inputs, cotangents)
-    assert left.halves.fetched[1] == (True, *[False] * 4)  # a vector alone is fetched again
+    assert not any(left.halves.fetched[1][1:])  # a vector at most is fetched again; its gradient is there already
     rows = (LAYERS, ROWS, LENGTH)
-    assert {x.shape for x in left.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)}
+    assert {x.shape for x in left.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)} | {(LAYERS, DIM)}
     assert sum(x.size for x in left.values) <= LAYERS * ROWS * LENGTH * (3 * DIM + DIM + 2 * FFN + DIM)
