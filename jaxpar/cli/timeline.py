@@ -27,7 +27,7 @@ _WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items
 
 @dataclass(frozen=True)
 class TimelineOptions:
-    """Draws a pipeline's schedule: forwards, backwards, idle time, and what each rank holds."""
+    """Draws a pipeline's schedule: forwards, backwards or their halves, idle time, and what each rank holds."""
 
     pipe: int = 4
     """ranks"""
@@ -35,7 +35,7 @@ class TimelineOptions:
     """parts of a replica's rows that pass through the ranks one after the other"""
     schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
     chunks: int = 1
-    """stages of a rank; more than one is interleaved 1f1b"""
+    """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others"""
     model: str | None = None
     """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
     rows: int | None = None

@@ -338,6 +338,7 @@ def test_from_csv() -> None:
         (["0B0,0F0", "1F0,1B0"], r"rank 0 cannot go on: 0B0 needs 0F0, which rank 0 does not run before it"),
         (["0F0,0B0", "1F0"], r"rank 0 cannot go on: 0B0 needs 1I0 or 1B0, which rank 1 does not run before it"),
         (["0F0,0B0", "1F0,1I0"], r"stage 1 \(rank 1\) never runs W of microbatch 0"),
+        (["0F0,0I0,0W0", "1F0,1W0,1I0"], r"rank 1 cannot go on: 1W0 needs 1I0"),  # rank 0 waits for it
         ([""], "the table is empty"),
     ):
         with pytest.raises(ValueError, match=message):
