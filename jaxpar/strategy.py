@@ -80,10 +80,10 @@ class Strategy:
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
-      schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b" or
-        "gpipe".
+      schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
+        "gpipe", or one with backwards in halves, as "zb-h1".
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
-        2021, section 2.2.2): a smaller bubble, more messages.
+        2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over

@@ -36,6 +36,8 @@ class TimelineOptions:
     schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
     chunks: int = 1
     """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others"""
+    table: Path | None = None
+    """draw this table, in lines of torch's cells as --csv writes them, instead of one by name"""
     model: str | None = None
     """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
     rows: int | None = None
@@ -54,7 +56,12 @@ class TimelineOptions:
 
 def main(options: TimelineOptions, console: Console | None = None) -> None:
     """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
-    schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
+    if options.table and options.model:
+        raise ValueError("--model trains by a schedule's name, and --table has none; leave one of the two out")
+    if options.table:
+        schedule = Schedule.from_csv(options.table.read_text().splitlines(), options.table.stem)
+    else:
+        schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
     size = None if options.model is None else _slot_of(options)
     console = console or Console(highlight=False)
     for line in draw(schedule, console.width, console.color_system is not None):

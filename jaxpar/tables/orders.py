@@ -97,8 +97,8 @@ def _deadlock(
     needed = f"{of}{kind}{op.microbatch}" + (f" or {of}B{op.microbatch}" if kind == "I" else "")
     name = f"{stage}{op.kind}{op.microbatch}"
     return (
-        f"rank {rank} cannot go on: {name} needs {needed}, which rank {owner} does not run before it; keep the order of "
-        f"the layers"
+        f"rank {rank} cannot go on: {name} needs {needed}, which rank {owner} does not run before it; keep the order "
+        f"of the layers"
     )
 
 

@@ -4,6 +4,7 @@ finds under each of its rules, and the patterns of the V, each timed by simulati
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -97,6 +98,7 @@ def _timed(orders: Orders, chunks: int, costs: Costs) -> Found:
     return Found(orders, "V", max(float(ran[-1].end) for ran in each), longest, held)
 
 
+@functools.lru_cache(maxsize=8)  # a step asks for its table more than once
 def auto(p: int, m: int, v: int) -> Table:
     """The best table for F = I = W = 1, whatever it holds; of other times, `Schedule.auto`."""
     return as_soon_as_possible(best(p, m, v).orders, "V", v)

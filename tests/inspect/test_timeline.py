@@ -157,6 +157,19 @@ def test_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv").read_text().splitlines() == list(schedule.csv())
 
 
+def test_a_table_from_a_file(tmp_path: Path) -> None:
+    """What `--csv` has written is drawn as what it was written from; a table that cannot run says why."""
+    path = tmp_path / "mine.csv"
+    shown(TimelineOptions(schedule="zb-v", chunks=2, csv=path))
+    drawn, known = shown(TimelineOptions(table=path)), shown(TimelineOptions(schedule="zb-v", chunks=2))
+    assert drawn == known.replace("zb-v, 4 ranks", "mine, 4 ranks")
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    with pytest.raises(ValueError, match="rank 1 cannot go on: 1B0 needs 1F0"):
+        shown(TimelineOptions(table=path))
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        shown(TimelineOptions(table=path, model="llama-tiny"))
+
+
 @pytest.mark.parametrize("name", ["", *NAMED])
 def test_pictures_of_the_docs_are_what_the_command_draws(tmp_path: Path, name: str) -> None:
     """`pipe.svg` of 1F1B with chunks, and one for every schedule whose ranks branch."""

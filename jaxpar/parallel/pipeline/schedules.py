@@ -90,7 +90,7 @@ class Schedule:
 
     @staticmethod
     def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> Schedule:
-        """The schedule of a table [slot][rank] of operations, none or one in a cell, or F and then B.
+        """The schedule of a `table[slot][rank]` of operations, none or one in a cell, or F and then B.
 
         Chunks and microbatches are counted in it. Raises ValueError that names the first operation whose dependency is
         not met (`tables/checker.py`).
