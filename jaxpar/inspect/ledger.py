@@ -20,6 +20,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -31,6 +32,7 @@ from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Place, merged, whole
 from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While
+from .compiled.shares import share_of
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
@@ -164,6 +166,11 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> It
             walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
             yield from place.branches(walks)
         else:
-            inner = place.loop(eqn.params.get("length")) if name in ("scan", "while") else place
+            inner = place.loop(_trips(eqn)) if name in ("scan", "while") else place
             for sub in jec.jaxprs_in_params(eqn.params):
                 yield from _from_jaxpr(opened(sub)[0], mesh, inner, name == "shard_map")
+
+
+def _trips(eqn: Any) -> int | Fraction | None:
+    share = share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
+    return share.runs if share else eqn.params.get("length")

@@ -13,7 +13,7 @@ from ..jaxprs import jaxpr as jx
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
-from .timeline.drawing import slot_bytes
+from .timeline.drawing import held_bytes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def saved(step: Step, batch: Any) -> int:
     slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
     """
     if step.schedule is not None:
-        return step.schedule.slots * slot_bytes(step, batch)
+        return held_bytes(step, batch)
     return forward(step, batch).saved
 
 

@@ -24,6 +24,7 @@ from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
 from ..parallel.pipeline.schedules import Phase
+from ..parallel.pipeline.slots import Slots
 from ..step.core import Step
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced
@@ -165,19 +166,24 @@ def _piped(step: Step, traced: Traced) -> Counted:
     m = schedule.microbatches
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
+    # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
+    times = [] if schedule.branches else [schedule.messages("F") - m, schedule.messages("B") - m, m]
+
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """One with a forward, one with a backward, and one with both and an epilogue between them."""
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
         loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
+        if isinstance(pipeline, Slots):
+            parts = pipeline.alone()
+            times[:] = [n for n, _ in parts]
+            return [part for _, part in parts]
         return pipeline.once([Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)])
 
     flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
     numbers = jax.tree.unflatten(jax.tree.structure(outs), list(range(len(flat.outvars))))
-    forward, backward, both = (_live(flat, jax.tree.leaves(tick)) for tick in numbers)
-    # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
-    times = schedule.messages("F") - m, schedule.messages("B") - m, m
-    runs, own = _counted(step, list(zip(times, (forward, backward, both), strict=True)))
+    programs = (_live(flat, jax.tree.leaves(tick)) for tick in numbers)
+    runs, own = _counted(step, list(zip(times, programs, strict=True)))
     return Counted(runs, own, len(traced.outputs[0]), traced.counts, False)
 
 

@@ -72,7 +72,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
     eqns: list[Any] = []
     foreign: list[Any] = []  # what has constraints of a mesh of the user's own
 
-    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None) -> None:
+    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None, pulled: bool = False) -> None:
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else env[atom]
@@ -83,12 +83,14 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if (name in CALLS and kernels.of(eqn) is None) or (
+            # Inside a rematerialised call's transpose a kernel is another function, and nothing there says so.
+            pulls = pulled or (name in REMATS and "transpose(" in str(eqn.source_info.name_stack))
+            if (name in CALLS and (pulls or kernels.of(eqn) is None)) or (
                 name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env, lines.source(eqn, site))
+                walk(inner, inner_consts, inner_env, lines.source(eqn, site), pulls)
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say

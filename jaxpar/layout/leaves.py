@@ -5,8 +5,9 @@ and three dims or more, or two with the first the smaller): a scan slices it the
 elements or more is padded along its largest such dim; a smaller one is replicated, and reported.
 
 With a pipeline, the leaves of the largest stack live on the ranks that run their layers: dim 0 is over `pipe`, and with
-v chunks a rank it is two dims, [v, layers / v], the second over `pipe`. If the layers do not divide, zeros follow the
-last. The other leaves serve every rank, and are sharded over `pipe` and `fsdp` together.
+v chunks a rank it is two dims, [v, layers / v], the second over `pipe`; in a V, odd chunks lie in reverse. If the
+layers do not divide, zeros follow the last. The other leaves serve every rank, and are sharded over `pipe` and `fsdp`
+together.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ class Staged:
       held: the dims that they fill: (layers,) or, with chunks, (chunks, layers / chunks). The last is over `pipe`.
       dim: the dim that they are on in the model's own leaf, 1 after `nn.scan(variable_axes={"params": 1})`; None where
         the model has them one by one, in a Python loop.
+      turned: the ranks of a V, on which odd chunks lie in reverse; 0 where every chunk begins on the first rank.
     """
 
     layers: int
     held: tuple[int, ...]
     dim: int | None = 0
+    turned: int = 0
 
     @property
     def chunks(self) -> int:
@@ -74,14 +77,23 @@ class Staged:
 
     def in_order(self, x: jax.Array) -> jax.Array:
         """Whole stages [*held, ...] -> [layers, ...]."""
-        return x if self.held == (self.layers,) else x.reshape(-1, *x.shape[len(self.held) :])[: self.layers]
+        if self.held == (self.layers,):
+            return x
+        return self._turn(x).reshape(-1, *x.shape[len(self.held) :])[: self.layers]
 
     def in_stages(self, x: jax.Array) -> jax.Array:
         """The reverse of `in_order`."""
         if self.held == (self.layers,):
             return x
         widths = [(0, math.prod(self.held) - self.layers)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, widths).reshape(*self.held, *x.shape[1:])
+        return self._turn(jnp.pad(x, widths).reshape(*self.held, *x.shape[1:]))
+
+    def _turn(self, x: jax.Array) -> jax.Array:
+        """Stages [*held, ...] in the order of the layers, from that of the ranks, or the reverse."""
+        if not self.turned:
+            return x
+        stages = x.reshape(self.chunks, self.turned, -1, *x.shape[2:])
+        return jnp.stack([part[::-1] if c % 2 else part for c, part in enumerate(stages)]).reshape(x.shape)
 
     def own(self, x: jax.Array) -> list[jax.Array]:
         """Layers in order [layers, ...] -> the model's own leaves that hold them."""
@@ -211,10 +223,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Pipe:
-    """What the layout needs to know of a pipeline: its ranks, and the chunks that each holds."""
+    """What the layout needs to know of a pipeline: its ranks, the chunks that each holds, and whether odd chunks lie on
+    the ranks in reverse.
+    """
 
     ranks: int = 1
     chunks: int = 1
+    turns: bool = False
 
     def held(self, layers: int) -> tuple[int, ...]:
         """The dims that the layers of a stack fill in whole stages."""

@@ -242,7 +242,8 @@ def make_leaves(
         if path in own:
             if second:  # the stages take layers from dim 0
                 shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
-            form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second))
+            turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
+            form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second), turned)
         second = second and path not in own
         return place(path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second)
 

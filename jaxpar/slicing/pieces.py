@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..jaxprs.buffers import zeros_after
+from .halves import Left, pick
 from .slices import Slice
-from .units import Saved, Unit, pick
+from .units import Saved, Unit
 
 
 class Access(Protocol):
@@ -129,7 +130,7 @@ class Stack:
         def layer(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
             number, xs, here = x
             inputs = [*consts, *carry, *xs]
-            full = [access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in self.slices]
+            full = self._fetched(access, leaves, self.slices, start + number)
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
             else:
@@ -159,18 +160,7 @@ class Stack:
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
-        # The stacks of gradients are carried and written layer by layer. As results of the scan, their reductions
-        # would be pipelined across its end, with a layer's whole gradients between iterations.
-        given = dict(zip(self.unit.leaves, into, strict=True))
-        totals = {
-            s.leaf: self._empty(access, s, leaves[s.leaf], cotangents[0]) if given[s.leaf] is None else given[s.leaf]
-            for s in self.slices
-        }
-        fresh = [
-            given[s.leaf] is None
-            and not any(s.meets(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
-            for s in self.slices
-        ]
+        totals, add = self._totals(access, leaves, cotangents[0], into)
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals = carry
@@ -179,18 +169,12 @@ class Stack:
             known = [*consts, *([None] * self.carry), *xs]
             reads, run = self.unit.backward(known, saved, [*ct_carry, *ct_ys])
             read = pick(reads, self.slices)
-            ct_full, ct_in = run([access.fetch(s.leaf, s.of(leaves[s.leaf], start + number), True) for s in read])
+            ct_full, ct_in = run(self._fetched(access, leaves, read, start + number))
             if here is not None:
                 through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
                 ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
-            totals = dict(totals)
-            for s, ct, first in zip(self.slices, ct_full, fresh, strict=True):
-                given = None if ct is None else access.give(s.leaf, ct, True)
-                if given is not None:
-                    total = totals[s.leaf]
-                    given = given if first else given + s.of(total, start + number)
-                    totals[s.leaf] = s.into(total, given, start + number)
+            totals = add(totals, ct_full, start + number)
             return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
@@ -202,6 +186,107 @@ class Stack:
             reverse=not self.reverse,
         )
         return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+
+    def backward_inputs(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Saved,
+        cotangents: list[Any],
+        start: Any = 0,
+        real: jax.Array | None = None,
+    ) -> tuple[list[Any], Left]:
+        """The first half of `backward`: cotangents of the linear inputs, and what it leaves of each layer, stacked."""
+        consts, _, xs = self.parts(inputs)
+        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
+        n_const, n_carry = sum(linear_consts), sum(linear_carry)
+
+        def layer(carry: Any, x: Any) -> tuple[Any, Any]:
+            ct_carry, ct_consts = carry
+            number, saved, xs, ct_ys, here = x
+            known, given = [*consts, *([None] * self.carry), *xs], [*ct_carry, *ct_ys]
+            halves = self.unit.halves(known, saved, given)
+            full = self._fetched(access, leaves, pick(halves.fetched[0], self.slices), start + number)
+            ct_in, left = halves.inputs(full, pick(self.unit.held, known), saved.values, given)
+            if here is not None:
+                ct_in = _where(here, ct_in, [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))])
+            ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
+            return (ct_in[n_const : n_const + n_carry], ct_consts), (ct_in[n_const + n_carry :], left)
+
+        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
+        (ct_carry, ct_consts), (ct_xs, left) = lax.scan(
+            layer,
+            (cotangents[:n_carry], zeros),
+            (jnp.arange(self.length), saved, xs, cotangents[n_carry:], real),
+            length=self.length,
+            reverse=not self.reverse,
+        )
+        return [*ct_consts, *ct_carry, *ct_xs], left
+
+    def backward_weights(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: list[Any],
+        left: Left,
+        into: list[Any],
+        start: Any = 0,
+        real: jax.Array | None = None,
+    ) -> list[Any]:
+        """The second half of `backward`: `into` with this use's gradients added. `saved` are those of the values saved
+        that it reads (`Halves.saved`).
+        """
+        consts, _, xs = self.parts(inputs)
+        here = next(x for x in (*left.values, *saved) if jnp.issubdtype(x.dtype, jnp.floating))
+        totals, add = self._totals(access, leaves, here, into)
+
+        def layer(totals: Any, x: Any) -> tuple[Any, None]:
+            number, saved, left, xs, here = x
+            known = pick(self.unit.held, [*consts, *([None] * self.carry), *xs])
+            full = self._fetched(access, leaves, pick(left.halves.fetched[1], self.slices), start + number)
+            ct_full = left.halves.weights(full, known, saved, left)
+            ct_full = ct_full if here is None else _where(here, ct_full, [0] * len(ct_full))
+            return add(totals, ct_full, start + number), None
+
+        every = (jnp.arange(self.length), saved, left, xs, real)
+        totals, _ = lax.scan(layer, totals, every, length=self.length, reverse=not self.reverse)
+        return [totals[i] for i in self.unit.leaves]
+
+    @staticmethod
+    def _fetched(access: Access, leaves: Sequence[Any], slices: Sequence[Slice], number: Any) -> list[jax.Array]:
+        """One layer's weights."""
+        return [access.fetch(s.leaf, s.of(leaves[s.leaf], number), True) for s in slices]
+
+    def _totals(self, access: Access, leaves: Sequence[Any], after: jax.Array, into: list[Any]) -> tuple[Any, Any]:
+        """The stacks of gradients by leaf, those there are or zeros, and `add(stacks, cotangents, layer)`.
+
+        They are carried and written layer by layer. As results of the scan, their reductions would be pipelined across
+        its end, with a layer's whole gradients between iterations.
+        """
+        given = dict(zip(self.unit.leaves, into, strict=True))
+        totals = {
+            s.leaf: self._empty(access, s, leaves[s.leaf], after) if given[s.leaf] is None else given[s.leaf]
+            for s in self.slices
+        }
+        fresh = [
+            given[s.leaf] is None
+            and not any(s.meets(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
+            for s in self.slices
+        ]
+
+        def add(totals: Any, cotangents: Sequence[Any], number: Any) -> Any:
+            totals = dict(totals)
+            for s, ct, first in zip(self.slices, cotangents, fresh, strict=True):
+                given = None if ct is None else access.give(s.leaf, ct, True)
+                if given is not None:
+                    total = totals[s.leaf]
+                    given = given if first else given + s.of(total, number)
+                    totals[s.leaf] = s.into(total, given, number)
+            return totals
+
+        return totals, add
 
     @staticmethod
     def _empty(access: Access, of: Slice, shard: jax.Array, after: jax.Array) -> jax.Array | None:

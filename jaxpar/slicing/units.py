@@ -19,6 +19,7 @@ from ..jaxprs import jaxpr as jx
 from ..jaxprs.buffers import anchor
 from ..jaxprs.orientation import oriented
 from ..jaxprs.residuals import kept
+from .halves import Halves, merge, pick
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,20 @@ class Unit:
 
         return reads, run
 
-    def _pulled(self, forward: Forward, held: Any, values: Any, cotangents: Any) -> tuple[Any, ...]:
+    def halves(self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]) -> Halves:
+        """The backward in two programs; the arguments are those of `backward`, and may be abstract."""
+        rest = (pick(self.held, inputs), saved.values, list(cotangents))
+        kind = ("halves", _kind(*rest))
+        if (made := saved.forward.backwards.get(kind)) is None:
+            flat, eqns, _, _ = self._pulled(saved.forward, *rest, remats=True)
+            floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes)
+            made = Halves.of(flat, eqns, floats, *map(len, rest))
+            saved.forward.backwards[kind] = made
+        return made
+
+    def _pulled(
+        self, forward: Forward, held: Any, values: Any, cotangents: Any, remats: bool = False
+    ) -> tuple[Any, ...]:
         """The backward's program, its equations, which leaves they read, and the tree of its results."""
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
 
@@ -118,7 +132,7 @@ class Unit:
             (ct_full,) = pull_pre(ct_weights)
             return merge(floats, ct_full, [None] * len(full)), ct_inputs
 
-        flat, out = jx.trace(pull, list(self.shapes), held, values, cotangents)
+        flat, out = jx.trace(pull, list(self.shapes), held, values, cotangents, remats=remats)
         eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
         read = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read for v in flat.invars[: len(self.shapes)])
@@ -135,14 +149,14 @@ class Forward:
       run: `run(*consts, *weights, *inputs)`, outputs and then what is saved.
       pull: `pull(saved, weights, held inputs)`, the vjp function from cotangents of the active outputs to those of the
         weights and of the linear inputs.
-      backwards: the backwards of it that were traced.
+      backwards: the backwards of it that were traced, whole ones and those in halves.
     """
 
     outs: int
     consts: tuple[Any, ...]
     run: Callable[..., list[Any]]
     pull: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
-    backwards: dict[Any, tuple[Any, ...]] = field(default_factory=dict, repr=False)
+    backwards: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["forward"])
@@ -158,14 +172,3 @@ def _kind(*arrays: Sequence[Any]) -> Any:
     """What a trace depends on: abstract arrays, and the mesh whose axes it may name."""
     leaves = ((jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for xs in arrays for x in xs)
     return (jax.sharding.get_abstract_mesh(), *map(len, arrays), *leaves)
-
-
-def pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """The values where the mask is true."""
-    return [v for v, take in zip(values, mask, strict=True) if take]
-
-
-def merge(mask: Sequence[bool], picked: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The picked values where the mask is true, elsewhere those of `others`."""
-    it = iter(picked)
-    return [next(it) if take else other for take, other in zip(mask, others, strict=True)]

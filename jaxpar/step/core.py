@@ -65,16 +65,12 @@ class Step(Start, Intake):
         shards = mesh.shape["fsdp"]
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
-        if schedule is not None and schedule.branches:
-            raise ValueError(
-                f"schedule={strategy.schedule!r} can be drawn and exported (jaxpar timeline), and no step can run it "
-                f"yet; use 1f1b or gpipe"
-            )
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         parts = mesh.shape["tensor"]
         order = functools.partial(creation_order, model.create)
         split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks), split, parts)
+        turns = schedule is not None and schedule.placement == "V"
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

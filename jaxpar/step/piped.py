@@ -12,6 +12,7 @@ from jax import lax
 
 from ..model.model import Replicated
 from ..parallel.pipeline.chunks import shareable
+from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
 from ..slicing.program import Program
 from .tracing import Loss, Tracing
@@ -29,7 +30,7 @@ class Piped:
     rows: Any
     keys: jax.Array | None
 
-    def pipeline(self, seed: jax.Array | None) -> Pipeline:
+    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots:
         """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
         without one, of an evaluation: forwards alone.
         """
@@ -46,7 +47,8 @@ class Piped:
         stored = [x.astype(leaf.dtype) for x, leaf in zip(self.loss.stored, traced.leaves, strict=True)]
         summed = range(len(jax.tree.leaves(traced.outputs[0])))
         schedule = schedule if seeds is not None else schedule.forwards
-        return Pipeline(traced.program, schedule, self.loss.access, stored, self._values, summed, seeds, shared, part)
+        engine = Slots if schedule.branches else Pipeline
+        return engine(traced.program, schedule, self.loss.access, stored, self._values, summed, seeds, shared, part)
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         at = lambda x: x[microbatch]

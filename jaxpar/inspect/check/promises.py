@@ -178,7 +178,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
         names += ["widened"] * wide
     if kind == "all-reduce":
         extra, names = SCALARS, [*names, "norms"]
-    ticks = 1 if schedule is None else schedule.messages("F")
+    ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
         least, names = 0.99 - 1 / ticks, [*names, "last message"]
     if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.mesh.shape["fsdp"] > 1:

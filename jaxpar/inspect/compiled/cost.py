@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from . import shares
 from .kernels import Choice, Executable, Kernel, Operation, While
 from .products import Product
 
@@ -95,9 +96,8 @@ def _counted(operations: Iterable[Operation], times: int | None, conditional: bo
         if isinstance(one, Kernel):
             yield Cost(one, times, conditional)
         elif isinstance(one, While):
-            yield from _counted(
-                one.body, None if times is None or one.trips is None else times * one.trips, conditional
-            )
+            known = None if times is None or one.trips is None else shares.times(times, one.trips)
+            yield from _counted(one.body, known, conditional)
         elif isinstance(one, Choice):
             branches = [list(_counted(branch, times, True)) for branch in one.branches]
             yield from max(branches, key=_weight)

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ...jaxprs.collectives import KINDS, on_the_wire
+from .shares import times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +73,20 @@ class Place:
     in_loop: bool = False
     conditional: bool = False
 
-    def loop(self, trips: int | None) -> "Place":
+    def loop(self, trips: int | Fraction | None) -> "Place":
         """The same place in the body of a loop; `trips` None where their number is unknown."""
-        times = None if trips is None or self.times is None else self.times * trips
-        return dataclasses.replace(self, times=times, in_loop=True)
+        known = None if trips is None or self.times is None else times(self.times, trips)
+        return dataclasses.replace(self, times=known, in_loop=True)
 
     def collectives(
         self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int]
     ) -> Iterator[Collective]:
         """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
         place = dataclasses.asdict(self)
-        if (times := place.pop("times")) != 0:
+        if (count := place.pop("times")) != 0:
             for dtype, nbytes in buffers.items():
-                total = nbytes * (1 if times is None else times)
-                yield Collective(kind, axes, dtype, times, total, **place, ranks=ranks)
+                total = nbytes * (1 if count is None else count)
+                yield Collective(kind, axes, dtype, count, total, **place, ranks=ranks)
 
     def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
         """The branch that sends most; `conditional` unless all branches run the same collectives."""

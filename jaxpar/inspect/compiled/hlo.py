@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import PurePath
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 
 from ...jaxprs.collectives import KINDS
 from .entry import whole
+from .shares import Share, share_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +58,16 @@ class Instruction:
         return found[1] if found else ""
 
     @property
-    def trips(self) -> int | None:
-        """Iterations of a `while`, where XLA knows them."""
+    def trips(self) -> int | Fraction | None:
+        """Iterations of a `while`, where XLA knows them, or its name says in which part of another's it has one."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        return int(found[1]) if found else self.share and self.share.runs
+
+    @property
+    def share(self) -> Share | None:
+        """What the name of a `while` says (`shares.py`)."""
+        found = re.search(r'op_name="([^"]*)"', self.rest) if self.opcode == "while" else None
+        return share_of(found[1]) if found else None
 
     @property
     def branches(self) -> list[str]:

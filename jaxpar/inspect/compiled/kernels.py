@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import jax
 
@@ -95,11 +96,14 @@ class Done:
 
 @dataclass(frozen=True)
 class While:
-    """A `while`: condition and body, `trips` times; None where XLA does not know how often."""
+    """A `while`: condition and body, `trips` times; None where nobody knows how often. A fraction is of the iterations
+    of the loop around it, in `paces` of which devices wait for this one.
+    """
 
     name: str
-    trips: int | None
+    trips: int | Fraction | None
     body: tuple[Operation, ...]
+    paces: Fraction | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class Executable:
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
             # GPUs do not run the condition of a loop whose length is known.
             parts = parts if i.trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
-            yield While(i.name, i.trips, tuple(operation for part in parts for operation in self._block(part)))
+            body = tuple(operation for part in parts for operation in self._block(part))
+            yield While(i.name, i.trips, body, i.share and i.share.paces)
         elif i.opcode == "conditional":
             yield Choice(i.name, tuple(self._block(branch) for branch in i.branches))
         elif i.opcode == "call":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..compiled import shares
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
@@ -110,6 +111,10 @@ class Clock:
 
     def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:
         trips, total = loop.trips, 0.0
+        if loop.paces is not None:
+            # In an iteration of the loop around it a device runs this or another; the slowest of them takes the time.
+            spent, queue = self._run(loop.body, queue, shares.times(times, trips or 0))
+            return float(loop.paces) * spent, queue
         if trips is None:
             trips = 1
             self._note(f"{loop.name}: a loop of unknown length is counted once.")
@@ -121,7 +126,7 @@ class Clock:
                 break
             queue = left
         if trips:
-            spent, queue = self._run(loop.body, queue, times * trips)
+            spent, queue = self._run(loop.body, queue, shares.times(times, trips))
             total += trips * spent
         return total, queue
 

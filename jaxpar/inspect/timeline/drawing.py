@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
-from ...parallel.pipeline.schedules import Column, Phase, Schedule
+from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
 from ...step.piped import Piped
 from ...tables.operations import TIME, WORDS, Kind
@@ -166,21 +166,31 @@ def slot_bytes(step: Step, batch: Any) -> int:
 
     `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
     """
+    assert step.schedule is not None
+    return _held_bytes(step, batch)[0] // step.schedule.slots
+
+
+def held_bytes(step: Step, batch: Any) -> int:
+    """Bytes of what a rank of a pipelined step has room for, of all slots: from F to B, or to W; and from I to W."""
+    return sum(_held_bytes(step, batch))
+
+
+def _held_bytes(step: Step, batch: Any) -> list[int]:
+    """Those of forwards for backwards, and of I for W."""
     schedule = step.schedule
     assert schedule is not None
     state = step.abstract_state()
 
-    def stash(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
+    def held(stored: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         loss, rows = step.local.bound(stored, variables, batch, key)
         piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
-        phase = Phase(start=0, length=1, forward=True, backward=False, epilogue=False)
-        return piped.pipeline(jnp.float32(1)).once([phase])[0].stash
+        return piped.pipeline(jnp.float32(1)).held()
 
     step.check(batch)
     stored = state.copy if step.layout.copied else state.params
 
-    def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
-        return step.mapped(stash, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
+    def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
+        return step.mapped(held, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
 
     kept = jax.eval_shape(mapped, stored, state.variables, batch, state.key)
-    return sum(x.size * x.dtype.itemsize for x in kept) // schedule.slots
+    return [sum(x.size * x.dtype.itemsize for x in part) for part in kept]

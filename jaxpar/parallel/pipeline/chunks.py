@@ -160,9 +160,21 @@ class Cut:
 
         return consts, init, [part(x) for x in xs]
 
+    def _stage(self, op: Any) -> jax.Array:
+        """The stage that this rank's chunk is."""
+        ranks, rank, chunk = self.schedule.ranks, lax.axis_index(AXIS), op["chunk"]
+        if self.schedule.placement == "V":
+            rank = jnp.where(chunk % 2 == 1, ranks - 1 - rank, rank)
+        return chunk * ranks + rank
+
     def _start(self, op: Any) -> jax.Array:
         """The first layer of this rank's chunk, counted in the stack."""
-        return (op["chunk"] * self.schedule.ranks + lax.axis_index(AXIS)) * self.each
+        return self._stage(op) * self.each
+
+    @property
+    def is_last(self) -> jax.Array:
+        """Whether this rank holds the last stage."""
+        return lax.axis_index(AXIS) == self.schedule.place(self.schedule.ranks * self.schedule.chunks - 1).rank
 
     def _real(self, op: Any) -> jax.Array | None:
         """Which layers of this rank's chunk are the model's; None if all are."""

@@ -30,20 +30,10 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
-from ...slicing.pieces import Access
-from ...slicing.program import Program, backward, forward, read
-from .chunks import AXIS, Cotangents, Cut, Message, after, before
+from ...slicing.program import backward, forward
+from .chunks import AXIS, Cotangents, Message, before
+from .ranks import Ranks
 from .schedules import Kind, Phase
-
-
-class _Masked:
-    """Access whose gradients count only where a condition holds. Never times zero: what is dropped may be NaN."""
-
-    def __init__(self, access: Access, condition: jax.Array):
-        self.fetch, self._give, self.condition = access.fetch, access.give, condition
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        return self._give(index, jnp.where(self.condition, cotangent, jnp.zeros_like(cotangent)), sliced)
 
 
 def _op(kind: Kind, row: Any) -> dict[str, jax.Array]:
@@ -76,27 +66,8 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 
 
 @dataclass(frozen=True)
-class Pipeline(Cut):
-    """One sliced loss under one schedule, to be run inside `shard_map`.
-
-    Attributes:
-      program, schedule: the loss on the rows of one microbatch, and its schedule.
-      access: how parameters are fetched and gradients given.
-      leaves: what this rank stores; of stages' own leaves its layers, chunk by chunk, on dim 0.
-      values: `values(microbatch)`, those of the program's inputs.
-      summed: positions of the outputs to add up.
-      seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
-      shared: the loss on the rows of one rank's part of a microbatch, if the ranks share the epilogue, and `part`, its
-        values as `values`.
-    """
-
-    access: Access
-    leaves: Sequence[jax.Array]
-    values: Callable[[jax.Array], list[Any]]
-    summed: Sequence[int]
-    seeds: dict[int, jax.Array] | None = None
-    shared: Program | None = None
-    part: Callable[[jax.Array], list[Any]] | None = None
+class Pipeline(Ranks):
+    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; fields as those of `Ranks`."""
 
     # -- all ticks -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +104,11 @@ class Pipeline(Cut):
         row["epilogue"] = jnp.int32(0)
         carry, saved = self._start_of(row)
         return [self.tick(phase, saved, carry, row) for phase in phases]
+
+    def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W: nothing here."""
+        row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
+        return self._start_of(row)[0].stash, []
 
     def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
         """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""
@@ -172,113 +148,11 @@ class Pipeline(Cut):
 
     # -- one tick ------------------------------------------------------------------------------------------------------
 
-    def forward(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
-        """One chunk of layers on a message: the next message, and what the backward needs."""
-        k = self.stack.carry
-        consts, init, xs = self._inputs(env, op)
-        first = (op["chunk"] == 0) & (lax.axis_index(AXIS) == 0)
-        carry = [jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)]
-        outs, saved = self.stage.forward(
-            self.access, self.leaves, [*consts, *carry, *xs], grad, op["chunk"] * self.each, self._real(op)
-        )
-        by_layer = []
-        for j, buffer in zip(self.collected, message.by_layer, strict=True):
-            buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
-            by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
-        return Message(outs[:k], by_layer), saved
-
-    def epilogue(
-        self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
-    ) -> tuple[list[Any], list[jax.Array], Cotangents | None]:
-        """The loss of the microbatch that has left the last layer, and its gradients: grads, sums, and cotangents, if
-        there are any.
-        """
-        last = lax.axis_index(AXIS) == self.schedule.ranks - 1
-        program, access = self.program, _Masked(self.access, last)
-        message = self.whole(message)
-        if self.shared is not None and self.part is not None:
-            program, access = self.shared, self.access
-            env = program.environment(self.part(microbatch))
-            forward(before(program), access, self.leaves, env, False)
-            mine = jax.tree.map(lambda x: jnp.where(last, x, jnp.zeros_like(x)), message)
-            message = jax.tree.map(lambda x: collectives.reduce_scatter(x, [AXIS], 0), mine)
-        variables = self.message(program)
-        env.update(zip(jax.tree.leaves(variables), jax.tree.leaves(message), strict=True))
-        tape = forward(after(program), access, self.leaves, env, bool(self.seeds))
-        found = [read(env, program.outputs[i]) for i in self.summed]
-        if self.shared is None:
-            found = [jnp.where(last, x, 0) for x in found]
-        sums = [s + x for s, x in zip(sums, found, strict=True)]
-        if not self.seeds:
-            return grads, sums, None
-        cts = program.seeded(self.seeds)
-        grads = backward(after(program), access, self.leaves, tape, cts, grads)
-        wanted = Cotangents(variables.where(self.linear), self.side())
-        made = jax.tree.map(lambda v: cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)), wanted)
-        if self.shared is not None:
-            made = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), made)
-        return grads, sums, made
-
-    def backward(
-        self, env: dict[Any, Any], op: Any, saved: Any, cts: Message, grads: list[Any]
-    ) -> tuple[list[Any], Message, dict[Any, Any]]:
-        """Gradients, cotangents for the rank before, and those of what the prologue made."""
-        stack, k = self.stack, self.stack.carry
-        consts, _, xs = self._inputs(env, op)
-        by_layer = dict(zip([j for j in self.collected if stack.unit.active[k + j]], cts.by_layer, strict=True))
-        given = list(cts.carry)
-        for j, v in enumerate(stack.outputs[k:]):
-            if stack.unit.active[k + j]:
-                shape = (self.each, *v.aval.shape[1:])
-                given.append(
-                    lax.dynamic_slice_in_dim(by_layer[j], self._start(op), self.each, axis=0)
-                    if j in by_layer
-                    else jnp.zeros(shape, v.aval.dtype)
-                )
-        own = stack.unit.leaves
-        masked = _Masked(self.access, op["valid"])
-        totals, ct_in = self.stage.backward(
-            masked,
-            self.leaves,
-            [*consts, *([None] * k), *xs],
-            saved,
-            given,
-            [grads[i] for i in own],
-            op["chunk"] * self.each,
-            self._real(op),
-        )
-        for i, total in zip(own, totals, strict=True):
-            grads[i] = total
-
-        n = stack.consts
-        linear = stack.unit.linear
-        ct_consts, ct_in = ct_in[: sum(linear[:n])], ct_in[sum(linear[:n]) :]
-        ct_carry, ct_xs = ct_in[: sum(linear[n : n + k])], ct_in[sum(linear[n : n + k]) :]
-        first = (op["chunk"] == 0) & (lax.axis_index(AXIS) == 0)
-        made: dict[Any, Any] = {}
-
-        def add(atom: Any, ct: jax.Array, condition: jax.Array) -> None:
-            if not jx.is_literal(atom):
-                ct = jnp.where(condition, ct, jnp.zeros_like(ct))
-                made[atom] = made[atom] + ct if atom in made else ct
-
-        atoms = [(i, a) for i, a in enumerate(stack.inputs) if linear[i]]
-        for (i, atom), ct in zip(atoms, [*ct_consts, *ct_carry, *ct_xs], strict=True):
-            if i < n:
-                add(atom, ct, op["valid"])
-            elif i < n + k:
-                add(atom, ct, op["valid"] & first)
-            else:
-                whole = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
-                whole = lax.dynamic_update_slice_in_dim(whole, ct, self._start(op), axis=0)
-                add(atom, whole[: stack.length], op["valid"])
-        return grads, Message(ct_carry, cts.by_layer), made
-
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        program, last = self.program, lax.axis_index(AXIS) == self.schedule.ranks - 1
+        program, last = self.program, self.is_last
         made: Cotangents | None = None
         if phase.forward:
             op = _op("F", row)

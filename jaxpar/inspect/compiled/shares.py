@@ -1,0 +1,44 @@
+"""Loops of one iteration or none, in some iterations of the loop that they are in: how often is written in their name,
+for whoever reads the program. XLA does not know.
+
+    runs     iterations of the outer loop in which it runs, on one device
+    paces    those in which it is what all devices wait for: one of the loops that run then on one of them
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+_NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:/while)?$")
+
+
+class Share(NamedTuple):
+    """What a loop's name says of it, as parts of the iterations of the loop around it."""
+
+    runs: Fraction
+    paces: Fraction
+
+
+def name_of(runs: int, paces: int, of: int) -> str:
+    """The scope in which such a loop stands."""
+    return f"runs_{runs}_paces_{paces}_of_{of}"
+
+
+def share_of(name: str) -> Share | None:
+    """From the names of scopes in which a `while` stands, of a jaxpr's equation or of an instruction; None of others.
+
+    >>> share_of("jit(step)/while/body/runs_8_paces_3_of_20/while")
+    Share(runs=Fraction(2, 5), paces=Fraction(3, 20))
+    """
+    found = _NAME.search(name)
+    if found is None:
+        return None
+    runs, paces, of = map(int, found.groups())
+    return Share(Fraction(runs, of), Fraction(paces, of))
+
+
+def times(outer: int, trips: int | Fraction) -> int:
+    """Executions of a loop's body, from those of the loop around it."""
+    return round(outer * trips)

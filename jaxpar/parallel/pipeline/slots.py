@@ -1,0 +1,338 @@
+"""The engine of tables whose ranks differ: in a slot each rank runs its own operation, F, B, I, W or none.
+
+    slot       0   1   2   3   4   5   6   7      ZB-H1 (Qi et al. 2023), 2 ranks, the first slots
+    rank 0    F0  F1   .  I0  W0  F2  I1  W1
+    rank 1     .  F0  I0  F1  I1  W0  F2  I2
+
+    one slot    look the operation up -> F | B | I | W -> epilogue -> prologue's backward -> messages
+
+One scan goes over the slots. Collectives over `pipe` stand where all ranks come: messages, in every slot; the epilogue,
+in the slots in which a microbatch leaves the last stage; the prologue, in those in which one enters the first, or its
+cotangents leave it. The others stand inside operations: their groups lie within one pipe rank, and take the same way.
+
+An operation is a loop of no iteration or one. As a branch of `lax.switch` it would be handed the gradients and what is
+stashed, and hand them back: XLA copies both for a conditional, in every branch and once more behind it (jax 0.10.2, CPU
+and H100: 39.8 and 38.8 MB of temporaries where loops take 3.1 and 6.3), and writes in place in loops. A loop's compiler
+moves out what is the same in all its iterations, so all that an operation looks up depends on the iteration's number.
+"""
+
+from __future__ import annotations
+
+import collections as counts
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ... import collectives
+from ...inspect.compiled import shares
+from ...jaxprs import jaxpr as jx
+from ...slicing.halves import Left, merge, pick
+from ...slicing.program import backward, forward
+from ...tables.orders import orders_of
+from .buffers import CODES
+from .chunks import AXIS, Message, before
+from .ranks import Ranks, with_totals
+
+_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
+
+
+class Once(Protocol):
+    """How a slot runs one of its parts, `fun(number, carry)`, where a condition holds; `number` is 0."""
+
+    def __call__(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """The carry after it."""
+        ...
+
+
+def _lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function without what nobody reads: the embedding where only its masks are needed."""
+    flat, out = jx.trace(fun, *args)
+    run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+    tree = jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(tree, run(*flat.consts, *jax.tree.leaves(args)))
+
+
+@dataclass(frozen=True)
+class State:
+    """What one slot hands to the next.
+
+    Attributes:
+      buffers: messages and cotangents that wait, [buffers, ...].
+      stash: what backwards need of forwards, [stashes, ...]; no weights.
+      kept: what I left for W, [keeps, ...].
+      grads: accumulated gradients, one for each leaf.
+      sums: outputs of the loss, added up over microbatches.
+    """
+
+    buffers: Message
+    stash: list[jax.Array]
+    kept: list[jax.Array]
+    grads: list[jax.Array | None]
+    sums: list[jax.Array]
+
+
+jax.tree_util.register_dataclass(State, [f.name for f in dataclasses.fields(State)], [])
+
+
+def _at(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _put(tree: Any, values: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, index, axis=0), tree, values)
+
+
+@dataclass(frozen=True)
+class Slots(Ranks):
+    """One sliced loss under a schedule whose ranks branch; fields as those of `Ranks`."""
+
+    def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
+        """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""
+        rows = self.rows()
+        first = _at(rows, jnp.int32(0))
+        state, saved, left = self._first(first)
+        body = _lean(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
+        state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
+        return state.grads, state.sums
+
+    def _loop(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """As a loop of one iteration, or of none."""
+        body = _lean(fun, jnp.int32(0), carry)
+        more = lambda state: state[0] < here.astype(jnp.int32)
+        with jax.named_scope(shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)):
+            return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
+
+    def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W."""
+        state, _, _ = self._first(_at(self.rows(), jnp.int32(0)))
+        return state.stash, state.kept
+
+    def alone(self) -> list[tuple[int, Any]]:
+        """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make
+        of zeros, to look at.
+        """
+        row = _at(self.rows(), jnp.int32(0))
+        state, saved, left = self._first(row)
+
+        def look(part: str) -> Any:
+            once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry) if name == part else carry
+            env, _ = self._before(row["microbatch"], False)  # what operations read is there in every slot
+            consts, _, xs = self._inputs(env, row)
+            return self.slot(state, row, saved, left, once), consts, xs
+
+        rest = self.schedule.ticks - sum(self.runs.values())
+        return [(rest, look("")), *((n, look(part)) for part, n in self.runs.items() if n)]
+
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """Slots in which a rank runs each part of a slot; of the operations, what the busiest rank runs."""
+        ran = {k: [sum(op.kind == k for op in order) for order in orders_of(self.schedule.table())] for k in self.kinds}
+        return {k: max(of_ranks) for k, of_ranks in ran.items()} | self._uniform
+
+    @functools.cached_property
+    def paces(self) -> dict[str, int]:
+        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest, as a
+        rule B, then I (which recomputes, if anything does), then F.
+        """
+        waits = counts.Counter(
+            next(kind for kind in "BIFW" if kind in ran)
+            for column in self.schedule.table()
+            if (ran := "".join(op.kind for ops in column for op in ops))
+        )
+        return {kind: waits[kind] for kind in self.kinds} | self._uniform
+
+    @property
+    def _uniform(self) -> dict[str, int]:
+        return {name: sum(on) for name, on in self.marks.items()}
+
+    def rows(self) -> dict[str, jax.Array]:
+        """What each slot of this rank looks up: its own, and what is the same on all ranks."""
+        rank, marks = lax.axis_index(AXIS), self.marks
+        own = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, rank] for name in _LOOKED_UP}
+        left = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
+        return own | {name: jnp.array(on) for name, on in marks.items()} | {"left": jnp.array([x or 0 for x in left])}
+
+    @functools.cached_property
+    def marks(self) -> dict[str, list[bool]]:
+        """Of each slot whether a microbatch enters the first stage, leaves the last, and whether cotangents of the
+        prologue are made.
+        """
+        schedule, stack = self.schedule, self.stack
+        consts, _, xs = stack.parts(stack.unit.linear)
+        everywhere = any((*consts, *xs))
+        out: dict[str, list[bool]] = {"enters": [], "leaves": [], "pulls": []}
+        for slot, column in enumerate(schedule.table()):
+            ran = [(op.kind, schedule.stage(rank, op.chunk)) for rank, ops in enumerate(column) for op in ops]
+            out["enters"].append(("F", 0) in ran)
+            out["leaves"].append(schedule.epilogue(slot) is not None)
+            out["pulls"].append(any(kind in "BI" and (everywhere or stage == 0) for kind, stage in ran))
+        return out
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of operations that the table has."""
+        return frozenset(op.kind for column in self.schedule.table() for ops in column for op in ops)
+
+    def _first(self, row: Any) -> tuple[State, Any, Left | None]:
+        """The first state, all zeros, and the structures of what is stashed and of what I leaves."""
+        rows, variables = self.schedule.rows, self.message(self.program)
+        message = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+        zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
+        sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
+        state = State(zeros(rows.buffers, message), [], [], [None] * len(self.leaves), sums)
+        if self.seeds is None:
+            return state, None, None
+
+        def one(row: Any) -> Any:
+            env, _ = self._before(row["microbatch"], False)
+            _, saved = self.chunk(env, row, message, True)
+            return saved, self.inputs(env, row, saved, message.where(self.linear))[1]
+
+        saved, left = jax.eval_shape(one, row)
+        kept = left.values if "I" in self.kinds else []
+        state = dataclasses.replace(state, stash=zeros(rows.stashes, saved.values), kept=zeros(rows.keeps, kept))
+        straight: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry)
+        grads = jax.eval_shape(lambda s, r: self.slot(s, r, saved, left, straight), state, row).grads
+        grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
+        return dataclasses.replace(state, grads=grads), saved, left
+
+    # -- one slot ------------------------------------------------------------------------------------------------------
+
+    def slot(self, state: State, row: Any, saved: Any, left: Left | None, once: Once) -> State:
+        """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
+        stash, kept, grads, sums, buffers = state.stash, state.kept, list(state.grads), state.sums, state.buffers
+        env, _ = self._before(row["microbatch"], False)
+        message = _at(buffers, row["read"])
+
+        def enter(number: jax.Array, message: Message) -> Message:
+            env, _ = self._before(row["microbatch"] + number, False)
+            return self.entered(env, {"chunk": jnp.where(row["kind"] == CODES["F"], row["chunk"], 1)}, message)
+
+        message = once("enters", row["enters"], enter, message)
+        run = _Operations(self, env, row, saved, left)
+        of = lambda kind: row["kind"] == CODES[kind]
+        message, stash = once("F", of("F"), run.forward, (message, stash))
+        extras = self._no_extras()
+        if "B" in self.kinds:
+            back = functools.partial(run.backward, stash)
+            message, extras, grads = once("B", of("B"), back, (message, extras, grads))
+        if "I" in self.kinds:
+            message, extras, kept = once("I", of("I"), functools.partial(run.inputs, stash), (message, extras, kept))
+            grads = once("W", of("W"), functools.partial(run.weights, stash, kept), grads)
+
+        def epilogue(number: jax.Array, carry: Any) -> Any:
+            buffers, grads, sums = carry
+            env, tape = self._before(row["left"] + number, bool(self.seeds))
+            grads, sums, made = self.epilogue(env, message, row["left"] + number, list(grads), sums)
+            if made is not None:
+                full = self.full(self.padded(made.message), _at(buffers, row["epilogue"] + number))
+                buffers = _put(buffers, full, row["epilogue"] + number)
+                pairs = zip(self.side(), made.side, strict=True)
+                side = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
+                grads = backward(before(self.program), self.access, self.leaves, tape, side, grads)
+            return buffers, grads, sums
+
+        def pull(number: jax.Array, grads: Any) -> Any:
+            _, tape = self._before(row["microbatch"] + number, True)
+            valid = (row["kind"] == CODES["B"]) | (row["kind"] == CODES["I"])
+            consts, xs = extras
+            carry = pick(self.linear.carry, message.carry)
+            made = self.of_prologue({"valid": valid, "chunk": row["chunk"]}, consts, carry, xs)
+            return backward(before(self.program), self.access, self.leaves, tape, made, grads)
+
+        buffers, grads, sums = once("leaves", row["leaves"], epilogue, (buffers, grads, sums))
+        if self.seeds is not None:
+            grads = once("pulls", row["pulls"], pull, grads)
+        return State(self._sent(message, buffers, row), stash, kept, grads, sums)
+
+    def _sent(self, message: Message, buffers: Message, row: Any) -> Message:
+        """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
+        below, above, here, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
+        for used, way, by in ((below, "below", 1), (above, "above", -1)):
+            if used:
+                buffers = _put(
+                    buffers, jax.tree.map(lambda x, by=by: collectives.shift(x, AXIS, by), message), row[way]
+                )
+        return _put(buffers, message, row["here"]) if here else buffers
+
+    def _before(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
+        """What the prologue makes of a microbatch, and its tape."""
+        env = self.program.environment(self.values(microbatch))
+        return env, forward(before(self.program), self.access, self.leaves, env, grad)
+
+    def full(self, cotangents: Message, others: Message) -> Message:
+        """Cotangents as a message, whose other parts are `others`."""
+        linear = self.linear
+        carry = merge(linear.carry, cotangents.carry, others.carry)
+        return Message(carry, merge(linear.by_layer, cotangents.by_layer, others.by_layer))
+
+    def inputs(self, env: Any, op: Any, saved: Any, cts: Message) -> tuple[list[Any], Left]:
+        """The gradient of a chunk's inputs, and what is left for that of its weights."""
+        known, given = self.known(env, op), self.given(op, cts)
+        return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op))
+
+    def _no_extras(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Zeros for cotangents of what layers read beside the carry."""
+        stack = self.stack
+        atoms, linear = stack.parts(stack.inputs), stack.parts(stack.unit.linear)
+        consts, _, xs = (pick(on, some) for on, some in zip(linear, atoms, strict=True))
+        zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
+        return [zeros(v, v.aval.shape) for v in consts], [zeros(v, (self.each, *v.aval.shape[1:])) for v in xs]
+
+
+@dataclass(frozen=True)
+class _Operations:
+    """F, B, I and W of one slot. What they look up depends on `number`, so that no compiler moves it out."""
+
+    of: Slots
+    env: dict[Any, Any]
+    row: Any
+    saved: Any
+    left: Left | None
+
+    def _op(self, number: jax.Array) -> dict[str, jax.Array]:
+        return {name: self.row[name] + number for name in ("chunk", "microbatch", "stash", "kept")}
+
+    def forward(self, number: jax.Array, carry: Any) -> Any:
+        (message, stash), op = carry, self._op(number)
+        outs, new = self.of.chunk(self.env, op, message, self.of.seeds is not None)
+        return outs, stash if new is None else _put(stash, new.values, op["stash"])
+
+    def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
+        (message, _, grads), op, of = carry, self._op(number), self.of
+        saved, own = dataclasses.replace(self.saved, values=_at(stash, op["stash"])), of.stack.unit.leaves
+        given, into = of.given(op, message.where(of.linear)), [grads[i] for i in own]
+        totals, cts = of.stage.backward(
+            of.access, of.leaves, of.known(self.env, op), saved, given, into, *of.layers(op)
+        )
+        return *self._back(message, cts), with_totals(grads, own, totals)
+
+    def inputs(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
+        (message, _, kept), op = carry, self._op(number)
+        saved = dataclasses.replace(self.saved, values=_at(stash, op["stash"]))
+        cts, left = self.of.inputs(self.env, op, saved, message.where(self.of.linear))
+        return *self._back(message, cts), _put(kept, left.values, op["kept"])
+
+    def weights(self, stash: list[jax.Array], kept: list[jax.Array], number: jax.Array, grads: Any) -> Any:
+        op, of = self._op(number), self.of
+        assert self.left is not None
+        own = of.stack.unit.leaves
+        saved = _at(pick(self.left.halves.saved, stash), op["stash"])
+        left = dataclasses.replace(self.left, values=_at(kept, op["kept"]))
+        totals = of.stage.backward_weights(
+            of.access, of.leaves, of.known(self.env, op), saved, left, [grads[i] for i in own], *of.layers(op)
+        )
+        return with_totals(grads, own, totals)
+
+    def _back(self, message: Message, cts: list[Any]) -> tuple[Message, Any]:
+        """The message for the stage before, and cotangents of what layers read beside it."""
+        consts, carry, xs = self.of.parts(cts)
+        by_layer = message.where(self.of.linear).by_layer
+        return self.of.full(Message(carry, by_layer), message), (consts, xs)

@@ -1,0 +1,121 @@
+"""A layer stack's backward in two halves: that of the whole, bitwise, and no product of matrices twice."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpar.jaxprs.jaxpr import opened, trace
+from jaxpar.slicing.pieces import Stack
+from jaxpar.slicing.slicer import Slicing, slice_program
+
+LAYERS, ROWS, LENGTH, DIM, HEADS, FFN = 3, 2, 5, 8, 2, 12
+SHAPES = [(DIM,), (DIM, 3 * DIM), (DIM, DIM), (DIM, 2 * FFN), (FFN, DIM)]
+
+
+class Whole:
+    """Access to parameters that are whole already."""
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        return value
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
+        return cotangent
+
+
+def loss(leaves: list[jax.Array], inputs: Any) -> jax.Array:
+    """Decoder layers, with a balance loss by layer, a learned constant that all of them read, and a mask."""
+    *stacks, bias = leaves
+    x, mask = inputs
+
+    def norm(x: jax.Array) -> jax.Array:
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+        scale, qkv, out, up, down = w
+        q, k, v = jnp.split((norm(x) * (1 + scale) @ qkv).reshape(ROWS, LENGTH, HEADS, -1), 3, axis=-1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias + jnp.where(mask, 0, -1e9)
+        heads = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + heads.reshape(ROWS, LENGTH, DIM) @ out
+        gate, value = jnp.split(norm(x) @ up, 2, axis=-1)
+        return x + (jax.nn.silu(gate) * value) @ down, jnp.sum(x**2)
+
+    x, balance = lax.scan(layer, x, tuple(stacks))
+    return jnp.sum(jnp.sin(x)) + 1e-2 * jnp.sum(balance)
+
+
+def values() -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape) * 0.3
+    leaves = [draw(i, LAYERS, *shape) for i, shape in enumerate(SHAPES)]
+    return [*leaves, draw(7, HEADS, 1, LENGTH)], (draw(8, ROWS, LENGTH, DIM), jnp.tri(LENGTH, dtype=bool))
+
+
+def stack_of(remat: str) -> Stack:
+    leaves, inputs = values()
+    flat, _ = trace(loss, leaves, inputs)
+    (stack,) = slice_program(flat, Slicing(leaves, [None] * len(leaves), remat=remat)).stacks
+    return stack
+
+
+def given(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
+    """Leaves, inputs of the stack, cotangents of its outputs."""
+    leaves, _ = values()
+    draw = lambda v, i: jax.random.normal(jax.random.key(i), v.aval.shape)
+    inputs = [
+        draw(v, i) if v.aval.dtype != bool else jnp.tri(*v.aval.shape, dtype=bool) for i, v in enumerate(stack.inputs)
+    ]
+    return leaves, inputs, [draw(v, 9 + i) for i, v in enumerate(stack.outputs) if stack.unit.active[i]]
+
+
+def whole(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
+    _, saved = stack.forward(Whole(), leaves, inputs, True)
+    return stack.backward(Whole(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaves))
+
+
+def halves(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
+    _, saved = stack.forward(Whole(), leaves, inputs, True)
+    cts, left = stack.backward_inputs(Whole(), leaves, inputs, saved, cotangents)
+    again = [x for x, on in zip(saved.values, left.halves.saved, strict=True) if on]
+    into = [None] * len(stack.unit.leaves)
+    return stack.backward_weights(Whole(), leaves, inputs, again, left, into), cts
+
+
+def products(jaxpr: Any) -> int:
+    """Products of matrices in a program, each loop's once."""
+    eqns = opened(jaxpr)[0].eqns
+    inner = [j for eqn in eqns for j in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(map(products, inner))
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "dots"])
+def test_halves_are_the_whole(remat: str) -> None:
+    stack = stack_of(remat)
+    args = given(stack)
+    with jax.disable_jit():  # operation by operation, so that no compiler joins them in another way
+        expected, found = whole(stack, *args), halves(stack, *args)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if remat == "none":
+            np.testing.assert_array_equal(ours, theirs)
+        else:  # in the whole, what is recomputed is one call, which is compiled
+            np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(jnp.abs(theirs).max()))
+    counts = [products(jax.make_jaxpr(lambda *args, f=f: f(stack, *args))(*args)) for f in (whole, halves)]
+    assert counts[0] == counts[1]  # a layer that is recomputed is so once
+
+
+def test_what_is_left() -> None:
+    """Of every weight's product the cotangent, no weight."""
+    stack = stack_of("none")
+    leaves, inputs, cotangents = given(stack)
+
+    def left(leaves: Any, inputs: Any, cotangents: Any) -> Any:
+        _, saved = stack.forward(Whole(), leaves, inputs, True)
+        return stack.backward_inputs(Whole(), leaves, inputs, saved, cotangents)[1]
+
+    left = jax.eval_shape(left, leaves, inputs, cotangents)
+    assert not any(left.halves.fetched[1][1:])  # a vector at most is fetched again; its gradient is there already
+    rows = (LAYERS, ROWS, LENGTH)
+    assert {x.shape for x in left.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)} | {(LAYERS, DIM)}
+    assert sum(x.size for x in left.values) <= LAYERS * ROWS * LENGTH * (3 * DIM + DIM + 2 * FFN + DIM)
