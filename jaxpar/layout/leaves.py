@@ -211,10 +211,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Pipe:
-    """What the layout needs to know of a pipeline: its ranks, and the chunks that each holds."""
+    """What the layout needs to know of a pipeline: its ranks, and the chunks that each holds; and the axes over which
+    ZeRO shards.
+    """
 
     ranks: int = 1
     chunks: int = 1
+    shard: tuple[str, ...] = ("fsdp",)
 
     def held(self, layers: int) -> tuple[int, ...]:
         """The dims that the layers of a stack fill in whole stages."""
@@ -242,12 +245,12 @@ def place(
     `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`. Layers that are
     on the `second` dim are split last.
     """
-    first_dim, axes = 0, ("fsdp",)
+    first_dim, axes = 0, pipe.shard
     if isinstance(form, Staged):
         shape, first_dim = (*form.held, *shape[1:]), len(form.held)
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
-        shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
+        shards, axes = shards * pipe.ranks, ("pipe", *pipe.shard)
     rolled = isinstance(form, Stacked)
     stacked = not isinstance(form, Staged) and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]

@@ -96,7 +96,7 @@ def warn_gathered(program: Program, layout: Layout) -> None:
     size = most * jnp.dtype(layout.policy.compute).itemsize
     if (
         "params" in layout.sharded
-        and layout.mesh.shape["fsdp"] > 1
+        and layout.shards > 1
         and size >= GATHERED_FROM
         and 2 * most > total
         and 2 * math.prod(leaves[0].logical) < most
