@@ -107,8 +107,8 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     What XLA saw, it computes again in the backward pass: all that a cuDNN program would have to hold of XLA's side are
     arrays that it holds anyway.
     """
-    forward = _in_rows(functools.partial(_cudnn_forward, options), functools.partial(_xla_forward, options))
-    backward = _in_rows(functools.partial(_cudnn_backward, options), functools.partial(_xla_backward, options))
+    forward = in_rows(functools.partial(cudnn_forward, options), functools.partial(_xla_forward, options))
+    backward = in_rows(functools.partial(cudnn_backward, options), functools.partial(_xla_backward, options))
 
     @jax.custom_vjp
     def flash(*arrays: jax.Array) -> jax.Array:
@@ -140,16 +140,17 @@ def _xla_backward(
     return _pull("xla", options, arrays)[1](given)
 
 
-def _cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logarithm of the softmax's denominator, float32 [B, H, T]. Of even lengths."""
     out, pull = _pull("cudnn", options, arrays)
-    # What the backward pass needs beside arguments and result: the logarithm of the softmax's denominator.
     (statistics,) = (x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(arrays[0]), jnp.float32))
     return out, statistics
 
 
-def _cudnn_backward(
+def cudnn_backward(
     options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
+    """The gradients of query, key and value, by a result and its statistics: also those of more keys than are given."""
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
     # first take the place of its own, and the compiler drops what nobody reads.
     again, pull = _pull("cudnn", options, arrays)
@@ -163,7 +164,7 @@ def _statistics(query: jax.Array) -> tuple[int, ...]:
     return b, h, t
 
 
-def _in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+def in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays [B, ...] (masks: or 1) by platform. What `vmap` adds become rows, as cuDNN needs them."""
     mapped = jax.custom_batching.custom_vmap(
         lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=default)
@@ -189,7 +190,7 @@ def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
     even = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
     plain = AttentionOptions(False, None, None, None, 0, False)
     try:
-        jax.eval_shape(functools.partial(_cudnn_forward, plain), even(query), even(key), even(key))
+        jax.eval_shape(functools.partial(cudnn_forward, plain), even(query), even(key), even(key))
     except RuntimeError as error:  # how JAX's checks say what cuDNN does not take; there is nothing else to ask
         return str(error).rstrip(".")
     return ""

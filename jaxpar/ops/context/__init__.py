@@ -1,0 +1,12 @@
+"""Attention of a sequence that is split over a mesh axis: by gathered keys, by heads, round a ring."""
+
+from .gather import gather_attention as gather_attention
+from .order import from_zigzag as from_zigzag
+from .order import order_of as order_of
+from .order import positions as positions
+from .order import to_zigzag as to_zigzag
+from .ring import ring_attention as ring_attention
+from .sent import gather_bytes as gather_bytes
+from .sent import ring_bytes as ring_bytes
+from .sent import ulysses_bytes as ulysses_bytes
+from .ulysses import ulysses_attention as ulysses_attention

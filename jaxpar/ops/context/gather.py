@@ -1,0 +1,119 @@
+"""Attention of this rank's queries over the gathered keys and values of all ranks (Llama 3's way: Grattafiori et al.
+2024, arXiv:2407.21783, section 3.3.2).
+
+Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ...collectives.nccl import all_gather, reduce_scatter
+from ...collectives.ranks import Axes, count
+from ..attention import attention
+from .given import check
+from .order import Order, from_zigzag, positions
+
+
+def gather_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: Axes,
+    causal: bool,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    order: Order = "plain",
+) -> jax.Array:
+    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: queries stay, keys and values come.
+
+    Sends, with e bytes an element: forward an all-gather of (c-1)/c 2 b s hkv d e; backward the reduce-scatter of its
+    gradient, in float32. Holds all keys and values of a layer, 2 b s hkv d e.
+
+    Args:
+      q: float [b, t/c, hq, d], this rank's queries.
+      k: same dtype, [b, s/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
+      v: as `k`.
+      axis: the mesh axis of c ranks.
+      causal: position i sees keys 0 to i; t = s.
+      window: position i sees keys i - window + 1 to i only; needs `causal`.
+      mask: bool [b or 1, hq or 1, t/c or 1, s or 1], True where a query may see a key: this rank's queries, in the
+        order in which it holds them, and all keys in the user's order, whatever `order` is.
+      bias: float, shape as of the mask, added to the scaled scores; it is differentiated. Scores are then held, for one
+        call: float32 [b, hq, t/c, s].
+      segment_ids: int [b, t/c]; a query sees keys of its own id only.
+      kv_segment_ids: int [b, s/c], of the keys; `segment_ids` if None.
+      scale: a number; 1 / sqrt(d) if None.
+      order: which positions ranks hold, of queries and keys alike: see `positions`.
+
+    Returns:
+      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit.
+    """
+    check(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        scale=scale,
+        order=order,
+    )
+    c = count(axis)
+    whole = gathered(jnp.stack([k, v]), axis)
+    keys, values = from_zigzag(whole, c, 2) if order == "zigzag" else whole
+    if segment_ids is not None:
+        ids = all_gather(segment_ids if kv_segment_ids is None else kv_segment_ids, axis, 1)
+        kv_segment_ids = from_zigzag(ids, c) if order == "zigzag" else ids
+    if causal:
+        i, j = positions(q.shape[1], axis, order)[:, None], jnp.arange(keys.shape[1])
+        seen = (j <= i) if window is None else (j <= i) & (j > i - window)
+        mask = seen[None, None] if mask is None else mask & seen
+    if bias is not None:
+        return _biased(q, keys, values, bias, mask, segment_ids, kv_segment_ids, scale)
+    ids = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
+    return attention(q, keys, values, causal=False, mask=mask, scale=scale, **ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(kv: jax.Array, axis: Axes) -> jax.Array:
+    """Keys and values [2, b, s/c, hkv, d] of all ranks, one rank after the other. Their gradients add up in float32."""
+    return all_gather(kv, axis, 2)
+
+
+def _back(axis: Axes, _: None, given: jax.Array) -> tuple[jax.Array]:
+    return (reduce_scatter(given.astype(jnp.float32), axis, 2).astype(given.dtype),)
+
+
+gathered.defvjp(lambda kv, axis: (gathered(kv, axis), None), _back)
+
+
+def _biased(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    bias: jax.Array,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    scale: float | None,
+) -> jax.Array:
+    """By XLA: cuDNN has no gradient of most biases."""
+    if segment_ids is not None and kv_segment_ids is not None:
+        alike = segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
+        mask = alike if mask is None else mask & alike
+    call = functools.partial(jax.nn.dot_product_attention, mask=mask, scale=scale, implementation="xla")
+    out = jax.checkpoint(lambda q, k, v, bias: call(q, k, v, bias=bias))(q, keys, values, bias)
+    return out if mask is None else jnp.where(jnp.swapaxes(mask.any(-1), 1, 2)[..., None], out, 0)

@@ -1,0 +1,33 @@
+"""Bytes that one attention sends over a context axis, per device: closed forms, as the ledger counts `sent`.
+
+Dims: b rows, s positions of queries and keys, c ranks, hq heads, hkv key/value heads, d head_dim, e bytes an element.
+Each function returns (forward, backward). Gradients of keys and values travel in float32. Ids of packed documents
+come on top, once forward: an all-gather of (c-1)/c 4 b s.
+"""
+
+from __future__ import annotations
+
+import math
+
+WIDE = 4  # bytes of float32
+
+
+def gather_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int) -> tuple[int, int]:
+    """One all-gather of keys and values, one reduce-scatter of their gradients."""
+    whole = 2 * b * s * hkv * d * (c - 1) // c
+    return whole * e, whole * WIDE
+
+
+def ulysses_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, e: int) -> tuple[int, int]:
+    """Three all-to-alls: queries, keys with values, the result; backward the same."""
+    sent = (2 * hq + 2 * math.lcm(hkv, c)) * b * s * d * e * (c - 1) // c**2
+    return sent, sent
+
+
+def ring_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int, hops: int | None = None) -> tuple[int, int]:
+    """Permutes of keys and values, `hops` of them (c - 1 if None, fewer with a window: `ring_hops`), backward again,
+    and of their gradients, one more.
+    """
+    hops = c - 1 if hops is None else hops
+    block = 2 * b * (s // c) * hkv * d
+    return hops * block * e, hops * block * e + (hops + 1) * block * WIDE * (hops > 0)
