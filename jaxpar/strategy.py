@@ -68,7 +68,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots"),
-    "attention": ("auto", "gather"),
+    "attention": ("auto", "gather", "ulysses", "ring"),
 }
 
 
@@ -88,8 +88,9 @@ class Strategy:
         2021, section 2.2.2): a smaller bubble, more messages.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
         (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
-      attention: how queries of one context rank reach the keys of the others: "gather", all keys and values are gathered
-        on every rank; "auto" is that.
+      attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
+        every rank; "ulysses", ranks exchange positions for heads (Jacobs et al. 2023); "ring", keys and values move
+        from rank to rank (Liu et al. 2023); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over

@@ -20,7 +20,7 @@ from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
 from ..model.paths import name_of
 from ..parallel.context import RULES as CONTEXT_RULES
-from ..parallel.context import split_sequence
+from ..parallel.context import Way, choose, split_sequence
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -114,7 +114,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`."""
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`,
+    and `ways` has how context ranks attend, once a batch has been traced.
+    """
 
     model: Model
     layout: Layout
@@ -122,6 +124,7 @@ class Tracing:
     axes: dict[str, int]
     schedule: Schedule | None = None
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    ways: dict[Way, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -216,8 +219,12 @@ class Tracing:
         leaves, (variables, rows, _) = len(self._params), rest
         before = leaves + len(jax.tree.leaves(variables))
         batch = range(before, before + len(jax.tree.leaves(rows)))
-        fun = split_sequence(flat, leaves, batch, sums, ranks, CONTEXT_RULES)
-        return jx.trace(fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes)[0]
+        way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks)
+        self.ways[way] = None
+        fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES)
+        return jx.trace(
+            fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
+        )[0]
 
     def _localised(self, flat: jx.Flat) -> jx.Flat:
         """The program of one tensor rank."""

@@ -3,3 +3,5 @@
 from . import attention as attention
 from .localiser import split_sequence as split_sequence
 from .rules import RULES as RULES
+from .ways import Way as Way
+from .ways import choose as choose

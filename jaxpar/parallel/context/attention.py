@@ -1,62 +1,55 @@
-"""`jp.attention` on this rank's queries: the keys and values of all ranks are gathered, masks are sliced.
-
-Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
-"""
+"""`jp.attention` on this rank's queries, by one of three ways (`ops/context/`); masks are sliced."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from ...jaxprs import kernels
-from ...ops.attention import attention
+from ...ops.context import gather_attention, ring_attention, ulysses_attention
+from ...ops.context.order import Order
 from ...ops.flash import AttentionOptions
 from ..tensor.localiser import Found, Placed
-from .localiser import AXIS, Positions
+from .localiser import Positions
 from .rules import rule
+from .ways import AXIS, options_of
 
 
 @rule("jit", "pjit")
 def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
-    kernel = kernels.of(eqn)
-    options = getattr(kernel.fun, "args", (None,))[0] if kernel is not None else None
-    if not isinstance(options, AttentionOptions):
+    options = options_of(eqn)
+    if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
-    query, key, value, *more = inputs
-    if query.dim != 1 or query.shape[1] % work.ranks or any(x.dim not in (None, 1) for x in (key, value)):
+    if any(n % work.way.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
-    ids, masks = more[: options.segments], more[options.segments :]
-    ids = ids if len(ids) != 1 else [ids[0], ids[0]]
-    given = [work.part(query, 1), *(work.part(x, 1) if x.dim is not None else x.value for x in (key, value))]
-    given += [work.part(ids[0], 1), work.whole(ids[1])] if ids else []
-    given += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
-    return [(gathered(dataclasses.replace(options, segments=len(ids)), key.dim is not None, *given), 1)]
+    values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
+    masks = inputs[3 + options.segments :]
+    values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
+    other = bool(masks) or options.segments == 2 or inputs[0].shape[1] != inputs[1].shape[1]
+    fun = functools.partial(attend, options, "gather" if other else work.way.name, work.way.order)
+    heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
+    return [(kernels.local_kernel(fun, heads, 2)(*values), 1)]
 
 
-def gathered(
-    options: AttentionOptions, split: bool, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+def attend(
+    options: AttentionOptions,
+    way: str,
+    order: Order,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *more: jax.Array,
 ) -> jax.Array:
-    """Attention of this rank's queries [B, T/c, H, h]; keys and values are [B, S/c, K, h] where they are `split`, else
-    [B, S, K, h]. `more` are, where there are some, ids of these queries, ids of all keys, a mask of these queries and
-    all keys.
+    """Attention of this rank's queries [B, T/c, H, h] to the keys and values of all ranks, each of which has
+    [B, S/c, K, h]. `more` are ids of these queries, of these keys, and a mask of these queries and all keys.
     """
-    if split:
-        key, value = lax.all_gather(jnp.stack([key, value]), AXIS, axis=2, tiled=True)
     ids, masks = more[: options.segments], more[options.segments :]
-    mask = masks[0] if masks else None
-    if options.causal:
-        own = lax.axis_index(AXIS) * query.shape[1] + jnp.arange(query.shape[1])
-        at = jnp.arange(key.shape[1])
-        seen = at <= own[:, None]
-        if options.window is not None:
-            seen &= at > own[:, None] - options.window
-        mask = seen[None, None] if mask is None else mask & seen
-    named = dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
-    kind = options.implementation
-    return attention(query, key, value, causal=False, mask=mask, scale=options.scale, implementation=kind, **named)
+    given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": order}
+    given |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
+    if way == "gather":
+        return gather_attention(query, key, value, mask=masks[0] if masks else None, **given)
+    return (ring_attention if way == "ring" else ulysses_attention)(query, key, value, **given)

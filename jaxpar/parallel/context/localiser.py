@@ -6,13 +6,15 @@ it adds them up, and `attention.py`. Values that nobody split, positions and mas
 meet split ones.
 
 A value is whole, split along a dim, or a partial sum. Unlike on `tensor`, every rank's loss is its own part of the sum:
-cotangents of whole values, parameters among them, are partial sums as well, and a strategy's rule adds up gradients over
-`context` as it does over `data`. So the derivative of each collective is JAX's own, and what all ranks repeat on whole
-values is right as it stands, once the loss is divided by their number. An equation that mixes positions, and for which
-there is no rule, gets whole values where these are at most a number a position, and is refused where they are more.
+cotangents of whole values, parameters among them, are partial sums as well, and a strategy's rule adds up gradients
+over `context` as it does over `data`. So the derivative of each collective is JAX's own, and what all ranks repeat on
+whole values is right as it stands, once the loss is divided by their number. An equation that mixes positions, and for
+which there is no rule, gets whole values where these are at most a number a position, and is refused where they are
+more.
 
-A dim that the ranks do not divide, such as [B, T - 1] of shifted targets, has n positions on c ranks in blocks of
-ceil(n / c); what is beyond the last position repeats others, and is left out where positions are added up.
+A dim that the ranks do not divide, such as [B, T - 1] of shifted targets, has n positions on c ranks in chunks of
+ceil(n / c), or of ceil(n / 2c) in zigzag order. What is beyond the last
+position repeats others, and is left out where positions are added up.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...ops.context import from_zigzag, order_of, positions
 from ..tensor.localiser import Localiser, Placed
 from .made import pushed
 from .partial import PARTIAL, linear
 from .starts import Start, starts
-
-AXIS = "context"
+from .ways import AXIS, GATHER, Way
 
 
 @dataclass
 class Positions(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
-    of a rule, and `eqns` the program that is being rewritten.
+    of a rule, `way` how attention reaches all keys, and `eqns` the program that is being rewritten.
     """
 
     begin: dict[int, Start] = field(default_factory=dict)
     cheap: int = 0
+    way: Way = GATHER
     eqns: Sequence[Any] = ()
 
     # -- whole, split, partial -----------------------------------------------------------------------------------------
@@ -57,6 +60,8 @@ class Positions(Localiser):
 
     def _gathered(self, value: jax.Array, dim: int, n: int) -> jax.Array:
         every = lax.all_gather(value, AXIS, axis=dim, tiled=True)
+        if self.way.order != "plain":
+            every = from_zigzag(every, self.ranks, dim)
         return lax.slice_in_dim(every, 0, n, axis=dim)
 
     def entered(self, x: Placed) -> jax.Array:
@@ -75,20 +80,34 @@ class Positions(Localiser):
 
     def take(self, value: jax.Array, dim: int) -> jax.Array:
         """This rank's part of a value that it has whole; beyond its end the last position again."""
-        n, size = value.shape[dim], -(-value.shape[dim] // self.ranks)
+        n, size = value.shape[dim], self.size(value.shape[dim])
         if size * self.ranks > n:
             value = jnp.pad(value, [(0, size * self.ranks - n if d == dim else 0) for d in range(value.ndim)], "edge")
-        return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
+        chunk, chunks = self.chunk(n), self.chunks()
+        parts = [lax.dynamic_slice_in_dim(value, at * chunk, chunk, dim) for at in chunks]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
+
+    def chunks(self) -> list[jax.Array]:
+        """The numbers of the chunks of a sequence that this rank has."""
+        held = jnp.asarray(order_of(self.ranks, self.way.order), jnp.int32).reshape(self.ranks, -1)
+        return list(held[lax.axis_index(AXIS)])
+
+    def chunk(self, n: int) -> int:
+        """The positions of one chunk of n."""
+        return -(-n // self.way.parts(self.ranks))
+
+    def size(self, n: int) -> int:
+        """How many of n positions a rank has, those beyond the end included."""
+        return self.chunk(n) * self.way.parts(1)
 
     def positions(self, n: int) -> jax.Array:
-        """The positions that this rank has of n, those beyond the end included: int32 [ceil(n / c)]."""
-        size = -(-n // self.ranks)
-        return lax.axis_index(AXIS) * size + jnp.arange(size)
+        """The positions that this rank has of n, those beyond the end included: int32 [size(n)]."""
+        return positions(self.size(n), AXIS, self.way.order)
 
     def kept(self, x: Placed) -> jax.Array:
         """The part of a split value, zeros beyond the end."""
         assert x.dim is not None
-        if x.shape[x.dim] % self.ranks == 0:
+        if self.size(x.shape[x.dim]) * self.ranks == x.shape[x.dim]:
             return x.value
         inside = self.positions(x.shape[x.dim]) < x.shape[x.dim]
         inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != x.dim])
@@ -96,7 +115,7 @@ class Positions(Localiser):
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return tuple(-(-n // self.ranks) if d == dim else n for d, n in enumerate(shape))
+        return tuple(self.size(n) if d == dim else n for d, n in enumerate(shape))
 
     def shared(self, x: Placed) -> jax.Array:
         """A partial sum: of what every rank has whole, its share."""
@@ -162,7 +181,7 @@ class Positions(Localiser):
 
 
 def split_sequence(
-    flat: jx.Flat, leaves: int, batch: Collection[int], sums: int, ranks: int, rules: Any
+    flat: jx.Flat, leaves: int, batch: Collection[int], sums: int, ranks: int, way: Way, rules: Any
 ) -> Callable[..., list[Any]]:
     """The program of one rank, a function of the same whole inputs.
 
@@ -171,16 +190,17 @@ def split_sequence(
         the rows of a batch [rows, positions, ...].
       sums: the first so many outputs are totals and counts; the function gives a rank's part of each, whose sum over
         ranks is meant. All other outputs are whole.
+      way: how attention reaches all keys (`ways.py`).
       rules: what becomes of an equation, by primitive.
 
     Raises ValueError where no sequence is found, or the ranks do not divide it; and, when the function is traced, where
     an equation mixes positions and has no rule.
     """
-    begin = starts(flat, leaves, batch, ranks)
+    begin = starts(flat, leaves, batch, way.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:
-        work = Positions(ranks, False, rules, begin=begin, cheap=cheap)
+        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, way=way)
         args = []
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < leaves

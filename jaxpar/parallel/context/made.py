@@ -4,7 +4,7 @@ that no rank has to hold what it needs a part of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -44,5 +44,3 @@ def pushed(work: Positions, x: Placed, dim: int) -> jax.Array | None:
 def alike(x: Placed, dim: int) -> bool:
     """Whether a whole value is the same for all positions along a dim, where it meets others by broadcasting."""
     return not x.shape or x.shape[dim] == 1
-
-

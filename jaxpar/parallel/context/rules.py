@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
-from .localiser import AXIS, Positions
+from .localiser import Positions
 from .partial import PARTIAL
+from .ways import AXIS
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 _APART = """
@@ -61,7 +63,8 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     if len(dims) != 1 or eqn.params["dimensions"] is not None:
         return None
     (dim,) = dims
-    if shape[dim] != x.shape[x.dim] and (shape[dim] % work.ranks or x.shape[x.dim] % work.ranks):
+    parts = work.way.parts(work.ranks)
+    if shape[dim] != x.shape[x.dim] and (shape[dim] % parts or x.shape[x.dim] % parts):
         return None
     return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
 
@@ -73,17 +76,20 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     dim = x.dim
     assert dim is not None
     starts, limits, strides = (list(eqn.params[k] or ()) for k in ("start_indices", "limit_indices", "strides"))
-    n, start, limit = x.shape[dim], starts[dim], limits[dim]
-    size = -(-n // work.ranks)
+    start, limit = starts[dim], limits[dim]
+    size, chunk = work.size(x.shape[dim]), work.chunk(x.shape[dim])
     if strides and strides[dim] != 1:
         return None
-    if start == 0 and -(-limit // work.ranks) == size:  # what is beyond is left out of sums
+    if start == 0 and work.size(limit) == size:  # what is beyond is left out of sums
         starts[dim], limits[dim] = 0, size
         return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
     if limit - start == 1:
-        starts[dim], limits[dim] = start % size, start % size + 1
+        held = order_of(work.ranks, work.way.order)
+        owner, slot = divmod(held.index(start // chunk), work.way.parts(1))
+        starts[dim] = slot * chunk + start % chunk
+        limits[dim] = starts[dim] + 1
         (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-        return [(jnp.where(lax.axis_index(AXIS) == start // size, one, jnp.zeros_like(one)), PARTIAL)]
+        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
     return None
 
 
@@ -136,15 +142,13 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
         keep = 1
     kind, at = role(keep)
     mine, other = inputs[keep], inputs[1 - keep]
-    values: list[Any] = [None, None]
     if kind == "contracted":
-        values[keep], values[1 - keep] = work.kept(mine), work.part(other, contracted[1 - keep][at])
-        return [(jx.bind(eqn, values)[0], PARTIAL)]
-    if kind == "batch":
-        values[keep], values[1 - keep] = mine.value, work.part(other, batch[1 - keep][at])
-        return [(jx.bind(eqn, values)[0], at)]
-    values[keep], values[1 - keep] = mine.value, work.whole(other)
-    return [(jx.bind(eqn, values)[0], _place(eqn, keep, at))]
+        own, others, dim = work.kept(mine), work.part(other, contracted[1 - keep][at]), PARTIAL
+    elif kind == "batch":
+        own, others, dim = mine.value, work.part(other, batch[1 - keep][at]), at
+    else:
+        own, others, dim = mine.value, work.whole(other), _place(eqn, keep, at)
+    return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
 
 
 def _place(eqn: Any, side: int, dim: int) -> int:
@@ -165,5 +169,3 @@ def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
         return None  # positions are looked up
     return TENSOR["gather"](work, eqn, inputs)
-
-
