@@ -123,9 +123,9 @@ def _functions(attend: Callable[..., jax.Array]) -> jp.Model:
             )
             x = x + attend(params, q, k, v, batch).reshape(x.shape) @ params["out"]
             x = x + jnp.tanh(x @ params["up"]) @ params["down"]
-        logits = x @ params["head"]
-        found = weighed(logits, batch["tokens"][:, 1:], batch["mask"])
-        right = (logits.argmax(-1) == batch["tokens"][:, 1:]).mean()
+        logits, targets = (x @ params["head"])[:, :-1], batch["tokens"][:, 1:-1]  # one position fewer than went in
+        found = weighed(logits, targets, batch["mask"][:, 1:])
+        right = (logits.argmax(-1) == targets).mean()
         return jp.Mean(found.total + 0.1 * found.count * jnp.square(params["out"]).sum(), found.count), {"right": right}
 
     return jp.Model(init=init, loss=loss)

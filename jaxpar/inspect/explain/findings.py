@@ -97,6 +97,8 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return "scalars"
     if "tensor" in axes:
         return "tensor"
+    if axes == ("context",) and kind != "all-reduce":
+        return "context"
     if axes == ("pipe",):
         return "pipeline"
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
