@@ -81,7 +81,7 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     if strides and strides[dim] != 1:
         return None
     if start == 0 and work.size(limit) == size:  # what is beyond is left out of sums
-        starts[dim], limits[dim] = 0, size
+        limits[dim] = size
         return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
     if limit - start == 1:
         held = order_of(work.ranks, work.way.order)
