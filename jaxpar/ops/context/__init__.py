@@ -6,6 +6,7 @@ from .order import order_of as order_of
 from .order import positions as positions
 from .order import to_zigzag as to_zigzag
 from .ring import ring_attention as ring_attention
+from .rounds import ring_hops as ring_hops
 from .sent import gather_bytes as gather_bytes
 from .sent import ring_bytes as ring_bytes
 from .sent import ulysses_bytes as ulysses_bytes

@@ -141,7 +141,7 @@ def _refused(q: jax.Array, k: jax.Array) -> bool:
     return bool(q.shape[1] % 2 or k.shape[1] % 2 or refusal(q.shape, k.shape, q.dtype.name))
 
 
-# -- without cuDNN: float32, scores of some queries at once -------------------------------------------------------------
+# -- without cuDNN: float32, scores of some queries at once -----------------------------------------------------------
 
 
 def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> tuple:

@@ -7,15 +7,19 @@ Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/val
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
 from ..attention import attention
+from .blocks import attend, finish, pull
 from .given import check
 from .order import Order, from_zigzag, positions
+from .rounds import Rounds
 
 
 def gather_attention(
@@ -71,8 +75,11 @@ def gather_attention(
         scale=scale,
         order=order,
     )
+    if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
+        ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
+        return _by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
     c = count(axis)
-    whole = gathered(jnp.stack([k, v]), axis)
+    whole: jax.Array = gathered(jnp.stack([k, v]), axis)
     keys, values = from_zigzag(whole, c, 2) if order == "zigzag" else whole
     if segment_ids is not None:
         ids = all_gather(segment_ids if kv_segment_ids is None else kv_segment_ids, axis, 1)
@@ -83,8 +90,8 @@ def gather_attention(
         mask = seen[None, None] if mask is None else mask & seen
     if bias is not None:
         return _biased(q, keys, values, bias, mask, segment_ids, kv_segment_ids, scale)
-    ids = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
-    return attention(q, keys, values, causal=False, mask=mask, scale=scale, **ids)
+    among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    return among(q, keys, values, causal=False, mask=mask, scale=scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -98,6 +105,37 @@ def _back(axis: Axes, _: None, given: jax.Array) -> tuple[jax.Array]:
 
 
 gathered.defvjp(lambda kv, axis: (gathered(kv, axis), None), _back)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    """Rank by rank: whole kernels for what is wholly seen, and none for what is hidden; in zigzag order no masks."""
+    return _forward(rounds, q, k, v, *ids)[0]
+
+
+def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
+    whole = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, t/c, hkv, d]
+    so_far = attend(rounds.parts(0, ids), q, whole[rounds.whose(0)], None)
+    turn = lambda step, so_far: attend(rounds.parts(step, ids), q, whole[rounds.whose(step)], so_far)
+    out, total = finish(q, *lax.fori_loop(1, rounds.hops + 1, turn, so_far))
+    return out, (q, whole, ids, out, total)
+
+
+def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
+    q, whole, ids, out, total = kept
+
+    def turn(step: jax.Array | int, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        whose = rounds.whose(step)
+        dq, own = pull(rounds.parts(step, ids), q, whole[whose], (out, total, given), sums[0])
+        return dq, lax.dynamic_update_index_in_dim(sums[1], own, whose, 0)
+
+    first = turn(0, (jnp.zeros(q.shape, total.dtype), jnp.zeros(whole.shape, total.dtype)))
+    dq, dkv = lax.fori_loop(1, rounds.hops + 1, turn, first)
+    dk, dv = reduce_scatter(dkv, rounds.axis)[0]
+    return (*(x.astype(q.dtype) for x in (dq, dk, dv)), *(None for _ in ids))
+
+
+_by_blocks.defvjp(_forward, _backward)
 
 
 def _biased(

@@ -28,9 +28,7 @@ def check(
     """Raises ValueError where blocks or options do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(
-                f"{name} {list(x.shape)} has {x.ndim} dims; give a block [rows, positions, heads, head_dim]"
-            )
+            raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")
         if x.dtype != q.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} is {x.dtype}, q {q.dtype}; give all three in one of bfloat16, float16, float32")
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
@@ -49,8 +47,8 @@ def check(
         raise ValueError(f"order={order!r}; use one of {ORDERS}")
     if order == "zigzag" and (q.shape[1] % 2 or k.shape[1] % 2):
         raise ValueError(
-            f"order='zigzag' for blocks of {q.shape[1]} queries and {k.shape[1]} keys: a rank holds two chunks; give an "
-            "even number, or use order='plain'"
+            f"order='zigzag' for blocks of {q.shape[1]} queries and {k.shape[1]} keys: a rank holds two chunks; "
+            "give an even number, or use order='plain'"
         )
     if segment_ids is None and kv_segment_ids is not None:
         raise ValueError("kv_segment_ids without segment_ids; give the queries' ids as well")

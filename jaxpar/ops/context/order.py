@@ -77,7 +77,7 @@ def _chunks(x: jax.Array, order: tuple[int, ...] | list[int], dim: int) -> jax.A
 def _part(length: int, parts: int, what: str) -> int:
     if length % parts:
         raise ValueError(
-            f"{what}: {length} positions do not divide into {parts} chunks; use {length + -length % parts}, or the plain "
-            "order"
+            f"{what}: {length} positions do not divide into {parts} chunks; use {length + -length % parts}, or "
+            "the plain order"
         )
     return length // parts

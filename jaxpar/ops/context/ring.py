@@ -1,4 +1,4 @@
-"""Ring attention: keys and values move from rank to rank, and each block is computed while the next one is under way
+r"""Ring attention: keys and values move from rank to rank, each block being computed while the next is under way
 (Liu et al. 2023, arXiv:2310.01889).
 
     step 0        own keys; causal
@@ -9,11 +9,11 @@ What a step computes under causality, of two chunks of queries (rows) on rank 1 
 
     keys of rank       1           0           3           2
     zigzag            1 6         0 7         3 4         2 5
-                 1    \\ .         x .         . .         . .
-                 6    x \\         x .         x x         x x
+                 1    \ .         x .         . .         . .
+                 6    x \         x .         x x         x x
 
-Two of the four squares in every step and on every rank. In plain order a step is all or nothing, and ranks wait for
-the one that has all: c + 1 of 2c squares are computed in vain.
+Two of the four squares in every step and on every rank. In plain order a step is all or nothing, and every rank
+computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are of use.
 
 Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
@@ -21,7 +21,6 @@ Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...collectives.nccl import all_gather, shift
-from ...collectives.ranks import Axes, count, index
-from ..flash import AttentionOptions
-from .blocks import Part, attend, finish, pull
+from ...collectives.ranks import Axes
+from .blocks import attend, finish, pull
 from .given import check
-from .order import Order, positions
+from .order import Order
+from .rounds import Rounds
 
 
 def ring_attention(
@@ -89,76 +88,9 @@ def ring_attention(
             f"ring_attention of {q.shape[1]} queries and {k.shape[1]} keys a rank; use gather_attention for keys of "
             "another length"
         )
-    c, t = count(axis), q.shape[1]
-    window = None if window is None or window >= c * t else window
-    hops = ring_hops(t, c, window) if order == "plain" else c - 1
-    rounds = Rounds(axis, c, t, hops, causal, window, None if scale is None else float(scale), order)
+    rounds = Rounds.of(q, axis, causal, window, scale, order)
     ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
     return _ring(rounds, q, k, v, *ids)
-
-
-def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
-    """How often keys are passed on in plain order: until the window of a rank's first query is behind.
-
-    >>> ring_hops(4096, 8), ring_hops(4096, 8, window=4097), ring_hops(4096, 8, window=4098)
-    (7, 1, 2)
-    """
-    return ranks - 1 if window is None else min(ranks - 1, -(-(window - 1) // block))
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """What is static in a call: the hops, and which part of each block counts."""
-
-    axis: Axes
-    ranks: int
-    length: int  # positions of a block
-    hops: int
-    causal: bool
-    window: int | None
-    scale: float | None
-    order: Order
-
-    def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Part]:
-        """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
-        own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
-        if own or not self.causal:
-            return [self._part(step, ids, 0, 0, t, self.causal)]
-        earlier = index(self.axis) >= step  # keys of an earlier rank
-        if self.order == "plain":
-            return [self._part(step, ids, 0, 0, t, False, earlier)]
-        # The second chunk sees every first one; then the first the first, or the second the second.
-        either = jnp.where(earlier, 0, half)
-        return [self._part(step, ids, half, 0, half, False), self._part(step, ids, either, either, half, False)]
-
-    def _part(
-        self,
-        step: jax.Array | int,
-        ids: tuple[jax.Array, ...],
-        query: jax.Array | int,
-        key: jax.Array | int,
-        size: int,
-        causal: bool,
-        there: jax.Array | None = None,
-    ) -> Part:
-        in_kernel = self.window if causal and self.order == "plain" else None
-        rank = index(self.axis)
-        whose = (rank - step) % self.ranks
-        part = Part(
-            query, key, size, size, AttentionOptions(causal, in_kernel, self.scale, None, 0, False), None, there
-        )
-        seen = None
-        if self.window is not None and in_kernel is None:
-            of = lambda rank: positions(self.length, self.axis, self.order, rank)
-            seen = (part.of_queries(of(rank), 0)[:, None] - part.of_keys(of(whose), 0) < self.window)[None]
-        if ids:
-            queries, keys = (ids[0][i] for i in (rank, whose))
-            alike = part.of_queries(queries)[:, :, None] == part.of_keys(keys)[:, None]
-            seen = alike if seen is None else alike & seen
-        if seen is None:
-            return part
-        options = AttentionOptions(causal, in_kernel, self.scale, None, 0, True)
-        return Part(query, key, size, size, options, seen[:, None], there)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -193,9 +125,8 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
 
         def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, dq, dkv = carry
-            ahead = shift(kv, rounds.axis, 1)
-            # The gradients of these keys that other ranks have found come while this rank's are computed.
-            arriving = shift(dkv, rounds.axis, 1)
+            # What other ranks have found of these keys' gradients comes while this rank's part is computed.
+            ahead, arriving = _shift_together(kv, dkv, rounds.axis)
             dq, own = pull(rounds.parts(step, ids), q, kv, final, dq)
             return (ahead, dq, arriving + own), None
 
@@ -204,6 +135,20 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
         dq, own = pull(rounds.parts(rounds.hops, ids), q, kv, final, dq)
         dkv = shift(arriving + own, rounds.axis, -rounds.hops)
     return (*(x.astype(q.dtype) for x in (dq, *dkv)), *(None for _ in ids))
+
+
+def _shift_together(kv: jax.Array, dkv: jax.Array, axis: Axes) -> tuple[jax.Array, jax.Array]:
+    """Both moved on by one rank in one permute: of two, XLA's scheduler for GPUs keeps one at a time under way, and
+    hid the other behind nothing.
+    """
+    if kv.dtype == dkv.dtype:
+        moved = shift(jnp.stack([kv, dkv]), axis, 1)
+        return moved[0], moved[1]
+    # As bits: on CPUs XLA moves bfloat16 as float32, which need not keep what is no number.
+    bits = jnp.dtype(f"uint{8 * kv.dtype.itemsize}")
+    narrow, wide = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
+    moved = shift(jnp.concatenate([narrow[..., None], wide], -1), axis, 1)
+    return lax.bitcast_convert_type(moved[..., 0], kv.dtype), lax.bitcast_convert_type(moved[..., 1:], dkv.dtype)
 
 
 _ring.defvjp(_forward, _backward)

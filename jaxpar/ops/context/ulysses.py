@@ -6,6 +6,7 @@ Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/val
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -33,8 +34,8 @@ def ulysses_attention(
 ) -> jax.Array:
     """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: heads are split instead.
 
-    Sends, with e bytes an element: all-to-alls of q, of k and v together, and of the result, (c-1)/c (2 hq d t + 2 hkv d
-    s) b e / c in all, backward the same. Where c does not divide hkv, key heads are repeated until it does: lcm(c, hkv)
+    Sends, with e bytes an element: all-to-alls of q, of k and v together, and of the result, (c-1)/c (2 hq t + 2 hkv s)
+    b d e / c in all, backward the same. Where c does not divide hkv, key heads are repeated until it does: lcm(c, hkv)
     stands for hkv.
 
     Args:
@@ -75,8 +76,10 @@ def ulysses_attention(
     zigzag = order == "zigzag"
     restored = lambda x: from_zigzag(x, c) if zigzag else x
     q, kv = (restored(all_to_all(x, axis, 2, into=1)) for x in (q, kv))
-    ids = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
-    ids = {name: None if x is None else restored(all_gather(x, axis, 1)) for name, x in ids.items()}
+    segment_ids, kv_segment_ids = (
+        None if x is None else restored(all_gather(x, axis, 1)) for x in (segment_ids, kv_segment_ids)
+    )
     keys, values = jnp.split(kv, 2, axis=-1)
-    out = attention(q, keys, values, causal=causal, window=window, scale=scale, **ids)
+    among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    out = among(q, keys, values, causal=causal, window=window, scale=scale)
     return all_to_all(to_zigzag(out, c) if zigzag else out, axis, 1, into=2)

@@ -1,0 +1,90 @@
+"""Which part of the keys of another rank a rank's queries see, round after round.
+
+Dims: b rows, t positions, c ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from ...collectives.ranks import Axes, count, index
+from ..flash import AttentionOptions
+from .blocks import Part
+from .order import Order, positions
+
+
+def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
+    """How often keys are passed on in plain order: until the window of a rank's first query is behind.
+
+    >>> ring_hops(4096, 8), ring_hops(4096, 8, window=4097), ring_hops(4096, 8, window=4098)
+    (7, 1, 2)
+    """
+    return ranks - 1 if window is None else min(ranks - 1, -(-(window - 1) // block))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What is static in a call: the hops, and which part of each block counts."""
+
+    axis: Axes
+    ranks: int
+    length: int  # positions of a block
+    hops: int
+    causal: bool
+    window: int | None
+    scale: float | None
+    order: Order
+
+    @classmethod
+    def of(cls, q: jax.Array, axis: Axes, causal: bool, window: int | None, scale: float | None, order: Order) -> Self:
+        """Those of one call, for queries [b, t/c, ..]."""
+        c, t = count(axis), q.shape[1]
+        window = None if window is None or window >= c * t else window
+        hops = ring_hops(t, c, window) if order == "plain" else c - 1
+        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order)
+
+    def whose(self, step: jax.Array | int) -> jax.Array | int:
+        """The rank whose keys these are."""
+        return (index(self.axis) - step) % self.ranks
+
+    def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Part]:
+        """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
+        own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
+        if own or not self.causal:
+            return [self._part(step, ids, 0, 0, t, self.causal)]
+        earlier = jnp.asarray(index(self.axis) >= step)  # keys of an earlier rank
+        if self.order == "plain":
+            return [self._part(step, ids, 0, 0, t, False, earlier)]
+        # The second chunk sees every first one; then the first the first, or the second the second.
+        either = jnp.where(earlier, 0, half)
+        return [self._part(step, ids, half, 0, half, False), self._part(step, ids, either, either, half, False)]
+
+    def _part(
+        self,
+        step: jax.Array | int,
+        ids: tuple[jax.Array, ...],
+        query: jax.Array | int,
+        key: jax.Array | int,
+        size: int,
+        causal: bool,
+        there: jax.Array | None = None,
+    ) -> Part:
+        in_kernel = self.window if causal and self.order == "plain" else None
+        rank, whose = index(self.axis), self.whose(step)
+        options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
+        part = Part(query, key, size, size, options, None, there)
+        seen = None
+        if self.window is not None and in_kernel is None:
+            of = lambda rank: positions(self.length, self.axis, self.order, rank)
+            seen = (part.of_queries(of(rank), 0)[:, None] - part.of_keys(of(whose), 0) < self.window)[None]
+        if ids:
+            queries, keys = (ids[0][i] for i in (rank, whose))
+            alike = part.of_queries(queries)[:, :, None] == part.of_keys(keys)[:, None]
+            seen = alike if seen is None else alike & seen
+        if seen is None:
+            return part
+        return replace(part, options=replace(options, masked=True), mask=seen[:, None])

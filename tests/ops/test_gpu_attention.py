@@ -1,0 +1,95 @@
+"""Attention over a context axis, compiled for H100s that are not there: hops beside kernels, bytes, memory."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.inspect.compiled.kernels import Done, Executable, Kernel, Operation, Start, While
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets.devices import gpu_topology
+from jaxpar.ops.context import (
+    gather_attention,
+    gather_bytes,
+    ring_attention,
+    ring_bytes,
+    ulysses_attention,
+    ulysses_bytes,
+)
+
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.xdist_group("gpu attention")]
+WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention}
+ROWS, HEADS, GROUPS, SIZE = 1, 32, 8, 128  # Llama-3-8B's
+
+
+@functools.cache
+def compiled(way: str, ranks: int, length: int, what: str = "both", order: str = "zigzag") -> tuple[Any, Mesh]:
+    """Attention in bfloat16, forward, backward or both."""
+    mesh = Mesh(np.array(gpu_topology("8xH100")[:ranks]), ("context",))
+    held = P(None, "context")
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, given: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *x: WAYS[way](*x, axis="context", causal=True, order=order), q, k, v)
+        return {"forward": out, "both": (out, pull(given))}[what]
+
+    array = lambda heads: jax.ShapeDtypeStruct(
+        (ROWS, length, heads, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, held)
+    )
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=held, out_specs=held, check_vma=False))
+    traced = mapped.trace(*map(array, (HEADS, GROUPS, GROUPS, HEADS)))
+    return traced.lower(lowering_platforms=("cuda",)).compile(), mesh
+
+
+def loops(operations: Sequence[Operation]) -> Iterator[While]:
+    for one in operations:
+        if isinstance(one, While):
+            yield from (one, *loops(one.body))
+
+
+def attention(one: Operation) -> bool:
+    return isinstance(one, Kernel) and "dot_product_attention" in one.name
+
+
+def test_hops_of_the_ring_span_the_attention() -> None:
+    """In the scheduled program: each iteration sends once, starts before its first kernel and ends after its last; in
+    the backward what moves are keys, values and both of their gradients.
+    """
+    program, mesh = compiled("ring", 8, 32_768)
+    found = [loop for loop in loops(Executable(program.as_text(), mesh).operations) if loop.trips == 6]
+    assert len(found) == 2
+    block = 2 * ROWS * 32_768 // 8 * GROUPS * SIZE
+    for loop, moved in zip(found, (2 * block, 2 * block + 4 * block), strict=True):
+        (start,) = (i for i, one in enumerate(loop.body) if isinstance(one, Start))
+        (done,) = (i for i, one in enumerate(loop.body) if isinstance(one, Done))
+        kernels = [i for i, one in enumerate(loop.body) if attention(one)]
+        assert loop.body[start].bytes == moved
+        assert len(kernels) == 2
+        assert start < min(kernels)
+        assert max(kernels) < done
+
+
+def test_every_block_is_cudnns() -> None:
+    """Own keys, then two kernels in each loop and after it, forward and backward; and no other product."""
+    text = compiled("ring", 8, 32_768)[0].as_text()
+    assert text.count('custom_call_target="__cudnn$fmha') == 2 * (1 + 2 + 2)
+    assert not [line for line in text.splitlines() if " dot(" in line or "__cublas" in line]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
+    program, mesh = compiled(way, 8, 32_768, "forward")
+    sizes = ROWS, 32_768, *((HEADS,) if way == "ulysses" else ()), GROUPS, SIZE, 8, 2
+    closed = {"gather": gather_bytes, "ulysses": ulysses_bytes, "ring": ring_bytes}[way](*sizes)
+    assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
+
+
+def test_temporaries_of_the_ring_fall_with_its_ranks() -> None:
+    """At 131,072 tokens, forward and backward."""
+    few, many = (compiled("ring", c, 131_072)[0].memory_analysis().temp_size_in_bytes for c in (4, 8))
+    assert many < 0.6 * few
