@@ -16,6 +16,7 @@ from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.models import gpt, llama
+from jaxpar.ops.cross_entropy import cross_entropy
 
 VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
 
@@ -170,8 +171,27 @@ def packed() -> jp.Model:
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
 
 
-MODELS = {f.__name__: f for f in (llama_gqa, gpt2, loop, encoder_decoder, alibi, t5, window, packed)}
-KERNELS = ("llama_gqa", "gpt2", "window", "packed")  # those whose attention is jp.attention, for all three ways
+def chunked() -> jp.Model:
+    """A loss whose logits never exist whole."""
+    model = window()
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        hidden = jnp.tanh(params["table"][batch["tokens"][:, :-1]] @ params["up"])
+        hidden = hidden + jp.attention(*[hidden.reshape(*hidden.shape[:2], HEADS, -1)] * 3).reshape(hidden.shape)
+        nats = cross_entropy(hidden, params["head"], batch["tokens"][:, 1:], chunk=16)
+        return jp.Mean(jnp.sum(nats * batch["mask"]), jnp.sum(batch["mask"]))
+
+    return jp.Model(init=model.init, loss=loss)
+
+
+MODELS = {f.__name__: f for f in (llama_gqa, gpt2, loop, encoder_decoder, alibi, t5, window, packed, chunked)}
+KERNELS = (
+    "llama_gqa",
+    "gpt2",
+    "window",
+    "packed",
+    "chunked",
+)  # those whose attention is jp.attention, for all three ways
 
 
 @functools.cache

@@ -75,7 +75,7 @@ class Positions(Localiser):
         return x.once(("part", dim), lambda: self._part(x, dim))
 
     def _part(self, x: Placed, dim: int) -> jax.Array:
-        made = pushed(self, x, dim) if x.made is not None else None
+        made = pushed(self, self.positions, x, dim) if x.made is not None else None
         return self.take(self.whole(x), dim) if made is None else made
 
     def take(self, value: jax.Array, dim: int) -> jax.Array:

@@ -4,23 +4,20 @@ that no rank has to hold what it needs a part of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from ...jaxprs import jaxpr as jx
-from ..tensor.localiser import Placed
+from ..tensor.localiser import Localiser, Placed
 from ..tensor.primitives import ELEMENTWISE
-
-if TYPE_CHECKING:
-    from .localiser import Positions
 
 _SAME = frozenset(ELEMENTWISE)
 
 
-def pushed(work: Positions, x: Placed, dim: int) -> jax.Array | None:
-    """The part of `x` along `dim`; None where it is to be cut out of the whole."""
+def pushed(work: Localiser, positions: Callable[[int], jax.Array], x: Placed, dim: int) -> jax.Array | None:
+    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n)` are this rank's of n."""
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name
@@ -36,7 +33,7 @@ def pushed(work: Positions, x: Placed, dim: int) -> jax.Array | None:
         value = jax.lax.broadcasted_iota(eqn.params["dtype"], work.local(x.shape, dim), eqn.params["dimension"])
         if dim != eqn.params["dimension"]:
             return value
-        places = jnp.minimum(work.positions(x.shape[dim]), x.shape[dim] - 1).astype(value.dtype)
+        places = jnp.minimum(positions(x.shape[dim]), x.shape[dim] - 1).astype(value.dtype)
         return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
     return None
 

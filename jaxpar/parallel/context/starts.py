@@ -7,15 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from ...jaxprs import jaxpr as jx
-from ..tensor.localiser import Found, Placed
-
-if TYPE_CHECKING:
-    from .localiser import Positions
+from ..tensor.localiser import Found, Localiser, Placed
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Start:
     dim: int
     tokens: int
 
-    def run(self, work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    def run(self, work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         """The equation on this rank's positions."""
         values = [work.part(x, 1) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
         return [(jx.bind(eqn, values)[0], self.dim)]

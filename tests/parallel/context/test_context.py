@@ -40,7 +40,7 @@ def battery() -> list[Any]:
         for text in BESIDE:
             if ("pipe" in text or "remat" in text) and name not in ("llama_gqa", "gpt2"):
                 continue  # nothing to scan, or blocks that differ
-            if "tensor" in text and name in ("loop", "alibi", "t5", "window", "packed", "encoder_decoder"):
+            if "tensor" in text and name in ("loop", "alibi", "t5", "window", "packed", "chunked", "encoder_decoder"):
                 text = text.replace("tensor=2", "data=2").replace(",sequence=true", "")
             ways = ("gather", "ulysses", "ring") if name in cells.KERNELS else ("auto",)
             for way in ways:
@@ -81,14 +81,12 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
 
 
 def test_zero_shards_over_fsdp_and_context() -> None:
-    batch = cells.batch_of(4)
     together, alone = (
         jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:8])
         for text in ("fsdp=2,context=4", "fsdp=8")
     )
     assert together.layout.bytes == alone.layout.bytes
     assert "context" in str(together.layout)
-    assert together.shapes(batch)["tokens"].sharding.spec == jax.sharding.PartitionSpec(("data", "fsdp"))
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------
