@@ -75,7 +75,11 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     dim = x.dim
     assert dim is not None
-    starts, limits, strides = (list(eqn.params[k] or ()) for k in ("start_indices", "limit_indices", "strides"))
+    starts, limits, strides = (
+        list(eqn.params["start_indices"]),
+        list(eqn.params["limit_indices"]),
+        eqn.params["strides"],
+    )
     start, limit = starts[dim], limits[dim]
     size, chunk = work.size(x.shape[dim]), work.chunk(x.shape[dim])
     if strides and strides[dim] != 1:
