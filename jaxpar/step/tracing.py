@@ -221,7 +221,7 @@ class Tracing:
         batch = range(before, before + len(jax.tree.leaves(rows)))
         way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks)
         self.ways[way] = None
-        fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES)
+        fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES, self.ranks)
         return jx.trace(
             fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
         )[0]

@@ -32,7 +32,8 @@ def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     other = bool(masks) or options.segments == 2 or inputs[0].shape[1] != inputs[1].shape[1]
     fun = functools.partial(attend, options, "gather" if other else work.way.name, work.way.order)
     heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
-    return [(kernels.local_kernel(fun, heads, 2)(*values), 1)]
+    # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
+    return [((kernels.local_kernel(fun, heads, 2) if work.tensor > 1 else fun)(*values), 1)]
 
 
 def attend(

@@ -40,12 +40,14 @@ from .ways import AXIS, GATHER, Way
 @dataclass
 class Positions(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
-    of a rule, `way` how attention reaches all keys, and `eqns` the program that is being rewritten.
+    of a rule, `way` how attention reaches all keys, `tensor` the number of ranks that share heads,
+    and `eqns` the program that is being rewritten.
     """
 
     begin: dict[int, Start] = field(default_factory=dict)
     cheap: int = 0
     way: Way = GATHER
+    tensor: int = 1
     eqns: Sequence[Any] = ()
 
     # -- whole, split, partial -----------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class Positions(Localiser):
 
 
 def split_sequence(
-    flat: jx.Flat, leaves: int, batch: Collection[int], sums: int, ranks: int, way: Way, rules: Any
+    flat: jx.Flat, leaves: int, batch: Collection[int], sums: int, ranks: int, way: Way, rules: Any, tensor: int = 1
 ) -> Callable[..., list[Any]]:
     """The program of one rank, a function of the same whole inputs.
 
@@ -192,6 +194,7 @@ def split_sequence(
         ranks is meant. All other outputs are whole.
       way: how attention reaches all keys (`ways.py`).
       rules: what becomes of an equation, by primitive.
+      tensor: the number of ranks that share the heads.
 
     Raises ValueError where no sequence is found, or the ranks do not divide it; and, when the function is traced, where
     an equation mixes positions and has no rule.
@@ -200,7 +203,7 @@ def split_sequence(
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:
-        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, way=way)
+        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, way=way, tensor=tensor)
         args = []
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < leaves

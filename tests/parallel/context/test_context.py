@@ -80,6 +80,14 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     assert [way.name for way in step.tracing.ways] == [way]
 
 
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_layers_may_be_rematerialised(way: str) -> None:
+    """Its attention was one kernel in the trace, whose backward within a layer's was taken for the kernel."""
+    text = f"context=2,attention={way},remat=layer"
+    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:2])
+    step.trace(cells.batch_of(4))
+
+
 def test_zero_shards_over_fsdp_and_context() -> None:
     together, alone = (
         jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:8])
