@@ -248,7 +248,7 @@ class Tracing:
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy.remat)
         check_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
-        warn_precision(program, self.layout.policy.compute, self.strategy.precision)
+        warn_precision(whole.eqns, self.layout.policy.compute, self.strategy.precision)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:
