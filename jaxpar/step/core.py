@@ -63,7 +63,7 @@ class Step(Start, Intake):
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
-        shards = math.prod(mesh.shape[axis] for axis in over) if self.rule.sharded else 1
+        shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
