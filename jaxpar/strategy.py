@@ -33,17 +33,19 @@ MESH = (
     Axis("pipe", rows=False, sums="leaves of no stage"),
     Axis("data", rows=True, sums="every leaf"),
     Axis("fsdp", rows=True, sums="every leaf"),
+    Axis("context", rows=False, sums="every leaf"),  # each rank has some of the positions of all rows
     Axis("tensor", rows=False, sums="no leaf"),  # the program of one rank sums what ranks have in parts
 )
 AXES = tuple(axis.name for axis in MESH)
 ROWS = tuple(axis.name for axis in MESH if axis.rows)  # those that share the rows of a batch
+SHARDS = ("fsdp", "context")  # those over which ZeRO shards
 
 
 def summed_over(of_a_stage: bool) -> tuple[str, ...]:
     """The axes over which the gradient of a leaf is summed, where a stage of a pipeline owns it or not.
 
     >>> summed_over(of_a_stage=False), summed_over(of_a_stage=True)
-    (('pipe', 'data', 'fsdp'), ('data', 'fsdp'))
+    (('pipe', 'data', 'fsdp', 'context'), ('data', 'fsdp', 'context'))
     """
     return tuple(axis.name for axis in MESH if axis.sums == "every leaf" or (axis.sums != "no leaf" and not of_a_stage))
 
@@ -67,6 +69,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots"),
+    "attention": ("auto", "gather", "ulysses", "ring"),
 }
 
 
@@ -84,6 +87,11 @@ class Strategy:
         "gpipe", or one with backwards in halves, as "zb-h1".
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
+      context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
+        (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
+      attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
+        every rank; "ulysses", ranks exchange positions for heads (Jacobs et al. 2023); "ring", keys and values move
+        from rank to rank (Liu et al. 2023); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over
@@ -102,7 +110,7 @@ class Strategy:
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
         "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a `jax.checkpoint` policy.
 
-    One of `pipe`, `data`, `fsdp` and `tensor` may be -1: what the others leave of the devices.
+    One of `pipe`, `data`, `fsdp`, `context` and `tensor` may be -1: what the others leave of the devices.
 
     >>> Strategy.parse("zero2,microbatches=4")
     Strategy('fsdp=-1,zero=2,microbatches=4')
@@ -116,6 +124,8 @@ class Strategy:
     pipe: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    context: int = 1
+    attention: str = "auto"
     tensor: int = 1
     sequence: bool = False
     single: bool = False
@@ -172,6 +182,10 @@ class Strategy:
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out"
+            )
+        if self.attention != "auto" and self.context == 1:
+            raise ValueError(
+                f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

@@ -41,7 +41,7 @@ def expected(step: Step, batch: Any) -> Ledger:
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
         found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
-    rows = tuple(traced.axes)
+    rows = tuple(traced.summed)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:
         found.append(

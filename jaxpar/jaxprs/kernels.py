@@ -8,6 +8,7 @@ parts of a rank. Elsewhere it is an ordinary `jit`: it runs, is differentiated, 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import re
@@ -20,6 +21,7 @@ import jax
 Dims = tuple[int | None, ...]
 _kernels: dict[str, LocalKernel] = {}
 _names: dict[Any, str] = {}
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def local_kernel(
             if not hasattr(x, "ndim"):
                 raise ValueError(f"argument {i} of kernel {name} is {type(x).__name__}; give an array")
             _check(f"argument {i} of kernel {name}", x, dim)
+        if _inside.get():  # a kernel of a kernel is a part of it
+            return fun(*arrays)
         ranks = tuple(x.ndim for x in arrays)
         if ranks not in by_ranks:
             by_ranks[ranks] = _kernel(fun, given, results, ranks)
@@ -154,7 +158,11 @@ def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple
         known = _names[parts] = f"jaxpar_kernel_{len(_kernels)}_{_name(fun)}"
 
         def named(*arrays: Any) -> Any:
-            return fun(*arrays)
+            token = _inside.set(True)
+            try:
+                return fun(*arrays)
+            finally:
+                _inside.reset(token)
 
         named.__name__ = named.__qualname__ = known
         _kernels[known] = LocalKernel(fun, in_dims, out_dims, ranks, jax.jit(named))

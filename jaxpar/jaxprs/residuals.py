@@ -47,7 +47,7 @@ def kept(
             if needed is not None:
                 del keep[result]
                 keep.update(needed)
-    wanted = [v for v in dict.fromkeys(residuals) if not jx.is_literal(v)]
+    wanted = list(dict.fromkeys(v for v in residuals if not jx.is_literal(v)))
     again: set[int] = set()
     stack = [v for v in wanted if v not in keep and v not in known]
     while stack:

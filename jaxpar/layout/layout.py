@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..model.paths import name_of
+from ..strategy import SHARDS
 from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
@@ -80,6 +81,11 @@ class Layout:
             leaf.path for leaf, at in zip(kept.leaves, kept.origin, strict=True) if kept.models[at[0]].path in found
         }
         return ["" if leaf.path in found | rolled else leaf.path for leaf in kept.units]
+
+    @property
+    def shards(self) -> int:
+        """The number of devices over which ZeRO shards."""
+        return math.prod(self.mesh.shape[axis] for axis in SHARDS)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -195,7 +201,7 @@ class Layout:
         notes = {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
         for path, why in self.whole.items():
             notes[path] = f"{notes[path]}; {why}" if path in notes else why
-        if "optimizer" in self.sharded and self.mesh.shape["fsdp"] > 1:
+        if "optimizer" in self.sharded and self.shards > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=is_stored):
                 if x.spec == PartitionSpec() and math.prod(x.shape) >= PAD_FROM:
                     notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"

@@ -223,13 +223,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Pipe:
-    """What the layout needs to know of a pipeline: its ranks, the chunks that each holds, and whether odd chunks lie on
-    the ranks in reverse.
+    """What the layout needs to know of a pipeline: its ranks, the chunks that each holds, whether odd chunks lie on the
+    ranks in reverse; and the axes over which ZeRO shards.
     """
 
     ranks: int = 1
     chunks: int = 1
     turns: bool = False
+    shard: tuple[str, ...] = ("fsdp",)
 
     def held(self, layers: int) -> tuple[int, ...]:
         """The dims that the layers of a stack fill in whole stages."""
@@ -257,12 +258,12 @@ def place(
     `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`. Layers that are
     on the `second` dim are split last.
     """
-    first_dim, axes = 0, ("fsdp",)
+    first_dim, axes = 0, pipe.shard
     if isinstance(form, Staged):
         shape, first_dim = (*form.held, *shape[1:]), len(form.held)
         tensor = None if tensor is None else tensor + first_dim - 1
     elif pipe.ranks > 1 and shards > 1:
-        shards, axes = shards * pipe.ranks, ("pipe", "fsdp")
+        shards, axes = shards * pipe.ranks, ("pipe", *pipe.shard)
     rolled = isinstance(form, Stacked)
     stacked = not isinstance(form, Staged) and not second and (rolled or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]

@@ -30,7 +30,7 @@ from ..parallel import rule_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
-from ..strategy import ROWS, Strategy
+from ..strategy import ROWS, SHARDS, Strategy
 from .checks import Intake, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import Start
@@ -62,7 +62,8 @@ class Step(Start, Intake):
         self.optimizer = taking_value(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
-        shards = mesh.shape["fsdp"]
+        over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
+        shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
         ranks = mesh.shape["pipe"]
         schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
@@ -70,7 +71,7 @@ class Step(Start, Intake):
         order = functools.partial(creation_order, model.create)
         split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
         turns = schedule is not None and schedule.placement == "V"
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns), split, parts)
+        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over), split, parts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

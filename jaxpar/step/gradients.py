@@ -136,7 +136,7 @@ class Local:
 
     def _count(self, loss: Loss, variables: Any, rows: Any, keys: jax.Array) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""
-        axes, count = self.tracing.axes, loss.traced.program.only(loss.traced.count)
+        axes, count = self.tracing.summed, loss.traced.program.only(loss.traced.count)
         if not loss.traced.counts:
             blocks = math.prod(axes.values()) * keys.shape[0]
             return count(jax.tree.leaves((variables, first(rows), keys[0]))) * blocks
@@ -149,5 +149,5 @@ class Local:
         if self.tracing.strategy.server:
             return sums
         leaves, tree = jax.tree.flatten(sums)
-        axes = ("pipe",) * (self.tracing.schedule is not None) + tuple(self.tracing.axes)
+        axes = ("pipe",) * (self.tracing.schedule is not None) + tuple(self.tracing.summed)
         return jax.tree.unflatten(tree, list(collectives.all_reduce(jnp.stack(leaves), axes)))

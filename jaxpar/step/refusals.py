@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ def warn_gathered(program: Program, layout: Layout) -> None:
     size = most * jnp.dtype(layout.policy.compute).itemsize
     if (
         "params" in layout.sharded
-        and layout.mesh.shape["fsdp"] > 1
+        and layout.shards > 1
         and size >= GATHERED_FROM
         and 2 * most > total
         and 2 * math.prod(leaves[0].logical) < most
@@ -124,9 +124,9 @@ def warn_no_rule(gathered: Mapping[str, int], ranks: int) -> None:
             )
 
 
-def warn_precision(program: Program, low: Any, name: str) -> None:
-    """Say so where the low precision `name`, dtype `low`, does not reach the matmuls."""
-    by_dtype = jx.matmuls(program.eqns)
+def warn_precision(eqns: Sequence[Any], low: Any, name: str) -> None:
+    """Say so where the low precision `name`, dtype `low`, does not reach the matmuls of the model's own program."""
+    by_dtype = jx.matmuls(eqns)
     total = sum(flops for flops, _ in by_dtype.values())
     flops, where = by_dtype.get("float32", (0, ""))
     if low != jnp.float32 and flops > 0.5 * total:

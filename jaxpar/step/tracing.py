@@ -19,6 +19,8 @@ from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
 from ..model.paths import name_of
+from ..parallel.context import RULES as CONTEXT_RULES
+from ..parallel.context import Way, choose, split_sequence
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -44,6 +46,7 @@ class Traced:
       variables, rows, key: its other inputs: the model's variables, rows of one microbatch of one replica [rows, ...],
         and the key of dropout.
       axes: the mesh axes over which rows are spread and that have several devices, name -> size.
+      summed: those over which totals and counts are summed: these, and `context` where it has several devices.
       traced_axes: the mesh axes that the program may name: these, and `tensor`.
       schedule: the pipeline's; None without one.
       gathered: what tensor ranks gather for want of a rule, in all of this step's programs so far: where, and bytes.
@@ -56,6 +59,7 @@ class Traced:
     rows: Any
     key: Any
     axes: Mapping[str, int]
+    summed: Mapping[str, int]
     traced_axes: dict[str, int]
     schedule: Schedule | None
     gathered: Mapping[str, int]
@@ -110,7 +114,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`."""
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`,
+    and `ways` has how context ranks attend, once a batch has been traced.
+    """
 
     model: Model
     layout: Layout
@@ -118,6 +124,7 @@ class Tracing:
     axes: dict[str, int]
     schedule: Schedule | None = None
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    ways: dict[Way, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -126,9 +133,15 @@ class Tracing:
         return self.layout.mesh.shape["tensor"]
 
     @property
+    def summed(self) -> dict[str, int]:
+        """The mesh axes over which totals and counts are summed: of rows, and of positions."""
+        context = self.layout.mesh.shape["context"]
+        return self.axes | ({"context": context} if context > 1 else {})
+
+    @property
     def traced_axes(self) -> dict[str, int]:
-        """The mesh axes that a program may name: what it is on one rank of `tensor`."""
-        return self.axes | ({"tensor": self.ranks} if self.ranks > 1 else {})
+        """The mesh axes that a program may name: what it is on one rank of `context` and `tensor`."""
+        return self.summed | ({"tensor": self.ranks} if self.ranks > 1 else {})
 
     def __call__(self, variables: Any, rows: Any, key: jax.Array | None) -> Traced:
         """The loss for one microbatch (abstract or not). Traced once."""
@@ -144,6 +157,7 @@ class Tracing:
 
         trace       jaxprs/             the model's code runs once and leaves its equations
         roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
+        split       parallel/context/   the equations of one context rank, on its positions of the sequence
         localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
@@ -154,15 +168,16 @@ class Tracing:
         with couplings() as noted:
             whole, out = self._trace((variables, rows, key), self.axes)
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
-        local = self._localised(rolled)
+        local = self._localised(self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0]))))
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         program = slice_program(local, how)
-        program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(program.eqns))
+        program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(whole, program, outputs, (variables, rows, key))
         inputs = (self._leaves, variables, rows, key)
-        return Traced(program, outputs, *inputs, self.axes, self.traced_axes, self.schedule, self.gathered)
+        axes = (self.axes, self.summed, self.traced_axes)
+        return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered)
 
     @property
     def _params(self) -> list[jax.ShapeDtypeStruct]:
@@ -196,6 +211,21 @@ class Tracing:
 
         return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
 
+    def _positions(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
+        """The program of one context rank; the first `sums` outputs are totals and counts."""
+        ranks = self.layout.mesh.shape["context"]
+        if ranks == 1:
+            return flat
+        leaves, (variables, rows, _) = len(self._params), rest
+        before = leaves + len(jax.tree.leaves(variables))
+        batch = range(before, before + len(jax.tree.leaves(rows)))
+        way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks)
+        self.ways[way] = None
+        fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES, self.ranks)
+        return jx.trace(
+            fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
+        )[0]
+
     def _localised(self, flat: jx.Flat) -> jx.Flat:
         """The program of one tensor rank."""
         if self.ranks == 1:
@@ -218,7 +248,7 @@ class Tracing:
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy.remat)
         check_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
-        warn_precision(program, self.layout.policy.compute, self.strategy.precision)
+        warn_precision(whole.eqns, self.layout.policy.compute, self.strategy.precision)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:

@@ -113,7 +113,7 @@ class Update:
         leaf, all-gathered; and the token after that.
         """
         leaves, shards = self.layout.leaves, self._shards(params)
-        if not self.rule.published or self.layout.mesh.shape["fsdp"] == 1:
+        if not self.rule.published or self.layout.shards == 1:
             return shards, None, token
         old = jax.tree.leaves(state.copy if self.layout.copied else state.params)
         gather = order.in_order(functools.partial(publish, leaves), self.layout.mesh)

@@ -181,7 +181,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
     ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
         least, names = 0.99 - 1 / ticks, [*names, "last message"]
-    if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.mesh.shape["fsdp"] > 1:
+    if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.layout.shards > 1:
         # Once, in place of twice in every microbatch or tick.
         least, names = 0.49 / (strategy.microbatches if schedule is None else ticks), [*names, "merged"]
     if cpu and kind in ("all-reduce", "reduce-scatter"):

@@ -97,6 +97,8 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return "scalars"
     if "tensor" in axes:
         return "tensor"
+    if axes == ("context",) and kind != "all-reduce":
+        return "context"
     if axes == ("pipe",):
         return "pipeline"
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
@@ -111,6 +113,8 @@ def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> I
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
             f"layers; idle {float(schedule.bubble):.1%} of the time."
         )
+    for way in step.tracing.ways:
+        yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "

@@ -42,8 +42,9 @@ def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strate
     if strategy.fsdp > 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
     shape = strategy.sizes(n, target.hosts)
-    for fewer in AXES:
-        for more in AXES:
+    traded = [axis for axis in AXES if axis != "context"]  # not every loss has a sequence to split
+    for fewer in traded:
+        for more in traded:
             if fewer != more and shape[fewer] % 2 == 0:
                 changes.append({fewer: shape[fewer] // 2, more: 2 * shape[more]})
     replicas = shape["data"] * shape["fsdp"]

@@ -145,10 +145,10 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         flat, _ = jx.trace(pulled, leaves, [s for s, on in zip(shapes, floats, strict=True) if on])
         known = [_again(x, v) for x, v in zip(saved, values, strict=True)]
         every = zip(cotangents, outs, shapes, floats, strict=True)
-        cts = [Placed(ct, out.dim, s.shape) for ct, out, s, on in every if on]
-        found = work.run(flat, [*known, *cts])
+        cts = [work.cotangent(ct, out, s.shape) for ct, out, s, on in every if on]
+        found = work.run(flat, [*known, *cts], linear=True)
         given = dict(zip(at, found, strict=True))
-        return tuple(_as(work, given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
+        return tuple(work.handed(given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
 
     function = jax.custom_vjp(only)
     values = [x.value for x in inputs]

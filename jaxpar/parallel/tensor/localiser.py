@@ -40,6 +40,8 @@ class Placed:
       weight: whether it comes from parameters alone; where two splits conflict, weights keep theirs.
       origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
       broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
+      partial: whether the sum over ranks is meant; for context ranks, those of tensor sum at once.
+      made: the equation and the inputs that a whole value was made of, where its parts can be made of theirs.
     """
 
     value: Any
@@ -49,6 +51,8 @@ class Placed:
     weight: bool = False
     origin: str = ""
     broadcast: tuple[Placed, tuple[int, ...]] | None = None
+    partial: bool = False
+    made: tuple[Any, Sequence[Placed]] | None = field(default=None, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
@@ -102,8 +106,20 @@ class Localiser:
             alike = at < 0 or inner.shape[at] == 1
             small = self.entered(inner) if alike else self.part(inner, at)
             return jax.lax.broadcast_in_dim(small, self.local(x.shape, dim), dims)
-        assert x.shape[dim] % self.ranks == 0, (x.shape, dim)
-        return edges.take(self.whole(x), dim, self.ranks)
+        return self.take(self.whole(x), dim)
+
+    def take(self, value: jax.Array, dim: int) -> jax.Array:
+        """This rank's part of a value that it has whole."""
+        assert value.shape[dim] % self.ranks == 0, (value.shape, dim)
+        return edges.take(value, dim, self.ranks)
+
+    def cotangent(self, value: Any, out: Placed, shape: tuple[int, ...]) -> Placed:
+        """What a function's own derivative is given for one of its outputs."""
+        return Placed(value, out.dim, shape)
+
+    def handed(self, x: Placed, dim: int | None) -> jax.Array:
+        """What it returns for an input that is split along `dim`, or whole."""
+        return self.whole(x) if dim is None else self.part(x, dim)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of a rank's part."""
@@ -130,8 +146,8 @@ class Localiser:
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
-    def run(self, flat: jx.Flat, args: Sequence[Placed]) -> list[Placed]:
-        """The outputs of a flat program."""
+    def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
+        """The outputs of a flat program; `linear` where it is that of cotangents."""
         env: dict[Any, Placed] = {}
         env.update((v, Placed(x, None, v.aval.shape)) for v, x in zip(flat.constvars, flat.consts, strict=True))
         env.update(zip(flat.invars, args, strict=True))

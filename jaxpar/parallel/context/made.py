@@ -1,0 +1,43 @@
+"""A rank's part of a whole value from the parts of what it was made of: a causal mask [T, T] from positions [T], so
+that no rank has to hold what it needs a part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ...jaxprs import jaxpr as jx
+from ..tensor.localiser import Localiser, Placed
+from ..tensor.primitives import ELEMENTWISE
+
+_SAME = frozenset(ELEMENTWISE)
+
+
+def pushed(work: Localiser, positions: Callable[[int], jax.Array], x: Placed, dim: int) -> jax.Array | None:
+    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n)` are this rank's of n."""
+    assert x.made is not None
+    eqn, inputs = x.made
+    name = eqn.primitive.name
+    if name in _SAME:
+        return jx.bind(eqn, [y.value if alike(y, dim) else work.part(y, dim) for y in inputs])[0]
+    if name == "broadcast_in_dim" and len(inputs) == 1:
+        dims, shape = eqn.params["broadcast_dimensions"], work.local(x.shape, dim)
+        (y,) = inputs
+        at = dims.index(dim) if dim in dims else -1
+        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, at)
+        return jax.lax.broadcast_in_dim(small, shape, dims)
+    if name == "iota" and not inputs:
+        value = jax.lax.broadcasted_iota(eqn.params["dtype"], work.local(x.shape, dim), eqn.params["dimension"])
+        if dim != eqn.params["dimension"]:
+            return value
+        places = jnp.minimum(positions(x.shape[dim]), x.shape[dim] - 1).astype(value.dtype)
+        return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
+    return None
+
+
+def alike(x: Placed, dim: int) -> bool:
+    """Whether a whole value is the same for all positions along a dim, where it meets others by broadcasting."""
+    return not x.shape or x.shape[dim] == 1

@@ -1,0 +1,175 @@
+"""Rules of equations that add positions up, pick some of them, or look something up for each.
+
+Equations that leave positions apart have the rules of `tensor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...jaxprs import jaxpr as jx
+from ...ops.context import order_of
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import ELEMENTWISE, shape_of, without
+from .keys import keys_of
+from .localiser import Positions
+from .partial import PARTIAL
+from .ways import AXIS
+
+Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
+_APART = """
+optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim transpose squeeze concatenate stack
+unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
+dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
+""".split()
+RULES: dict[str, Rule] = {
+    name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS, *jx.CUSTOM) if name in TENSOR
+}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of some primitives."""
+
+    def register(fun: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, fun))
+        return fun
+
+    return register
+
+
+@rule("scan")
+def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    parts = jx.scan_parts(eqn)
+    steps = inputs[len(parts.consts) + len(parts.carry) :]
+    if any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
+        return None  # position by position: refused
+    return TENSOR["scan"](work, eqn, inputs)
+
+
+@rule("reshape")
+def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Positions stay a dim of their own, or become the outermost of one, or of several."""
+    x, *_ = inputs
+    shape = shape_of(eqn)
+    assert x.dim is not None
+    before = math.prod(x.shape[: x.dim])
+    dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
+    if len(dims) != 1 or eqn.params["dimensions"] is not None:
+        return None
+    (dim,) = dims
+    parts = work.way.parts(work.ranks)
+    if shape[dim] != x.shape[x.dim] and (shape[dim] % parts or x.shape[x.dim] % parts):
+        return None
+    return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+
+
+@rule("slice")
+def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """All positions, all but some of the last, or one."""
+    (x,) = inputs
+    dim = x.dim
+    assert dim is not None
+    starts, limits, strides = (
+        list(eqn.params["start_indices"]),
+        list(eqn.params["limit_indices"]),
+        eqn.params["strides"],
+    )
+    start, limit = starts[dim], limits[dim]
+    size, chunk = work.size(x.shape[dim]), work.chunk(x.shape[dim])
+    if strides and strides[dim] != 1:
+        return None
+    if start == 0 and work.size(limit) == size:  # what is beyond is left out of sums
+        limits[dim] = size
+        return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
+    if limit - start == 1:
+        held = order_of(work.ranks, work.way.order)
+        owner, slot = divmod(held.index(start // chunk), work.way.parts(1))
+        starts[dim] = slot * chunk + start % chunk
+        limits[dim] = starts[dim] + 1
+        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
+        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
+    return None
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@rule("reduce_sum")
+def _sum(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    axes = eqn.params["axes"]
+    if x.dim in axes:
+        return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)]
+    return [(jx.bind(eqn, [x.value])[0], without(x.dim, axes))]
+
+
+@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
+def _extreme(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    axes = eqn.params["axes"]
+    if x.dim in axes:
+        return None
+    return [(jx.bind(eqn, [x.value])[0], without(x.dim, axes))]
+
+
+@rule("dot_general")
+def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Each position by itself where they are free or batched; a partial sum where they are contracted.
+
+    Of two operands whose positions meet, keys (`keys.py`) are gathered and queries stay.
+    """
+    contracted, batch = eqn.params["dimension_numbers"]
+
+    def role(side: int) -> tuple[str, int]:
+        dim = inputs[side].dim
+        assert dim is not None
+        for kind, dims in (("contracted", contracted[side]), ("batch", batch[side])):
+            if dim in dims:
+                return kind, list(dims).index(dim)
+        return "free", dim
+
+    split = [side for side in (0, 1) if inputs[side].dim is not None]
+    if len(split) == 2 and role(0) == role(1) and role(0)[0] != "free":
+        kind, at = role(0)
+        if kind == "contracted":
+            return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
+        return [(jx.bind(eqn, [x.value for x in inputs])[0], at)]
+    free = [side for side in split if role(side)[0] == "free"]
+    keep = (free or split)[0]
+    if len(free) == 2 and keys_of(work.eqns, eqn, [_place(eqn, side, role(side)[1]) for side in (0, 1)]) == 0:
+        keep = 1
+    kind, at = role(keep)
+    mine, other = inputs[keep], inputs[1 - keep]
+    if kind == "contracted":
+        own, others, dim = work.kept(mine), work.part(other, contracted[1 - keep][at]), PARTIAL
+    elif kind == "batch":
+        own, others, dim = mine.value, work.part(other, batch[1 - keep][at]), at
+    else:
+        own, others, dim = mine.value, work.whole(other), _place(eqn, keep, at)
+    return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
+
+
+def _place(eqn: Any, side: int, dim: int) -> int:
+    """The dim of a product that a free dim of one side becomes."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    ranks = [len(v.aval.shape) for v in eqn.invars]
+    free = [d for d in range(ranks[side]) if d not in (*contracted[side], *batch[side])]
+    before = len(batch[0]) + (ranks[0] - len(contracted[0]) - len(batch[0])) * side
+    return before + free.index(dim)
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@rule("gather")
+def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    table, _ = inputs
+    if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
+        return None  # positions are looked up
+    return TENSOR["gather"](work, eqn, inputs)

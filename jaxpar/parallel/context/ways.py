@@ -1,0 +1,110 @@
+"""How the queries of one context rank reach the keys of all ranks, and which way is taken.
+
+gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
+ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
+ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.extend.core as jec
+
+from ...jaxprs import jaxpr as jx
+from ...jaxprs import kernels
+from ...ops.context.order import Order
+from ...ops.flash import AttentionOptions
+
+AXIS = "context"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way, and why it was taken."""
+
+    name: Literal["gather", "ulysses", "ring"]
+    why: str
+
+    @property
+    def order(self) -> Order:
+        """Which positions ranks have: those of the ring balance causal work."""
+        return "zigzag" if self.name == "ring" else "plain"
+
+    def parts(self, ranks: int) -> int:
+        """The number of chunks that so many ranks have of a sequence."""
+        return ranks * (2 if self.order == "zigzag" else 1)
+
+
+GATHER = Way("gather", "it was asked for")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `jp.attention` of a program: its options, the shapes of query and key, and its line."""
+
+    options: AttentionOptions
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    line: str
+
+    @property
+    def hinders(self) -> str:
+        """Why it is by gather whatever was asked for; empty where it need not be."""
+        if self.options.masked:
+            return "has a mask"
+        return "has keys of another length" if self.query[1] != self.key[1] or self.options.segments == 2 else ""
+
+
+def options_of(eqn: Any) -> AttentionOptions | None:
+    """Those of an equation that is a `jp.attention`."""
+    kernel = kernels.of(eqn)
+    found = getattr(kernel.fun, "args", ()) if kernel is not None else ()
+    return found[0] if found and isinstance(found[0], AttentionOptions) else None
+
+
+def calls(eqns: Sequence[Any]) -> Iterator[Call]:
+    """Every `jp.attention` of a program."""
+    for eqn in eqns:
+        if (options := options_of(eqn)) is not None:
+            query, key = (v.aval.shape for v in eqn.invars[:2])
+            yield Call(options, query, key, jx.where(eqn))
+        else:
+            for inner in jec.jaxprs_in_params(eqn.params):
+                yield from calls(jx.opened(inner)[0].eqns)
+
+
+def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int) -> Way:
+    """The way of a program on `ranks` context ranks, where `tensor` ranks share the heads.
+
+    Raises ValueError where the way that was asked for cannot be.
+    """
+    found = list(calls(eqns))
+    free = [call for call in found if not call.hinders]
+    if asked == "gather":
+        return GATHER
+    if not free:
+        why = f"that of {found[0].line} {found[0].hinders}" if found else "the loss calls no jp.attention"
+        if asked != "auto":
+            raise ValueError(
+                f"attention={asked!r} is for self-attention by jp.attention without a mask of its own, and {why}; use "
+                "causal=, window= and segment_ids= of jp.attention, or attention='gather'"
+            )
+        return Way("gather", why)
+    heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
+    odd = [pair for pair in heads if pair[0] % ranks]
+    shared = f" of a tensor rank (tensor={tensor})" if tensor > 1 else ""
+    if asked == "ulysses" and odd:
+        raise ValueError(
+            f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
+            f"query heads{shared}; use attention='ring', or a context= that divides them"
+        )
+    if asked != "auto":
+        return Way("ulysses" if asked == "ulysses" else "ring", "it was asked for")
+    if all(q % ranks == 0 == k % ranks for q, k in heads):
+        return Way("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
+    if all(call.query[1] % (2 * ranks) == 0 for call in free):
+        return Way("ring", f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}")
+    return Way("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")

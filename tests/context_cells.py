@@ -1,0 +1,237 @@
+"""The battery of the context axis: models that know nothing of it, weighed token by token, and cells."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cells import OneDevice, check
+from flax import linen as nn
+from flax import nnx
+from tensor_cells import SGD, STEPS
+from zoo import random_tokens
+
+import jaxpar as jp
+from jaxpar.models import gpt, llama
+from jaxpar.ops.cross_entropy import cross_entropy
+
+VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
+
+
+def weighed(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jp.Mean:
+    """Of weights that differ from token to token: a plain mean would not see tokens out of their places."""
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), targets[..., None], -1)[..., 0]
+    return jp.Mean(jnp.sum(nats * weights), jnp.sum(weights))
+
+
+def next_token(module: Any, batch: Any) -> jp.Mean:
+    tokens = batch["tokens"]
+    return weighed(module(tokens[:, :-1]), tokens[:, 1:], batch["mask"])
+
+
+def llama_gqa() -> jp.Model:
+    """Scanned layers, grouped queries, rotary positions."""
+    config = llama.Config(vocab=VOCAB, dim=DIM, layers=2, heads=8, kv_heads=4, ffn=24)
+    return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss, llama.RULES)
+
+
+def gpt2() -> jp.Model:
+    """Learned positions, a tied head, and dropout."""
+    config = gpt.Config(vocab=VOCAB, context=24, dim=DIM, layers=2, heads=HEADS, dropout=0.2)
+    return jp.from_nnx(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.loss, gpt.RULES)
+
+
+class Block(nnx.Module):
+    """Flax's own attention and a rule of differentiation, in a Python loop."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(num_heads=HEADS, in_features=DIM, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(DIM, 40, rngs=rngs), nnx.Linear(40, DIM, rngs=rngs)
+        self.norm1, self.norm2 = nnx.LayerNorm(DIM, rngs=rngs), nnx.LayerNorm(DIM, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x), mask=mask)
+        return x + self.down(jax.nn.relu(self.up(self.norm2(x))))
+
+
+class Loop(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.position = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(32, DIM, rngs=rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x, nnx.make_causal_mask(tokens))
+        return self.head(x)
+
+
+def shifted(module: Any, batch: Any) -> jp.Mean:
+    """As transformers writes it: all tokens go in, and the last position's logits are left out."""
+    tokens = batch["tokens"][:, :-1]
+    return weighed(module(tokens)[:, :-1], tokens[:, 1:], batch["mask"][:, 1:])
+
+
+def loop() -> jp.Model:
+    return jp.from_nnx(Loop, shifted)
+
+
+class EncoderLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(nn.LayerNorm()(x))
+        return x + nn.Dense(DIM)(nn.gelu(nn.Dense(48)(nn.LayerNorm()(x))))
+
+
+class EncoderDecoder(nn.Module):
+    """Cross attention to a source of another length; a summary that is its mean."""
+
+    @nn.compact
+    def __call__(self, source: jax.Array, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(VOCAB, DIM)
+        memory = EncoderLayer()(embed(source))
+        x = embed(tokens) + nn.Dense(DIM)(memory.mean(axis=1, keepdims=True))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(nn.LayerNorm()(x), nn.LayerNorm()(memory))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def encoder_decoder() -> jp.Model:
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        return weighed(apply(batch["source"], batch["tokens"][:, :-1]), batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.from_linen(EncoderDecoder(), loss, example=batch_of(2))
+
+
+def _functions(attend: Callable[..., jax.Array]) -> jp.Model:
+    """A decoder in plain JAX: `attend(params, q, k, v, batch)` on [B, T, H, h]."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
+        names = ("query", "key", "value", "out", "up", "down")
+        params = {name: draw(i, DIM, DIM) for i, name in enumerate(names)}
+        return params | {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jp.Mean, Any]:
+        x = params["table"][batch["tokens"][:, :-1]]
+        for _ in range(2):
+            q, k, v = (
+                (x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value")
+            )
+            x = x + attend(params, q, k, v, batch).reshape(x.shape) @ params["out"]
+            x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        logits, targets = (x @ params["head"])[:, :-1], batch["tokens"][:, 1:-1]  # one position fewer than went in
+        found = weighed(logits, targets, batch["mask"][:, 1:])
+        right = (logits.argmax(-1) == targets).mean()
+        return jp.Mean(found.total + 0.1 * found.count * jnp.square(params["out"]).sum(), found.count), {"right": right}
+
+    return jp.Model(init=init, loss=loss)
+
+
+def _plain(scores: jax.Array, v: jax.Array) -> jax.Array:
+    t, s = scores.shape[-2:]
+    scores = jnp.where(jnp.arange(s) <= jnp.arange(t)[:, None], scores, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def alibi() -> jp.Model:
+    """Linear biases, by a product whose left operand has the keys."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        places = jnp.arange(q.shape[1])
+        slopes = 2.0 ** -jnp.arange(1, HEADS + 1)
+        scores = jnp.einsum("bshd,bthd->bhts", k, q) * (DIM // HEADS) ** -0.5
+        return _plain(scores - slopes[:, None, None] * (places[:, None] - places), v)
+
+    return _functions(attend)
+
+
+def t5() -> jp.Model:
+    """A learned bias for each distance, as T5 has it, through JAX's own attention."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        places = jnp.arange(q.shape[1])
+        distance = jnp.clip(places[:, None] - places, 0, 7)
+        bias = params["bias"][distance].transpose(2, 0, 1)[None]
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+    return _functions(attend)
+
+
+def window() -> jp.Model:
+    return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, window=5))
+
+
+def packed() -> jp.Model:
+    """Several documents in a row."""
+    return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
+
+
+def chunked() -> jp.Model:
+    """A loss whose logits never exist whole."""
+    model = window()
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        hidden = jnp.tanh(params["table"][batch["tokens"][:, :-1]] @ params["up"])
+        hidden = hidden + jp.attention(*[hidden.reshape(*hidden.shape[:2], HEADS, -1)] * 3).reshape(hidden.shape)
+        nats = cross_entropy(hidden, params["head"], batch["tokens"][:, 1:], chunk=16)
+        return jp.Mean(jnp.sum(nats * batch["mask"]), jnp.sum(batch["mask"]))
+
+    return jp.Model(init=model.init, loss=loss)
+
+
+MODELS = {f.__name__: f for f in (llama_gqa, gpt2, loop, encoder_decoder, alibi, t5, window, packed, chunked)}
+KERNELS = (
+    "llama_gqa",
+    "gpt2",
+    "window",
+    "packed",
+    "chunked",
+)  # those whose attention is jp.attention, for all three ways
+
+
+@functools.cache
+def built(name: str) -> jp.Model:
+    return MODELS[name]()
+
+
+@functools.cache
+def one_device(name: str) -> OneDevice:
+    return OneDevice(built(name))
+
+
+@functools.cache
+def reference(name: str, blocks: int, rows: int) -> tuple[Any, Any]:
+    return one_device(name).train(SGD, batch_of(rows), blocks, STEPS)
+
+
+def batch_of(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(3)
+    return {
+        "tokens": random_tokens(VOCAB, length + 1, rows=rows),
+        "source": random_tokens(VOCAB, length // 2, rows=rows),
+        "mask": draw.uniform(0.1, 2, (rows, length)).astype(np.float32),
+        "document": np.sort(draw.integers(0, 3, (rows, length))).astype(np.int32),
+    }
+
+
+def check_cell(name: str, text: str) -> None:
+    """One compiled step against one device: gradients, parameters after some steps, bytes, order, collectives."""
+    strategy = jp.Strategy.parse(text)
+    count = math.prod(getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "context", "tensor"))
+    step = jp.make_train_step(built(name), SGD, strategy, mesh=jax.devices()[:count])
+    blocks = step.replicas * strategy.microbatches
+    rows = 4 * blocks
+    # With dropout, blocks of rows have keys of their own; to the others rows are all the same.
+    check(
+        step,
+        built(name),
+        one_device(name).first,
+        batch_of(rows),
+        STEPS,
+        *reference(name, blocks if name == "gpt2" else rows, rows),
+    )

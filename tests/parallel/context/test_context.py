@@ -1,0 +1,184 @@
+"""The context axis trains models that know nothing of it as one device does, and refuses what it would get wrong.
+
+A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
+"""
+
+from typing import Any
+
+import context_cells as cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jaxpar as jp
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
+
+# All three ways, every other axis, dropout, shifted targets, a product with the keys on its left.
+FIRST = (
+    ("llama_gqa", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
+    ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2"),
+    ("alibi", "context=4,data=2,attention=gather"),
+)
+BESIDE = (
+    "context=2",
+    "context=4,fsdp=2,zero=1",
+    "context=8",
+    "context=2,fsdp=2,zero=2,microbatches=2",
+    "context=2,fsdp=2,data=2,remat=layer",
+    "context=2,tensor=2,sequence=true,fsdp=2",
+    "context=4,tensor=2",
+    "pipe=2,context=2,data=2,microbatches=3",
+)
+
+
+def battery() -> list[Any]:
+    found = []
+    for name in cells.MODELS:
+        for text in BESIDE:
+            if ("pipe" in text or "remat" in text) and name not in ("llama_gqa", "gpt2"):
+                continue  # nothing to scan, or blocks that differ
+            if "tensor" in text and name in ("loop", "alibi", "t5", "window", "packed", "chunked", "encoder_decoder"):
+                text = text.replace("tensor=2", "data=2").replace(",sequence=true", "")
+            ways = ("gather", "ulysses", "ring") if name in cells.KERNELS else ("auto",)
+            for way in ways:
+                heads = (8 if name == "llama_gqa" else 4) // (2 if "tensor" in text else 1)
+                if way == "ulysses" and heads % int(text.partition("context=")[2][0]):
+                    continue
+                found.append((name, f"{text},attention={way}"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],
+    ids=lambda value: value.replace(",", "-"),
+)
+def test_cell(name: str, text: str) -> None:
+    cells.check_cell(name, text)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "kinds", "closed"),
+    [
+        ("gather", ("all-gather", "reduce-scatter"), lambda *sizes: gather_bytes(*sizes[:2], *sizes[3:])),
+        ("ulysses", ("all-to-all",), ulysses_bytes),
+        ("ring", ("collective-permute",), lambda *sizes: ring_bytes(*sizes[:2], *sizes[3:])),
+    ],
+)
+def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed: Any) -> None:
+    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context=4,attention={way}", jax.devices()[:4])
+    written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
+    sent = sum(one.sent for one in written if one.axes == ("context",) and one.kind in kinds)
+    layers = 2
+    assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, 4, 4))
+    assert [way.name for way in step.tracing.ways] == [way]
+
+
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_layers_may_be_rematerialised(way: str) -> None:
+    """Its attention was one kernel in the trace, whose backward within a layer's was taken for the kernel."""
+    text = f"context=2,attention={way},remat=layer"
+    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:2])
+    step.trace(cells.batch_of(4))
+
+
+def test_zero_shards_over_fsdp_and_context() -> None:
+    together, alone = (
+        jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:8])
+        for text in ("fsdp=2,context=4", "fsdp=8")
+    )
+    assert together.layout.bytes == alone.layout.bytes
+    assert "context" in str(together.layout)
+
+
+# -- which way ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "way", "why"),
+    [
+        ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
+        ("llama_gqa", "context=4,tensor=2", "ring", "does not divide 4 and 2 heads of a tensor rank"),
+        ("alibi", "context=2", "gather", "calls no jp.attention"),
+    ],
+)
+def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
+    count = 8 if "tensor" in text else int(text[-1])
+    step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
+    step.traced(cells.batch_of(4))
+    (found,) = step.tracing.ways
+    assert found.name == way
+    assert why in found.why
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """An embedding, something that mixes positions, and a head."""
+
+    mixes: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Dense(cells.VOCAB)(self.mixes(nn.Embed(cells.VOCAB, 8)(tokens)))
+
+
+def reader(mixes: Any) -> jp.Model:
+    return jp.from_linen(Reader(mixes), cells.next_token, example=cells.batch_of(2))
+
+
+REFUSED = {
+    "recurrence": (lambda x: nn.RNN(nn.SimpleCell(8))(x), "scan at"),
+    "convolution": (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), "mixes its positions"),
+    "cumulative sum": (lambda x: jnp.cumsum(x, axis=1), "cumsum at"),
+    "merged with rows": (lambda x: nn.Dense(8)(x.reshape(-1, 8)).reshape(x.shape), "reshape at"),
+    "reversed": (lambda x: x[:, ::-1], "rev at"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_mixes_positions_is_named(what: str) -> None:
+    mixes, said = REFUSED[what]
+    step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"context=2 splits dim [01] of") as error:
+        step.traced(cells.batch_of(4))
+    assert said in str(error.value)
+    assert "test_context.py" in str(error.value)
+    assert "attend by jp.attention" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "length", "said"),
+    [
+        ("gpt2", "context=2,attention=gather", 15, r"context=2 .* 15 positions .*; use 16 positions"),
+        ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
+        ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
+        ("alibi", "context=2,attention=ring", 16, "the loss calls no jp.attention"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: str) -> None:
+    step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[: int(text[8])])
+    with pytest.raises(ValueError, match=said):
+        step.traced(cells.batch_of(4, length))
+
+
+def test_a_loss_without_a_sequence_is_refused() -> None:
+    model = jp.Model(
+        init=lambda key: {"w": jnp.ones((3, 1))},
+        loss=lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean(),
+    )
+    step = jp.make_train_step(model, cells.SGD, "context=2", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"looks up no ids \[rows, positions\]"):
+        step.traced({"x": np.ones((4, 3), np.float32)})
+
+
+def test_attention_without_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="give context= a size"):
+        jp.Strategy(attention="ring")
