@@ -20,6 +20,7 @@ from .model.model import Mean, Model, Replicated, all_rows
 from .model.nnx import from_nnx
 from .models.parts.text import generate
 from .ops.attention import attention
+from .ops.experts.experts import experts
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
 from .train.trainer import Trainer
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "check_ids",
     "collectives",
+    "experts",
     "from_linen",
     "from_nnx",
     "generate",

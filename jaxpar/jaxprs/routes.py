@@ -9,12 +9,12 @@ what was said. It is an ordinary `jax.custom_vjp` to everything else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 
-Kind = Literal["rows", "routed"]
+Kind = Literal["rows", "routed", "whole"]
 _PREFIX = "jaxpar_route_"
 _routes: dict[str, Route] = {}
 
@@ -25,7 +25,8 @@ class Route:
 
     Attributes:
       outs: for each result "rows" (dim 0 has the tokens of the first argument, which are rows or merged with rows) or
-        "routed" (the first two dims hold tokens in an order of their own: of each at most one row).
+        "routed" (the first two dims hold tokens in an order of their own: of each at most one row), or "whole" (no row
+        reaches it); the last result's kind is that of all that follow.
       couples: what it makes of rows that depends on the others; empty where each result is its row's own.
     """
 
@@ -61,4 +62,6 @@ def of(eqn: Any) -> Route | None:
     if jaxpr is None or not eqn.primitive.name.startswith("custom_vjp_call"):
         return None
     found = _routes.get(getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_name)
-    return found if found is not None and len(found.outs) == len(eqn.outvars) else None
+    if found is None or len(found.outs) > len(eqn.outvars):
+        return None
+    return replace(found, outs=(*found.outs, *found.outs[-1:] * (len(eqn.outvars) - len(found.outs))))

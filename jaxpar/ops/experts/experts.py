@@ -25,13 +25,13 @@ _COUPLES = (
 
 
 class Routing(NamedTuple):
-    """What a mixture did with its tokens. All are float32.
+    """What a mixture did with its tokens, row by row: float32, whose means over rows are losses and metrics.
 
     Attributes:
-      balance: the balance loss, a scalar; 1 where all experts are used alike.
-      z: the mean of logsumexp(router_logits)^2, a scalar.
-      load: [E], the share of choices that fall on each expert; they sum to 1.
-      dropped: the share of choices that were dropped, a scalar; 0 without a capacity.
+      balance: [B], the balance loss; 1 where all experts are used alike.
+      z: [B], the mean of logsumexp(router_logits)^2.
+      load: [B, E], the share of a row's choices that fall on each expert; they sum to 1.
+      dropped: [B], the share of a row's choices that were dropped; 0 without a capacity.
     """
 
     balance: jax.Array
@@ -107,8 +107,8 @@ def experts(
     >>> draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
     >>> weights = {"gate": draw(0, 4, 8, 16), "up": draw(1, 4, 8, 16), "down": draw(2, 4, 16, 8)}
     >>> y, routing = experts(draw(3, 2, 5, 8), draw(4, 2, 5, 4), weights, k=2)
-    >>> y.shape, float(routing.load.sum()), float(routing.dropped)
-    ((2, 5, 8), 1.0, 0.0)
+    >>> y.shape, routing.load.sum(axis=-1).tolist(), routing.dropped.tolist()
+    ((2, 5, 8), [1.0, 1.0], [0.0, 0.0])
     """
     count = _check(x, router_logits, weights, k, capacity, scores, bias, groups, group_limit, balance, drop, drop_within)
     b, t, d = x.shape
@@ -123,17 +123,18 @@ def experts(
     couples = _COUPLES if capacity is not None and drop_within == "microbatch" and each < per else ""
     by_weight = capacity is not None and drop == "probability"
     rows, slot, choice = dispatch(tokens, flat_ids, flat_gates, count, parts * each, parts, by_weight, couples)
+    beyond = None
+    if capacity is None and each < per:
+        beyond, weights = overflow(expert, tokens, flat_ids, flat_gates, weights, each)
     y = combine(jax.vmap(expert)(weights, rows), flat_gates, slot, choice)
-    dropped = (slot == count * parts * each).astype(jnp.float32).reshape(b, t * k).mean(axis=1).mean()
-    if capacity is None:
-        if each < per:
-            y = y + overflow(expert, tokens, flat_ids, flat_gates, weights, each)
-        dropped = jnp.zeros((), jnp.float32)
+    dropped = (slot == count * parts * each).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
+    if beyond is not None:
+        y, dropped = y + beyond, jnp.zeros_like(dropped)
     y = y.astype(x.dtype).reshape(b, t, d)
     if shared is not None:
         y = y + expert(shared, tokens).reshape(b, t, d)
-    load = (counts / (t * k)).mean(axis=0)
-    return y, Routing(balance_loss(balance, counts, every, t * k), z_loss(logits), load, dropped)
+    losses = balance_loss(balance, counts, every, t * k), z_loss(logits)
+    return y, Routing(*losses, counts / (t * k), dropped)
 
 
 def balanced(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
@@ -142,7 +143,7 @@ def balanced(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
 
     Args:
       bias: [E].
-      load: [E], of the whole batch: `Routing.load` as a metric of the step, or a mean over its steps.
+      load: [E], the mean of `Routing.load` over the rows of the step.
     """
     return bias + rate * jnp.sign(load.mean() - load).astype(bias.dtype)
 

@@ -61,32 +61,32 @@ def counted(ids: jax.Array, experts: int) -> jax.Array:
 
 
 def balance_loss(kind: str, counts: jax.Array, every: jax.Array, choices: int) -> jax.Array:
-    """sum_e f_e P_e, float32: f_e is E times the share of choices that fall on expert e, P_e its mean score.
+    """sum_e f_e P_e of each row, [B]: f_e is E times the share of choices that fall on expert e, P_e its mean score.
 
     1 where both are even; f has no gradient (Fedus et al. 2022, arXiv:2101.03961, eq. 4-6). Over which tokens the two
-    means go makes three losses:
+    means go makes three losses, each a mean over rows of what is returned:
 
-    - "sequence": f and P of each row; the mean over rows (DeepSeek-V3, arXiv:2412.19437, eq. 17-20).
+    - "sequence": f and P of each row (DeepSeek-V3, arXiv:2412.19437, eq. 17-20).
     - "global": f of the rows of all replicas (`jp.all_rows`, float32 [B, E]), so that experts may be used unevenly
-      within a row (Qiu et al. 2025, arXiv:2501.11873). With P of this block's rows the mean over blocks is the loss of
-      all rows, since f has no gradient.
-    - "microbatch": f and P of this call's rows, whoever shares it.
+      within a row (Qiu et al. 2025, arXiv:2501.11873). With P of each row the mean over rows is the loss of all of
+      them, since f has no gradient.
+    - "microbatch": f and P of this call's rows, whichever those are.
 
     Args:
-      counts: float32 [B, E], of `counted`.
-      every: float32 [B, T, E].
+      counts: [B, E], of `counted`.
+      every: [B, T, E].
       choices: T k, of a row.
     """
     counts = jax.lax.stop_gradient(counts)
     share = counts * (counts.shape[-1] / choices)  # [B, E], each row's f
     mean = every.mean(axis=1)  # [B, E]
-    if kind == "sequence":
-        return (share * mean).sum(axis=-1).mean()
     if kind == "global":
-        return (all_rows(share).mean(axis=0) * mean).sum(axis=-1).mean()
-    return (share.mean(axis=0) * mean.mean(axis=0)).sum()
+        share = all_rows(share).mean(axis=0)
+    if kind == "microbatch":
+        share, mean = (jnp.broadcast_to(x.mean(axis=0), x.shape) for x in (share, mean))
+    return (share * mean).sum(axis=-1)
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """Mean over tokens of logsumexp(logits)^2, float32 (Zoph et al. 2022, arXiv:2202.08906, eq. 5)."""
-    return jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+    """Mean over the tokens of each row of logsumexp(logits)^2, [B] (Zoph et al. 2022, arXiv:2202.08906, eq. 5)."""
+    return jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean(axis=1)
