@@ -240,7 +240,8 @@ def traced(**options: Any) -> list[str]:
 
 def test_what_couples_rows_is_said_by_its_line() -> None:
     (warning,) = traced(capacity=0.6, drop_within="microbatch")
-    assert "may couple rows" in warning and "use drop_within='row', or capacity=None" in warning
+    assert "may couple rows" in warning
+    assert "use drop_within='row', or capacity=None" in warning
     with pytest.raises(ValueError, match=r"(?s)the loss couples rows.*test_experts\.py.*jp\.all_rows"):
         traced(balance="microbatch")
     assert traced(balance="microbatch", capacity=0.6, drop_within="microbatch", rows="independent") == []
@@ -265,5 +266,5 @@ def test_what_does_not_fit_is_named(options: Tree, words: str) -> None:
         jp.experts(x, logits, weights, **{"k": 2, **options})
     with pytest.raises(ValueError, match=r"weights has a leaf \[2, 6, 5\] for 4 experts"):
         jp.experts(x, logits, {"gate": weights["gate"][:2]}, k=2)
-    with pytest.raises(ValueError, match="x .* has 2 dims"):
+    with pytest.raises(ValueError, match=r"x .* has 2 dims"):
         jp.experts(x[0], logits, weights, k=2)

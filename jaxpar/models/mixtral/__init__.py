@@ -7,3 +7,6 @@ from .model import Layer as Layer
 from .model import Mixtral as Mixtral
 from .model import Mixture as Mixture
 from .model import loss as loss
+from .weights import from_hf as from_hf
+from .weights import save_hf as save_hf
+from .weights import to_hf as to_hf

@@ -50,7 +50,6 @@ class Config:
     dropout = 0.0
 
     def __post_init__(self) -> None:
-        # Weights may be 0, which `check` has no number for.
         check(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs: {self.head_dim + 1}, say")
@@ -197,6 +196,7 @@ class Mixtral(llama.Llama):
     """Llama's decoder with mixtures in place of its feed-forwards."""
 
     layer = Layer
+    config: Config  # type: ignore[assignment]
 
     def routed(self, tokens_BT: jax.Array) -> tuple[jax.Array, Routing]:
         """Tokens int32 [B, T] -> logits [B, T, V], and of every layer what became of its tokens, [L, B, ...]."""

@@ -10,7 +10,8 @@ Dims: N tokens, k choices of a token, E experts, C slots of an expert, D feature
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -78,13 +79,24 @@ def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
     return x.at[at].get(mode="fill", fill_value=0)
 
 
+def _added(parts: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, parts)
+
+
 def wide(dtype: Any) -> Any:
     """What sums of this dtype are made in: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def dispatch(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, experts: int, slots: int, groups: int, by_weight: bool, couples: str
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: int,
+    slots: int,
+    groups: int,
+    by_weight: bool,
+    couples: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens in the buffers of their experts.
 
@@ -95,7 +107,8 @@ def dispatch(
       slots: C, a multiple of `groups`, which are equal parts of the tokens with slots of their own.
       couples: what of it depends on other rows, if anything does.
 
-    Returns [E, C, D], zeros in empty slots; the slot of each choice, int32 [N, k]; the choice in each slot, int32 [E, C].
+    Returns [E, C, D], zeros in empty slots; the slot of each choice, int32 [N, k]; the choice in each slot, int32
+    [E, C].
     """
     return _dispatch(experts, slots, groups, by_weight, couples)(x, ids, weights)
 
@@ -112,7 +125,7 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
 
     def backward(slot: jax.Array, given: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
         flat = given[0].reshape(-1, given[0].shape[-1])
-        total = sum(_rows(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
+        total = _added(_rows(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
         return total.astype(flat.dtype), None, None
 
     name = "dispatch_of_rows" if couples else "dispatch"
@@ -121,7 +134,7 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
 
 def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
     flat = out.reshape(-1, out.shape[-1])
-    return sum(weights[:, j, None] * _rows(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
+    return _added(weights[:, j, None] * _rows(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
 
 
 def _combine_backward(saved: tuple[jax.Array, ...], given: jax.Array) -> tuple[Any, Any, Any, Any]:

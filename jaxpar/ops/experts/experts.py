@@ -72,7 +72,8 @@ def experts(
     capacity N k / E of all), and what overflows is dropped: it keeps nothing but its residual connection, and its
     `shared` experts. Communicates nothing, but what `jp.all_rows` gathers for balance="global": float32 [B, E].
 
-    Memory: between forward and backward, x, what goes into the experts and comes out, [E, C, D], and what `expert` keeps.
+    Memory: between forward and backward, x, what goes into the experts and comes out, [E, C, D], and what `expert`
+    keeps.
 
     Args:
       x: float [B, T, D], rows first.
@@ -110,7 +111,9 @@ def experts(
     >>> y.shape, routing.load.sum(axis=-1).tolist(), routing.dropped.tolist()
     ((2, 5, 8), [1.0, 1.0], [0.0, 0.0])
     """
-    count = _check(x, router_logits, weights, k, capacity, scores, bias, groups, group_limit, balance, drop, drop_within)
+    count = _check(
+        x, router_logits, weights, k, capacity, scores, bias, groups, group_limit, balance, drop, drop_within
+    )
     b, t, d = x.shape
     logits = router_logits.astype(wide(router_logits.dtype))
     ids, gates, every = chosen(logits, k, scores, normalize, scale, bias, groups, group_limit or groups)
@@ -164,7 +167,9 @@ def _check(
 ) -> int:
     """The number of experts."""
     if x.ndim != 3:
-        raise ValueError(f"x {list(x.shape)} has {x.ndim} dims; give [rows, tokens, features], with tokens 1 if need be")
+        raise ValueError(
+            f"x {list(x.shape)} has {x.ndim} dims; give [rows, tokens, features], with tokens 1 if need be"
+        )
     if logits.ndim != 3 or logits.shape[:2] != x.shape[:2]:
         raise ValueError(f"router_logits {list(logits.shape)}; needs {[*x.shape[:2]]} and the number of experts")
     count = logits.shape[2]
@@ -183,7 +188,9 @@ def _check(
     if (group_limit is None) != (groups == 1) or not 1 <= (group_limit or 1) <= groups:
         raise ValueError(f"groups={groups} with group_limit={group_limit}; use both, with a limit of 1 to {groups}")
     if group_limit is not None and group_limit * (count // groups) < k:
-        raise ValueError(f"group_limit={group_limit} groups of {count // groups} experts have fewer than k={k}; use more")
+        raise ValueError(
+            f"group_limit={group_limit} groups of {count // groups} experts have fewer than k={k}; use more"
+        )
     known = {"scores": (scores, SCORES), "balance": (balance, BALANCES), "drop": (drop, DROPS)}
     for name, (given, names) in {**known, "drop_within": (drop_within, WITHIN)}.items():
         if given not in names:

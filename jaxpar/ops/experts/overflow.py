@@ -1,8 +1,8 @@
 """What finds no slot in an expert's buffer, where nothing may be dropped: block by block, each of one expert.
 
 How many blocks there are is known when the program runs; those that are not needed are skipped. What they cost is what
-they hold, wherever the tokens go: at worst, all of them to one expert, they are all there is. Nothing of a block is kept
-for the backward pass, which computes it again.
+they hold, wherever the tokens go: at worst, all of them to one expert, they are all there is. Nothing of a block is
+kept for the backward pass, which computes it again.
 
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens of a block, D features.
 """
