@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..jaxprs import jaxpr as jx
-from ..jaxprs import routes
+from ..ops import routes
 from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
 from .values import ROUTED, STEP, Note, Value, combine, coupled, reasons
@@ -28,7 +28,7 @@ def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
 
 
 def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
-    """What a function says that it makes of rows (`jaxprs/routes.py`), which its equations do not show."""
+    """What a function says that it makes of rows (`ops/routes.py`), which its equations do not show."""
     route, x = routes.of(eqn), ins[0]
     if route is None or x.kind != "rows" or x.dim != 0 or x.span != 1:
         return None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...jaxprs.routes import route
+from ..routes import route
 
 
 class Order(NamedTuple):

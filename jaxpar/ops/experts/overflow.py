@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...jaxprs.routes import route
+from ..routes import route
 from .dispatch import Order, order, wide
 
 Expert = Callable[[Any, jax.Array], jax.Array]
