@@ -32,7 +32,7 @@ MICROBATCHES = (1, 2)
 REMATS = ("none", "layer", "dots")
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 3
-BY_NAME = ("gpt2_dropout", "resnet_bottleneck", "mlp_stack", "decoder_linen")
+BY_NAME = ("gpt2_dropout", "mixture", "resnet_bottleneck", "mlp_stack", "decoder_linen")
 
 
 @functools.cache
