@@ -16,7 +16,7 @@ from jaxpar.models import NAMES, Named, gpt, named, resnet
 GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
 
 
-# As published: checkpoints of Meta, OpenAI, Mistral and Qwen, the configurations of GaLore, torchvision's documentation.
+# As published: checkpoints of Meta, OpenAI, Mistral and Qwen, configurations of GaLore, documentation of torchvision.
 PUBLISHED = {
     "llama-60m": 58_073_600,
     "llama-130m": 134_105_856,
