@@ -48,20 +48,29 @@ def kept(ids: np.ndarray, gates: np.ndarray, experts: int, slots: int, drop: str
 def dense(
     x: jax.Array, logits: jax.Array, weights: Tree, k: int, keep: Any = None, scores: str = "softmax", scale: float = 1
 ) -> jax.Array:
-    """All experts on all tokens; `keep(ids, gates)` says which choices count."""
+    """All experts on all tokens; `keep` says which choices count."""
     every = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
     _, ids = jax.lax.top_k(every, k)
     gates = jnp.take_along_axis(every, ids, -1)
     gates = scale * gates / gates.sum(-1, keepdims=True)
     if keep is not None:
-        gates = gates * keep(np.asarray(ids), np.asarray(jax.lax.stop_gradient(gates)))
+        gates = gates * keep
     full = (jax.nn.one_hot(ids, logits.shape[-1]) * gates[..., None]).sum(-2)
     return jnp.einsum("bte,ebtd->btd", full, jax.vmap(lambda w: swiglu(w, x))(weights))
 
 
 def differentiated(f: Any, args: Tree, cotangent: jax.Array) -> Tree:
-    out, pull = jax.vjp(f, *args)
-    return out, pull(cotangent.astype(out.dtype))
+    """In one program: eagerly, each operation would be compiled for itself."""
+
+    def both(*args: Any) -> Tree:
+        out, pull = jax.vjp(f, *args)
+        return out, pull(cotangent.astype(out.dtype))
+
+    return jax.jit(both)(*args)
+
+
+def run(*args: Any, **options: Any) -> tuple[jax.Array, Any]:
+    return jax.jit(lambda *args: jp.experts(*args, **options))(*args)
 
 
 def assert_same(got: Tree, wanted: Tree, tolerance: float) -> None:
@@ -85,7 +94,7 @@ CASES = {  # tokens of a row, experts, k, and what is added to the logits of exp
 def test_dropless_is_all_experts_on_all_tokens(tokens: int, experts: int, k: int, skew: float) -> None:
     (x, logits, weights), cotangent = given(tokens, experts)
     args = x, logits + skew * jnp.arange(experts), weights
-    got = jax.jit(lambda *args: differentiated(lambda *a: jp.experts(*a, k=k)[0], args, cotangent))(*args)
+    got = differentiated(lambda *a: jp.experts(*a, k=k)[0], args, cotangent)
     assert_same(got, differentiated(lambda *a: dense(*a, k), args, cotangent), 1e-12)
 
 
@@ -111,20 +120,14 @@ def test_capacity_drops_what_it_says(drop: str, within: str) -> None:
     slots = int(np.ceil(capacity * tokens * k / experts * (1 if within == "row" else ROWS)))
     options = {"k": k, "capacity": capacity, "drop": drop, "drop_within": within}
     got = differentiated(lambda *a: jp.experts(*a, **options)[0], args, cotangent)
-    ons = []
-
-    def keep(ids: np.ndarray, gates: np.ndarray) -> np.ndarray:
-        ons.append(kept(ids, gates, experts, slots, drop, within))
-        return ons[-1]
-
-    # Outside of a derivative, so that `keep` sees numbers.
     _, logits, _ = args
     every = jax.nn.softmax(logits)
     _, ids = jax.lax.top_k(every, k)
     gates = jnp.take_along_axis(every, ids, -1)
-    on = keep(np.asarray(ids), np.asarray(gates / gates.sum(-1, keepdims=True)))
-    assert_same(got, differentiated(lambda *a: dense(*a, k, lambda *_: on), args, cotangent), 1e-12)
-    routing = jp.experts(*args, **options)[1]
+    gates = gates / gates.sum(-1, keepdims=True)
+    on = kept(np.asarray(ids), np.asarray(gates), experts, slots, drop, within)
+    assert_same(got, differentiated(lambda *a: dense(*a, k, on), args, cotangent), 1e-12)
+    routing = run(*args, **options)[1]
     assert 0 < 1 - on.mean() < 0.6
     np.testing.assert_allclose(routing.dropped, 1 - on.reshape(ROWS, -1).mean(axis=1), atol=1e-6)
 
@@ -137,7 +140,7 @@ def test_sigmoid_scores_groups_and_bias() -> None:
     assert_same(got, differentiated(lambda *a: dense(*a, 3, None, "sigmoid", 2.5), args, cotangent), 1e-12)
 
     bias = jnp.zeros(8).at[5].set(10.0)
-    _, routing = jp.experts(x, logits, weights, k=3, scores="sigmoid", bias=bias)
+    _, routing = run(x, logits, weights, k=3, scores="sigmoid", bias=bias)
     np.testing.assert_allclose(routing.load[:, 5], 1 / 3, atol=1e-6)  # of every token one of three
     grads = jax.grad(lambda b: jp.experts(x, logits, weights, k=3, bias=b)[0].sum())(bias)
     assert not np.any(grads)
@@ -148,19 +151,19 @@ def test_sigmoid_scores_groups_and_bias() -> None:
     on = np.zeros((ROWS, 11, 4, 2), bool)
     np.put_along_axis(on, best[..., None], True, axis=2)
     limited = jnp.where(on.reshape(logits.shape), logits, -jnp.inf)
-    wanted = jp.experts(x, limited, weights, k=3, scores="sigmoid")[0]
-    found = jp.experts(x, logits, weights, k=3, scores="sigmoid", groups=4, group_limit=2)[0]
+    wanted = run(x, limited, weights, k=3, scores="sigmoid")[0]
+    found = run(x, logits, weights, k=3, scores="sigmoid", groups=4, group_limit=2)[0]
     np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
 def test_shared_experts_and_a_function_of_ones_own() -> None:
     (x, logits, weights), _ = given(7, 4)
     shared = jax.tree.map(lambda w: w[0] * 0.5, weights)
-    y = jp.experts(x, logits, weights, k=2)[0]
-    np.testing.assert_allclose(jp.experts(x, logits, weights, k=2, shared=shared)[0], y + swiglu(shared, x), atol=1e-12)
+    y = run(x, logits, weights, k=2)[0]
+    np.testing.assert_allclose(run(x, logits, weights, k=2, shared=shared)[0], y + swiglu(shared, x), atol=1e-12)
     own = lambda w, rows: rows * w["scale"] + w["shift"]
     leaves = {"scale": jnp.arange(4.0)[:, None], "shift": jnp.ones((4, 1))}
-    got = jp.experts(x, jnp.zeros_like(logits).at[..., 3].set(99.0), leaves, k=1, expert=own)[0]
+    got = run(x, jnp.zeros_like(logits).at[..., 3].set(99.0), leaves, k=1, expert=own)[0]
     np.testing.assert_allclose(got, 3 * x + 1, atol=1e-12)
 
 
@@ -175,12 +178,12 @@ def test_three_balance_losses_and_the_z_loss() -> None:
         "microbatch": (share((0, 1)) * every.mean((0, 1))).sum(),  # which one block cannot tell from the global one
     }
     for kind, value in wanted.items():
-        routing = jp.experts(x, logits, weights, k=k, balance=kind)[1]
+        routing = run(x, logits, weights, k=k, balance=kind)[1]
         np.testing.assert_allclose(routing.balance.mean(), value, rtol=1e-6, err_msg=kind)
     np.testing.assert_allclose(routing.z.mean(), np.square(np.log(np.exp(logits).sum(-1))).mean(), rtol=1e-6)
     np.testing.assert_allclose(routing.load, hot.mean(1) / k, atol=1e-6)
     assert not np.any(routing.dropped)
-    even = jp.experts(x, jnp.zeros_like(logits), weights, k=4)[1]
+    even = run(x, jnp.zeros_like(logits), weights, k=4)[1]
     np.testing.assert_allclose(even.balance, 1, rtol=1e-6)
 
 
