@@ -339,9 +339,9 @@ _ENTRIES = (
     gpt_masked,
     encoder_decoder,
     gpt2_dropout,
-    mixture,
     resnet_bottleneck,
     mlp_stack,
     decoder_linen,
+    mixture,
 )
 ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}

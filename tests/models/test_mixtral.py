@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxpar as jp
@@ -51,6 +52,12 @@ def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, 
     count = 4 if "tensor" in strategy else 8
     found = jp.verify(model, strategy, batch(masked), mesh=jax.devices()[:count])
     assert found.ok, found
+
+
+def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
+    """The loop is the experts' blocks. The layer was inlined for it, and attention's derivative taken for its kernel."""
+    step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")
+    step.trace(batch())
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
