@@ -55,7 +55,7 @@ def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, 
 
 
 def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
-    """The loop is the experts' blocks. The layer was inlined for it, and attention's derivative taken for its kernel."""
+    """The loop is the blocks. For it the layer was inlined, and the derivative of attention taken for its kernel."""
     step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")
     step.trace(batch())
 
