@@ -21,6 +21,7 @@ from .model.nnx import from_nnx
 from .models.parts.text import generate
 from .ops.attention import attention
 from .ops.cross_entropy import cross_entropy
+from .ops.experts.experts import experts
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
 from .train.trainer import Trainer
@@ -41,6 +42,7 @@ __all__ = [
     "check_ids",
     "collectives",
     "cross_entropy",
+    "experts",
     "from_linen",
     "from_nnx",
     "generate",

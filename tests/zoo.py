@@ -312,6 +312,13 @@ def gpt2_dropout() -> Entry:
     return Entry("gpt2_dropout", model, {"tokens": random_tokens(61, 11)}, stacks=1)
 
 
+def mixture() -> Entry:
+    """Three of six experts, none dropped: with so few tokens, several find no slot."""
+    sizes = {"vocab": 61, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 10, "ffn": 20}
+    model = named("mixtral-tiny", **sizes, experts=6, chosen=3, qk_norm=True, z=0.01).model
+    return Entry("mixture", model, {"tokens": random_tokens(61, 11)}, stacks=1)
+
+
 def resnet_bottleneck() -> Entry:
     """With the stem of ImageNet's."""
     model = named("resnet-tiny", width=13, channels=3, blocks=(1, 1), bottleneck=True, stem=7).model
@@ -336,5 +343,6 @@ _ENTRIES = (
     resnet_bottleneck,
     mlp_stack,
     decoder_linen,
+    mixture,
 )
 ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}

@@ -72,7 +72,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
     eqns: list[Any] = []
     foreign: list[Any] = []  # what has constraints of a mesh of the user's own
 
-    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None, pulled: bool = False) -> None:
+    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None, derived: bool = False) -> None:
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else env[atom]
@@ -83,14 +83,12 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            # Inside a rematerialised call's transpose a kernel is another function, and nothing there says so.
-            pulls = pulled or (name in REMATS and "transpose(" in str(eqn.source_info.name_stack))
-            if (name in CALLS and (pulls or kernels.of(eqn) is None)) or (
+            if (name in CALLS and (derived or kernels.of(eqn) is None)) or (
                 name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env, lines.source(eqn, site), pulls)
+                walk(inner, inner_consts, inner_env, lines.source(eqn, site), derived or kernels.derived(eqn))
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
@@ -153,8 +151,10 @@ def _unconstrained(eqn: Any) -> Any:
 
 
 def _holds_scan(jaxpr: Any) -> bool:
+    """Whether a scan that may be of layers is inside; one of a function with its own derivative is none."""
     return any(
-        eqn.primitive.name == "scan" or any(_holds_scan(j) for j in jec.jaxprs_in_params(eqn.params))
+        eqn.primitive.name == "scan"
+        or (eqn.primitive.name not in CUSTOM and any(_holds_scan(j) for j in jec.jaxprs_in_params(eqn.params)))
         for eqn in opened(jaxpr)[0].eqns
     )
 

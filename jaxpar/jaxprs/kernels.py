@@ -124,7 +124,7 @@ def of(eqn: Any) -> LocalKernel | None:
       ValueError: the kernel closes over traced arrays, of which a tensor rank would not know its part.
     """
     kernel = _kernels.get(eqn.params.get("name", "")) if eqn.primitive.name in ("jit", "pjit") else None
-    if kernel is None or re.search(r"(jvp|transpose)\(", str(eqn.source_info.name_stack)):
+    if kernel is None or derived(eqn):
         return None
     if len(eqn.invars) > len(kernel.in_dims):
         raise ValueError(
@@ -134,6 +134,11 @@ def of(eqn: Any) -> LocalKernel | None:
     if tuple(v.aval.ndim for v in eqn.invars) != kernel.ranks:
         return None
     return kernel if len(eqn.outvars) == len(kernel.out_dims) else _of_some_results(kernel, eqn)
+
+
+def derived(eqn: Any) -> bool:
+    """Whether a derivative made an equation. What such an equation holds does not say so of itself."""
+    return bool(re.search(r"(jvp|transpose)\(", str(eqn.source_info.name_stack)))
 
 
 def _of_some_results(kernel: LocalKernel, eqn: Any) -> LocalKernel | None:

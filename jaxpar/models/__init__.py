@@ -13,10 +13,12 @@ from ..model.nnx import from_nnx
 from ..text import did_you_mean
 from . import gpt as gpt
 from . import llama as llama
+from . import mixtral as mixtral
 from . import mlp as mlp
 from . import resnet as resnet
 from .gpt import GPT as GPT
 from .llama import Llama as Llama
+from .mixtral import Mixtral as Mixtral
 from .mlp import MLP as MLP
 from .parts import text as text
 from .resnet import ResNet as ResNet
@@ -63,6 +65,7 @@ class Named:
 
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
+    (mixtral, Mixtral, "text"),
     (gpt, GPT, "text"),
     (resnet, ResNet, "images"),
     (mlp, MLP, "images"),

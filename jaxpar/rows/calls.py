@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..jaxprs import jaxpr as jx
+from ..ops import routes
 from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
-from .values import STEP, Note, Value, combine, coupled, reasons
+from .values import ROUTED, STEP, Note, Value, combine, coupled, reasons
 
 _ROUNDS = 12
 
@@ -20,8 +21,32 @@ def _param(eqn: Any, *names: str) -> Any:
 
 @rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
 def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    if (found := _routed(eqn, ins)) is not None:
+        return found
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
     return r.inner(_param(eqn, *names), _param(twin, *names), ins)
+
+
+def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
+    """What a function says that it makes of rows (`ops/routes.py`), which its equations do not show."""
+    route, x = routes.of(eqn), ins[0]
+    if route is None or x.kind != "rows" or x.dim != 0 or x.span != 1:
+        return None
+    others = [y for y in ins if y.kind != "whole"]
+    if any(y.kind != "rows" or y.plus or (y.place != x.place and y.first != ROUTED) for y in others):
+        return None
+    note = [Note.at(eqn, route.couples, certain=False)] if route.couples else []
+    powers = {y.power for y in ins}
+    outs = []
+    for kind, v in zip(route.outs, eqn.outvars, strict=True):
+        shape = v.aval.shape
+        if kind == "whole":
+            outs.append(Value(varies=frozenset(range(len(shape)))))
+            continue
+        routed = Value("rows", span=2, count=shape[0] * shape[1], first=ROUTED) if kind == "routed" else x
+        found = replace(routed, power=0 if powers <= {0} else None, columns=frozenset())
+        outs.append(found.noted(*reasons(ins), *note))
+    return outs
 
 
 @rule("custom_linear_solve", table=ALWAYS)

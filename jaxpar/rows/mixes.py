@@ -10,7 +10,7 @@ from typing import Any
 from .elementwise import FROM_ALL, mixed, together
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .shapes import along, shape_rule, without
-from .values import STEP, Note, Value, combine, coupled, product_power, reasons
+from .values import ROUTED, STEP, Note, Value, combine, coupled, product_power, reasons
 
 _MATRICES = """
 cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
@@ -195,6 +195,8 @@ def _reduce(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | Non
         of_each = x.power if name in ("reduce_max", "reduce_min") or x.power == 0 else None
         grown = _grown(r, eqn, twin, x, axes) if name == "reduce_sum" else replace(x, power=of_each)
         return along(eqn, grown, without(len(shape), axes))
+    if x.first == ROUTED:
+        return coupled(ins, Note.at(eqn, f"{name} over the tokens of experts, which are of many rows; {FROM_ALL}"))
     if x.first is not None and x.first != STEP:
         last = x.first + x.count - 1
         return coupled(ins, Note.at(eqn, f"{name} over rows {x.first} to {last} of a block; {FROM_ALL}"))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ..jaxprs import jaxpr as jx
 
 STEP = -1  # `first` of some rows: those that one step of a scan over rows sees; and of sums over some rows
+ROUTED = -2  # of tokens in an order of their own, as in the buffers of experts: each slot has at most one row's
 ODD = math.nan  # a power: of what depends on the number of rows, and is no power of it
 SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding
 
@@ -200,8 +201,9 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
 
 def position(eqn: Any, whole: Value, rows: Value) -> Value:
     """Rows beside a whole value, which may differ from row to row by nothing but the row's place in the block."""
-    # One row has one place; which of the dims of size 1 is its own is not known.
-    if rows.count == 1 or not whole.varies & set(rows.dims):
+    # One row has one place; which of the dims of size 1 is its own is not known. Where tokens are in an order of their
+    # own, that place is where they were sent (the leaves of their expert).
+    if rows.count == 1 or rows.first == ROUTED or not whole.varies & set(rows.dims):
         return rows
     what = f"{eqn.primitive.name} with a value that depends on a row's place in its block; put it into the batch"
     return rows.noted(Note.at(eqn, what, certain=False))

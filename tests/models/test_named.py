@@ -15,7 +15,7 @@ from jaxpar.models import NAMES, Named, gpt, named, resnet
 GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
 
 
-# As published: Meta's and OpenAI's checkpoints, the configurations of GaLore, torchvision's documentation.
+# As published: checkpoints of Meta, OpenAI, Mistral and Qwen, configurations of GaLore, documentation of torchvision.
 PUBLISHED = {
     "llama-60m": 58_073_600,
     "llama-130m": 134_105_856,
@@ -29,6 +29,8 @@ PUBLISHED = {
     "llama3-405b": 405_853_388_800,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

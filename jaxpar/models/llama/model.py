@@ -177,12 +177,17 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
+        query, key, value = self.heads(x_BTD)
+        mixed = attend(rope(query, angles), rope(key, angles), value)
+        return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
+
+    def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query [B, T, H, h], key and value [B, T, K, h], before rotation."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
         )
-        mixed = attend(rope(query, angles), rope(key, angles), value)
-        return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
+        return query, key, value
 
 
 class SwiGLU(nnx.Module):
@@ -218,12 +223,14 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder: embedding, `config.layers` layers, norm, and a head that may be the embedding."""
 
+    layer = Layer
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
         # Not nnx.Embed: it fixes its dtype when it is made, and bfloat16 parameters would still compute in float32.
         scale = nnx.initializers.normal(config.dim**-0.5)
         self.embedding = nnx.Param(scale(rngs.params(), (config.vocab, config.dim)))
-        self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.layers, rngs)
+        self.layers = stack(lambda rngs: self.layer(config, rngs=rngs), config.layers, rngs)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied else _linear(config.dim, config.vocab, rngs)
 

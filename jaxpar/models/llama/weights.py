@@ -12,7 +12,8 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,36 @@ _MANY = 1000  # names that are missing: more are not looked for
 _EMBEDDING, _HEAD = _NAMES["embedding"], _NAMES["head/kernel"]
 
 
+@dataclass(frozen=True)
+class Family:
+    """What `from_hf`, `to_hf` and `save_hf` need to know of a kind of model.
+
+    Attributes:
+      title: as errors call it, such as "Llama".
+      names: the tensors of each parameter, by its path. Where it is stacked, `{}` is the layer's number, and the next
+        `{}` the expert's. `embedding` and `head/kernel` have the names that they have here.
+      module: (config, rngs=) -> the NNX module.
+      to_config: sizes from what `config.json` holds; raises ValueError.
+      to_dict: what `config.json` says of sizes and a dtype.
+    """
+
+    title: str
+    names: Mapping[str, str]
+    module: Callable[..., nnx.Module]
+    to_config: Callable[[Any], Any]
+    to_dict: Callable[[Any, str], dict[str, Any]]
+
+    def stacked(self, path: str, config: Any) -> tuple[int, ...]:
+        """The sizes of a parameter's leading dims that tensors do not have: layers, experts."""
+        return (config.layers, getattr(config, "experts", 1))[: self.names[path].count("{}")]
+
+
+LLAMA = Family("Llama", _NAMES, llama.Llama, to_config, to_dict)
+
+
 def from_hf(
-    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None
-) -> tuple[llama.Config, dict[str, Any]]:
+    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None, family: Family = LLAMA
+) -> tuple[Any, dict[str, Any]]:
     """The sizes and weights of a `LlamaForCausalLM`: Llama 2, 3, 3.1, 3.2, 3.3, and models of their kind.
 
     Args:
@@ -59,6 +87,7 @@ def from_hf(
       config: a `Config`, a `transformers.LlamaConfig` or its dict. Needed with a state dict; of a folder, in place of
         its `config.json`.
       dtype: of the arrays; as they are stored if None.
+      family: of another model than `Llama`, whose own `from_hf` gives it.
 
     Returns `(config, params)`: nested dicts of NumPy arrays in the model's own tree, for
     `step.init(key, params=params)` of a step on `Llama(config, rngs=rngs)`; of a config with adapters they are the
@@ -75,23 +104,24 @@ def from_hf(
                 raise ValueError("a state dict does not say its config; pass config=model.config, or a llama.Config")
             tensors = {name: tensor_of(x) for name, x in source.items()}
         else:
-            folder = _folder(source)
-            config = _stated(folder) if config is None else config
+            folder = folder_of(source)
+            config = stated(folder) if config is None else config
             tensors = stack.enter_context(opened(folder))
-        config = to_config(config)
-        shapes = _shapes(config)
+        config = family.to_config(config)
+        shapes = _shapes(family, config)
         tensors = _tied(tensors) if config.tied else tensors
-        _check(tensors, config, shapes)
-        params = {path: _read(path, shape, config, tensors, dtype) for path, shape in shapes.items()}
+        _check(family, tensors, config, shapes)
+        params = {path: _read(family, path, shape, config, tensors, dtype) for path, shape in shapes.items()}
     return config, unflatten_dict(params, sep="/")
 
 
 def to_hf(
-    config: llama.Config,
+    config: Any,
     params: Any,
     path: str | Path | None = None,
     dtype: Any = None,
     max_shard_size: int = 5 * 10**9,
+    family: Family = LLAMA,
 ) -> dict[str, np.ndarray]:
     """The weights as the state dict of a `LlamaForCausalLM`, and with a path the folder that `from_pretrained` loads.
 
@@ -104,6 +134,7 @@ def to_hf(
         model came from.
       dtype: of the tensors; that of `params` if None, which for `step.params(state)` is float32.
       max_shard_size: bytes of a file, when there are several.
+      family: as in `from_hf`.
 
     Returns NumPy arrays by name, as in the files: views where nothing had to be copied, and without `lm_head.weight`
     where the embedding is the head.
@@ -111,14 +142,19 @@ def to_hf(
     Raises ValueError where the tree or a shape is not that of a `Llama` of these sizes, where an array lies on several
     hosts, and where the folder holds weights.
     """
-    tensors = _tensors(config, params, dtype)
+    tensors = _tensors(family, config, params, dtype)
     if path is not None:
-        _write(config, tensors, Path(path), max_shard_size)
+        _write(family, config, tensors, Path(path), max_shard_size)
     return {name: x.read() for name, x in tensors.items()}
 
 
 def save_hf(
-    config: llama.Config, params: Any, path: str | Path, dtype: Any = None, max_shard_size: int = 5 * 10**9
+    config: Any,
+    params: Any,
+    path: str | Path,
+    dtype: Any = None,
+    max_shard_size: int = 5 * 10**9,
+    family: Family = LLAMA,
 ) -> None:
     """The folder that `to_hf` writes, tensor by tensor: none but the one that is written is in memory.
 
@@ -126,7 +162,7 @@ def save_hf(
       params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
         `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
     """
-    _write(config, _tensors(config, params, dtype), Path(path), max_shard_size)
+    _write(family, config, _tensors(family, config, params, dtype), Path(path), max_shard_size)
 
 
 def save_adapters(config: llama.Config, params: Any, path: str | Path, base: str = "") -> None:
@@ -142,58 +178,61 @@ def save_adapters(config: llama.Config, params: Any, path: str | Path, base: str
     """
     if not config.lora:
         raise ValueError("this model has no adapters; train one that has: dataclasses.replace(config, lora=16)")
-    given = _given(config, params)
+    given = _given(LLAMA, config, params)
     held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items() if is_adapter(at)}
     write_adapters(Path(path), held, _NAMES, config, base)
 
 
-def _write(config: llama.Config, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
+def _write(family: Family, config: Any, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
     write(path, tensors, max_shard_size)
     # Last, so that a folder which is not complete is no model.
-    text = json.dumps(to_dict(config, tensors[_EMBEDDING].dtype.name), indent=2)
+    text = json.dumps(family.to_dict(config, tensors[_EMBEDDING].dtype.name), indent=2)
     (path / "config.json").write_text(text + "\n")
 
 
-def _tensors(config: llama.Config, params: Any, dtype: Any) -> dict[str, Tensor]:
-    shapes = _shapes(config)
-    given = _given(config, params)
+def _tensors(family: Family, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
+    shapes = _shapes(family, config)
+    given = _given(family, config, params)
     held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items()}
-    if config.lora:
+    if getattr(config, "lora", 0):
         held = merged(held, config.lora_alpha / config.lora)
     tensors: dict[str, Tensor] = {}
     for at, shape in shapes.items():
         x = held[at]
-        turned = -1 if at.endswith("kernel") else 1
+        turned, stacked = -1 if _turned(at) else 1, family.stacked(at, config)
         kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
         if kind.name not in SAFETENSORS:
             raise ValueError(f"{at} as {kind} has no form in safetensors; use float32, bfloat16 or float16")
-        for layer, name in enumerate(_names(at, config)):
-            part = functools.partial(_part, x, layer if "{}" in _NAMES[at] else None, kind, turned < 0)
-            tensors[name] = Tensor(_one(at, shape)[::turned], part, kind)
+        for index, name in zip(np.ndindex(stacked), _each_name(family.names[at], stacked), strict=True):
+            part = functools.partial(_part, x, index, kind, turned < 0)
+            tensors[name] = Tensor(shape[len(stacked) :][::turned], part, kind)
     return tensors
 
 
-def _given(config: llama.Config, params: Any) -> dict[str, Any]:
+def _given(family: Family, config: Any, params: Any) -> dict[str, Any]:
     """Parameters by path. Raises ValueError where they are not those of a model of these sizes."""
-    shapes, given = _shapes(config, adapters=True), _by_path(params)
+    shapes, given = _shapes(family, config, adapters=True), _by_path(params)
     if given.keys() != shapes.keys():
         lacking, more = (_list(a.keys() - b.keys()) for a, b in ((shapes, given), (given, shapes)))
         raise ValueError(
-            f"params lacks {lacking} and has {more} beyond a Llama of this config; pass step.params(state), and the "
-            "config of its model"
+            f"params lacks {lacking} and has {more} beyond a {family.title} of this config; pass "
+            "step.params(state), and the config of its model"
         )
     for at, shape in shapes.items():
         if np.shape(given[at]) != shape:
-            raise ValueError(f"params has {at} of shape {np.shape(given[at])}, a Llama of this config needs {shape}")
+            raise ValueError(
+                f"params has {at} of shape {np.shape(given[at])}, a {family.title} of this config needs {shape}"
+            )
     return given
 
 
-def _part(x: Any, layer: int | None, dtype: np.dtype, turned: bool) -> np.ndarray:
-    array = np.asarray(x if layer is None else x[layer]).astype(dtype, copy=False)
+def _part(x: Any, index: tuple[int, ...], dtype: np.dtype, turned: bool) -> np.ndarray:
+    array = np.asarray(x[index[0]] if index else x)[index[1:]].astype(dtype, copy=False)
     return array.T if turned else array
 
 
-def _folder(source: str | Path) -> Path:
+def folder_of(source: Any) -> Path:
+    """The folder that a source is. Raises ValueError where it is none."""
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"from_hf({source!r}): needs a folder, or a state dict")
     if not Path(source).is_dir():
@@ -203,16 +242,18 @@ def _folder(source: str | Path) -> Path:
     return Path(source)
 
 
-def _stated(folder: Path) -> Any:
+def stated(folder: Path) -> Any:
+    """What the folder's `config.json` holds."""
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; download it too, or pass config=")
     return json_of(member(folder, "config.json"))
 
 
-def _shapes(config: llama.Config, adapters: bool = False) -> dict[str, tuple[int, ...]]:
+def _shapes(family: Family, config: Any, adapters: bool = False) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, by its path; those of Hugging Face's files without adapters."""
-    config = config if adapters else dataclasses.replace(config, lora=0)
-    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    if not adapters and getattr(config, "lora", 0):
+        config = dataclasses.replace(config, lora=0)
+    model = nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
     return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
 
 
@@ -221,19 +262,17 @@ def _by_path(params: Any) -> dict[str, Any]:
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _one(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one layer's part of a parameter."""
-    return shape[1:] if "{}" in _NAMES[path] else shape
+def _turned(path: str) -> bool:
+    """Whether its tensors are [out, in]."""
+    return path.endswith("kernel") or "/experts/" in path
 
 
-def _names(path: str, config: llama.Config) -> list[str]:
+def _each_name(name: str, stacked: Sequence[int]) -> Iterator[str]:
     """The tensors that a parameter is made of, in order."""
-    return list(_each_name(path, config))
-
-
-def _each_name(path: str, config: llama.Config) -> Iterator[str]:
-    name = _NAMES[path]
-    return map(name.format, range(config.layers)) if "{}" in name else iter((name,))
+    if not stacked:
+        yield name
+    for i in range(stacked[0] if stacked else 0):
+        yield from _each_name(name.replace("{}", str(i), 1), stacked[1:])
 
 
 def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -243,30 +282,34 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
-def _check(tensors: Mapping[str, Tensor], config: llama.Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(family: Family, tensors: Mapping[str, Tensor], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError unless the tensors are those of a model of these sizes."""
     # Name by name: a config may speak of 10**9 layers.
-    lacking = (name for path in shapes for name in _each_name(path, config) if name not in tensors)
+    names = lambda path: _each_name(family.names[path], family.stacked(path, config))
+    lacking = (name for path in shapes for name in names(path) if name not in tensors)
     if missing := list(itertools.islice(lacking, _MANY)):
         hint = "set tie_word_embeddings=True if the embedding is the head" if missing == [_HEAD] else "see its config"
         least = "at least " if len(missing) == _MANY else ""
         raise ValueError(f"the model lacks {least}{_list(missing)}; {hint}")
-    needed = {name: path for path in shapes for name in _names(path, config)}
+    needed = {name: path for path in shapes for name in names(path)}
     # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
     unexpected = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     if unexpected:
-        raise ValueError(f"the model has {_list(unexpected)}, which a Llama of {config} has not; see its config")
+        raise ValueError(
+            f"the model has {_list(unexpected)}, which a {family.title} of {config} has not; see its config"
+        )
     for name, path in needed.items():
-        shape = _one(path, shapes[path])[:: -1 if path.endswith("kernel") else 1]
+        shape = shapes[path][len(family.stacked(path, config)) :][:: -1 if _turned(path) else 1]
         if tensors[name].shape != shape:
-            raise ValueError(f"{name} has shape {tensors[name].shape}, a Llama of {config} needs {shape}")
+            raise ValueError(f"{name} has shape {tensors[name].shape}, a {family.title} of {config} needs {shape}")
 
 
 def _read(
-    path: str, shape: tuple[int, ...], config: llama.Config, tensors: Mapping[str, Tensor], dtype: Any
+    family: Family, path: str, shape: tuple[int, ...], config: Any, tensors: Mapping[str, Tensor], dtype: Any
 ) -> np.ndarray:
     """A parameter, filled tensor by tensor, so that beside it one of them is in memory."""
-    names = _names(path, config)
+    stacked = family.stacked(path, config)
+    names = list(_each_name(family.names[path], stacked))
     filled = None
     for i, name in enumerate(names):
         x = tensors[name].read()
@@ -275,10 +318,10 @@ def _read(
                 f"{name} is {x.dtype}, needs a floating-point dtype; load and dequantize it in transformers"
             )
         if filled is None:
-            filled = np.empty((len(names), *_one(path, shape)), x.dtype if dtype is None else jnp.dtype(dtype))
+            filled = np.empty((len(names), *shape[len(stacked) :]), x.dtype if dtype is None else jnp.dtype(dtype))
         if dtype is None and x.dtype != filled.dtype:
             raise ValueError(f"{name} is {x.dtype} and {names[0]} {filled.dtype}; say dtype= of both")
-        fill(filled[i], x.T if path.endswith("kernel") else x)
+        fill(filled[i], x.T if _turned(path) else x)
     assert filled is not None
     return filled.reshape(shape)
 

@@ -76,8 +76,11 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
                 yield from calls(jx.opened(inner)[0].eqns)
 
 
-def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int) -> Way:
+def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: str = "") -> Way:
     """The way of a program on `ranks` context ranks, where `tensor` ranks share the heads.
+
+    `schedule` is that of a pipeline whose ranks run different operations at one time: no ring there, since XLA lets all
+    devices of a program meet in a collective-permute, whichever of them exchange something.
 
     Raises ValueError where the way that was asked for cannot be.
     """
@@ -101,10 +104,17 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int) -> Way:
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
             f"query heads{shared}; use attention='ring', or a context= that divides them"
         )
+    if asked == "ring" and schedule:
+        raise ValueError(
+            f"attention='ring' with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of the "
+            "ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
+        )
     if asked != "auto":
         return Way("ulysses" if asked == "ulysses" else "ring", "it was asked for")
     if all(q % ranks == 0 == k % ranks for q, k in heads):
         return Way("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
+    if schedule:
+        return Way("gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs")
     if all(call.query[1] % (2 * ranks) == 0 for call in free):
         return Way("ring", f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}")
     return Way("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")

@@ -1,0 +1,12 @@
+"""Mixtral and Qwen3's mixtures: the model, and its weights and configuration as Hugging Face keeps them."""
+
+from .model import RULES as RULES
+from .model import SIZES as SIZES
+from .model import Config as Config
+from .model import Layer as Layer
+from .model import Mixtral as Mixtral
+from .model import Mixture as Mixture
+from .model import loss as loss
+from .weights import from_hf as from_hf
+from .weights import save_hf as save_hf
+from .weights import to_hf as to_hf

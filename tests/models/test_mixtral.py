@@ -1,0 +1,70 @@
+"""Mixtral and Qwen3's mixtures: sizes, parity under strategies, and that a small one learns."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.models import mixtral, named
+
+PUBLISHED = {"mixtral-8x7b": (46.7e9, 12.9e9), "qwen3-30b-a3b": (30.5e9, 3.3e9)}  # all and active, their model cards
+NARROW = {"vocab": 61, "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 40}
+
+
+@pytest.mark.parametrize("name", mixtral.SIZES)
+def test_parameters_are_counted_exactly(name: str) -> None:
+    model = named(name)
+    params, _ = jax.eval_shape(model.model.create, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == model.parameters
+    config = model.config
+    layer = 3 * config.dim * config.ffn
+    assert model.parameters - config.active_parameters == config.layers * layer * (config.experts - config.chosen)
+    if name in PUBLISHED:
+        assert (model.parameters, config.active_parameters) == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def batch(masked: bool = False) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    found: dict[str, Any] = {"tokens": random.integers(61, size=(16, 12)).astype(np.int32)}
+    if masked:
+        found["mask"] = (random.uniform(size=(16, 11)) < 0.6).astype(np.float32)
+    return found
+
+
+CELLS = [
+    ("fsdp", {"qk_norm": True, "z": 0.001}, True),
+    ("pipe=2,data=2,fsdp=2,zero=1,microbatches=4", {}, False),
+    ("fsdp=2,tensor=2,remat=layer", {"qk_norm": True}, False),
+    ("zero2,microbatches=2", {"capacity": 0.8}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "masked"),
+    [pytest.param(*cell, marks=[pytest.mark.battery] * (i != 2)) for i, cell in enumerate(CELLS)],
+    ids=[cell[0] for cell in CELLS],
+)
+def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, Any], masked: bool) -> None:
+    model = named("mixtral-tiny", **NARROW, **sizes).model
+    count = 4 if "tensor" in strategy else 8
+    found = jp.verify(model, strategy, batch(masked), mesh=jax.devices()[:count])
+    assert found.ok, found
+
+
+def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
+    """The loop is the blocks. For it the layer was inlined, and the derivative of attention taken for its kernel."""
+    step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")
+    step.trace(batch())
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    for change, words in (
+        ({"chosen": 9}, "chosen=9 of experts=8"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"balance": -1.0}, "balance=-1.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            named("mixtral-tiny", **change)
