@@ -194,7 +194,7 @@ def _tensors(family: Family, config: Any, params: Any, dtype: Any) -> dict[str, 
     shapes = _shapes(family, config)
     given = _given(family, config, params)
     held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items()}
-    if getattr(config, "lora", 0):
+    if config.lora:
         held = merged(held, config.lora_alpha / config.lora)
     tensors: dict[str, Tensor] = {}
     for at, shape in shapes.items():
@@ -251,7 +251,7 @@ def stated(folder: Path) -> Any:
 
 def _shapes(family: Family, config: Any, adapters: bool = False) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, by its path; those of Hugging Face's files without adapters."""
-    if not adapters and getattr(config, "lora", 0):
+    if not adapters and config.lora:
         config = dataclasses.replace(config, lora=0)
     model = nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
     return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}

@@ -48,6 +48,7 @@ class Config:
 
     rope_factor = 1.0  # as `llama` has it, and no size
     dropout = 0.0
+    lora = 0
 
     def __post_init__(self) -> None:
         check_sizes(self)
