@@ -1,5 +1,6 @@
 """`make compare`, small: two strategies, three steps; the table, the record and the pictures."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -8,7 +9,6 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-import compare
 import matplotlib.image
 import numpy as np
 import pytest
@@ -77,7 +77,16 @@ def test_pictures(compared: tuple[str, Path, dict[str, Any]]) -> None:
         assert ET.parse(out / f"compare{theme}.svg").getroot().tag.endswith("svg")
 
 
-def test_a_misspelt_strategy_is_named_before_anything_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_strategy_is_named_before_anything_compiles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `experiments/naive` has a module of this name too.
+    spec = importlib.util.spec_from_file_location("compare_of_experiments", ROOT / "experiments" / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    compare = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, compare)
+    spec.loader.exec_module(compare)
     with pytest.raises(SystemExit):
         tyro.cli(compare.Options, args=["--strategies", "ddp", "zero33"])
     assert "did you mean 'zero3'" in re.sub(r"[\s│]+", " ", capsys.readouterr().err)  # whatever the box breaks
