@@ -49,9 +49,12 @@ def battery() -> list[Any]:
             for way in ways:
                 if way == "ring" and "schedule" in text:
                     continue
+                ranks = int(text.partition("context=")[2][0])
                 heads = (8 if name == "llama_gqa" else 4) // (2 if "tensor" in text else 1)
-                if way == "ulysses" and heads % int(text.partition("context=")[2][0]):
+                if way == "ulysses" and heads % ranks:
                     continue
+                if name == "chunked" and ranks * (2 if way == "ring" else 1) > 4:
+                    continue  # chunks of four positions
                 found.append((name, f"{text},attention={way}"))
     return found
 
