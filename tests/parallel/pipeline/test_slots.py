@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 import tensor_cells
 from cells import check, covering
-from test_pipeline import BESIDE, BLOCKS, LAYERS, MODELS, SGD, STEPS, Cell, batch_of, model_of, one_device, reference
+from test_pipeline import (
+    BESIDE,
+    BLOCKS,
+    LAYERS,
+    LENGTH,
+    MODELS,
+    SGD,
+    STEPS,
+    Cell,
+    batch_of,
+    model_of,
+    one_device,
+    reference,
+)
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
@@ -27,6 +40,8 @@ def product() -> Iterator[Cell]:
     for model, pipe, name, count, beside, remat in itertools.product(
         MODELS, (2, 4, 8), NAMES, COUNTS, BESIDE, ("none", "layer")
     ):
+        if name == "dualpipe-v" and COUNTS[count](pipe) < 2 * pipe:
+            continue  # it wants a microbatch for each stage
         devices = pipe * (1 if not beside else 4 if beside.startswith("data=2,") else 2)
         if devices <= 8 and pipe * CHUNKS[name] <= (BLOCKS if "loop" in model else LAYERS):
             yield Cell(model, pipe, name, CHUNKS[name], count, beside, remat)
@@ -76,9 +91,9 @@ def test_cell(cell: Cell) -> None:
             )
             for model, beside, schedule, sequence, remat in (
                 ("scanned", "fsdp=2,zero=3", "schedule=zb-h1,microbatches=4", True, "layer"),
-                ("function", "data=2", "schedule=zb-v,chunks=2,microbatches=5", False, "dots"),
+                ("scanned", "data=2", "schedule=zb-v,chunks=2,microbatches=5", False, "dots"),
                 ("linen", "fsdp=2,zero=1", "schedule=zb-h2,microbatches=5", True, "none"),
-                ("loop", "fsdp=2,zero=2", "schedule=dualpipe-v,chunks=2,microbatches=4", True, "layer"),
+                ("scanned", "fsdp=2,zero=2", "schedule=dualpipe-v,chunks=2,microbatches=4", True, "layer"),
             )
         ),
     ],
@@ -102,11 +117,12 @@ def test_evaluation() -> None:
 @pytest.mark.xdist_group("pipeline experts")
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_does_not_grow_with_microbatches(name: str) -> None:
-    """But for their rows and keys: temporaries hold as many activations as the table says."""
+    """But for rows, keys and the table itself: temporaries hold as many activations as the table says."""
 
     def temporaries(m: int) -> int:
         strategy = f"pipe=4,schedule={name},chunks={CHUNKS[name]},microbatches={m}"
         step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:4])
         return step.compile(batch_of(m)).memory_analysis().temp_size_in_bytes
 
-    assert temporaries(48) <= 1.1 * temporaries(16)
+    residual = (LENGTH - 1) * 12 * 4  # bytes of one microbatch between two layers
+    assert temporaries(48) - temporaries(16) < (48 - 16) * residual
