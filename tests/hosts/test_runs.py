@@ -4,7 +4,6 @@ They are started by `jaxpar launch`, as a user does, each on one or two simulate
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -231,8 +230,6 @@ def losses(out: Path) -> list[float]:
 @pytest.mark.battery
 @pytest.mark.parametrize("least", [4, 3])
 def test_a_killed_process_costs_a_restart_and_the_curve_joins(tmp_path: Path, least: int) -> None:
-    if least < 4 and importlib.util.find_spec("jaxpar.checkpoint") is None:
-        pytest.skip("checkpoints restore into the layout that they were written with, and no other")
     words = ["--processes", "4", "--devices", "1", "--restarts", "1", "--least", str(least), "--", "-c", RESTARTED]
     status, said, _ = launched(*words, str(tmp_path / "broken"), "fall")
     assert status == 0, said
