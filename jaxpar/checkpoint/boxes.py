@@ -77,20 +77,32 @@ def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[Part]:
         rest = _clipped(box[held:], shape[held:])
         inside, (first, last) = slices(rest, box[held:]), box[held - 1]
         for chunk in range(*box[0]) if held > 1 else (0,):
-            at = chunk * form.held[-1]
-            start, stop = (min(at + n, form.layers) for n in (first, last))
             lead = (chunk - box[0][0],) if held > 1 else ()
-            if form.dim is None:
-                for k in range(start, stop):
-                    yield Part(k, rest, _view(inside, *lead, k - at - first))
-            elif start < stop:
-                part = [(start, stop), *rest]
-                part[0], part[form.dim] = part[form.dim], part[0]
-                layers = slice(start - at - first, stop - at - first)
-                yield Part(0, tuple(part), _view(inside, *lead, layers, swap=form.dim))
+            for at, count, layer in _runs(form, chunk, first, last):
+                start, stop = layer, min(layer + count, form.layers)
+                if form.dim is None:
+                    for k in range(start, stop):
+                        yield Part(k, rest, _view(inside, *lead, at + k - start - first))
+                elif start < stop:
+                    part = [(start, stop), *rest]
+                    part[0], part[form.dim] = part[form.dim], part[0]
+                    layers = slice(at - first, at + stop - start - first)
+                    yield Part(0, tuple(part), _view(inside, *lead, layers, swap=form.dim))
     else:
         rest = _clipped(box, shape)
         yield Part(0, rest, _view(slices(rest, box)))
+
+
+def _runs(form: Staged, chunk: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """What a chunk holds at the places `first` to `last`, as (place, count, layer): layers in a row, with padding."""
+    size = form.held[-1]
+    if not form.turned or chunk % 2 == 0:
+        yield first, last - first, chunk * size + first
+        return
+    each = size // form.turned  # of one rank; the ranks come in reverse
+    for rank in range(first // each, -(-last // each)):
+        at, end = max(first, rank * each), min(last, (rank + 1) * each)
+        yield at, end - at, chunk * size + (form.turned - 1 - rank) * each + at - rank * each
 
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:
