@@ -16,7 +16,7 @@ from ...jaxprs import jaxpr as jx
 from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, shape_of, without
+from ..tensor.primitives import ELEMENTWISE, outermost, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
 from .partial import PARTIAL
@@ -56,13 +56,10 @@ def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Positions stay a dim of their own, or become the outermost of one, or of several."""
     x, *_ = inputs
-    shape = shape_of(eqn)
     assert x.dim is not None
-    before = math.prod(x.shape[: x.dim])
-    dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
-    if len(dims) != 1 or eqn.params["dimensions"] is not None:
+    shape, dim = shape_of(eqn), outermost(eqn, x)
+    if dim is None:
         return None
-    (dim,) = dims
     parts = work.way.parts(work.ranks)
     if shape[dim] != x.shape[x.dim] and (shape[dim] % parts or x.shape[x.dim] % parts):
         return None

@@ -82,17 +82,21 @@ def _broadcast(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [(jx.bind(eqn, [x.value], shape=work.local(shape_of(eqn), dim))[0], dim)]
 
 
+def outermost(eqn: Any, x: Placed) -> int | None:
+    """The outermost of the dims that the split dim of a reshaped value becomes, or is merged with; None for neither."""
+    assert x.dim is not None
+    before, shape = math.prod(x.shape[: x.dim]), shape_of(eqn)
+    dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
+    return dims[0] if len(dims) == 1 and eqn.params["dimensions"] is None else None
+
+
 @rule("reshape")
 def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """A split dim stays split as the outermost of the dims that it becomes, or that it is merged with."""
     x, *_ = inputs
-    shape = shape_of(eqn)
-    assert x.dim is not None
-    before = math.prod(x.shape[: x.dim])
-    dims = [d for d, n in enumerate(shape) if n > 1 and math.prod(shape[:d]) == before]
-    if len(dims) != 1 or eqn.params["dimensions"] is not None:
+    shape, dim = shape_of(eqn), outermost(eqn, x)
+    if dim is None:
         return None
-    (dim,) = dims
     heads = x.origin and not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
     if shape[dim] % work.ranks and heads:
         raise ValueError(
