@@ -12,7 +12,7 @@ from ..strategy import Strategy, summed_over
 from . import DDP, Rule, Use
 
 
-class Access:
+class RuleAccess:
     """A rule applied to the leaves of a layout: casts, padding, and what follows from how a program uses a leaf.
 
     Of a stage's own leaf, a value is this rank's layers, chunk by chunk, on dim 0.

@@ -19,7 +19,7 @@ from .. import collectives
 from ..data.contents import shares_outside
 from ..model.batches import microbatches
 from ..parallel import rule_of
-from ..parallel.access import Access
+from ..parallel.access import RuleAccess
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 
@@ -61,7 +61,7 @@ class Local:
         rows = microbatches(batch, strategy.microbatches)
         traced = self.tracing(variables, first(rows), key)
         return Loss(
-            traced, Access(layout, rule_of(strategy), traced.program, strategy), layout.kept.unit_values(stored)
+            traced, RuleAccess(layout, rule_of(strategy), traced.program, strategy), layout.kept.unit_values(stored)
         ), rows
 
     def keys(self, key: jax.Array, step: jax.Array) -> jax.Array:
