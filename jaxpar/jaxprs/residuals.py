@@ -25,7 +25,7 @@ CHEAP = frozenset(
 )
 
 
-def kept(
+def residuals_to_save(
     eqns: Sequence[Any],
     residuals: Iterable[Any],
     known: Collection[Any],

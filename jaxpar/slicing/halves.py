@@ -23,7 +23,7 @@ import jax
 from jax.core import Tracer
 
 from ..jaxprs import jaxpr as jx
-from ..jaxprs.residuals import CHEAP, kept
+from ..jaxprs.residuals import CHEAP, residuals_to_save
 
 _CHEAP = CHEAP | {"tensor_enter"}  # which is its operand; what it sends it sends in its own backward
 
@@ -69,7 +69,7 @@ class Halves:
         alone = {*leaves, *(v for eqn in of_weights for v in eqn.outvars)}
         there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
         known = {*flat.constvars, *helds, *values, *there}
-        keep, again = kept(first, crossing, known, alone, _CHEAP)
+        keep, again = residuals_to_save(first, crossing, known, alone, _CHEAP)
         second = [*again, *second]
         second = [*jx.needed(of_weights, jx.free(second, of_leaves)), *second]
 

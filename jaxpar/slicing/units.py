@@ -18,7 +18,7 @@ from jax.core import Tracer
 from ..jaxprs import jaxpr as jx
 from ..jaxprs.buffers import anchor
 from ..jaxprs.orientation import oriented
-from ..jaxprs.residuals import kept
+from ..jaxprs.residuals import residuals_to_save
 from .halves import Halves, merge, pick
 
 
@@ -74,7 +74,7 @@ class Unit:
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
         # Of the weights those that the backward reads in any case: no other is fetched for it.
         known = {*fixed, *pick(self.held, given), *({*mine} & {v for v in residuals if not jx.is_literal(v)})}
-        saved, again = kept(flat.eqns, residuals, known, mine)
+        saved, again = residuals_to_save(flat.eqns, residuals, known, mine)
         before = [*flat.constvars, *flat.invars]
         run = jx.run(jx.live(flat.eqns, [*flat.outvars[:n], *saved]), before, [*flat.outvars[:n], *saved])
         there = [*fixed, *mine, *pick(self.held, given)]

@@ -12,7 +12,7 @@ from jax import lax
 import jaxpar as jp
 from jaxpar.inspect.memory import forward
 from jaxpar.jaxprs import jaxpr as jx
-from jaxpar.jaxprs.residuals import kept
+from jaxpar.jaxprs.residuals import residuals_to_save
 from jaxpar.models import named
 
 ROWS, LENGTH = 2, 8
@@ -25,7 +25,7 @@ def again(fun: Any, *args: Any, known: int = 0) -> tuple[list[Any], Any]:
     """
     flat, _ = jx.trace(fun, *args)
     have = flat.invars[:known]
-    saved, eqns = kept(flat.eqns, flat.outvars, have, ())
+    saved, eqns = residuals_to_save(flat.eqns, flat.outvars, have, ())
     values = jx.run(flat.eqns, flat.invars, saved)(*args)
     return saved, jx.run(eqns, [*have, *saved], flat.outvars)(*args[:known], *values)
 
