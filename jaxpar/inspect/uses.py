@@ -45,7 +45,7 @@ class Counted:
     """What one step does with parameters.
 
     Attributes:
-      runs: of each unit of the layout (`Kept.units`).
+      runs: of each unit of the layout (`KeptLeaves.units`).
       own: the model's own collectives.
       metrics: their number, the loss among them.
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..jaxprs import jaxpr as jx
 from ..model.paths import name_of
-from .storage import Kept
+from .storage import KeptLeaves
 
 ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt "
@@ -61,7 +61,7 @@ class _Value:
         return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
 
 
-def sees_kept(optimizer: Any, kept: Kept) -> bool:
+def sees_kept(optimizer: Any, kept: KeptLeaves) -> bool:
     """Whether an optimizer may be shown leaves as a step keeps them."""
     if kept.same:
         return True
@@ -77,7 +77,7 @@ def sees_kept(optimizer: Any, kept: Kept) -> bool:
     )
 
 
-def _results(optimizer: Any, kept: Kept, as_kept: bool) -> dict[str | None, Any]:
+def _results(optimizer: Any, kept: KeptLeaves, as_kept: bool) -> dict[str | None, Any]:
     """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
     scalars, under None.
     """

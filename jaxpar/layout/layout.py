@@ -16,7 +16,7 @@ from ..strategy import SHARDS
 from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
-from .storage import Kept, uneven
+from .storage import KeptLeaves, uneven
 
 Kind = Literal["params", "copy", "grads", "optimizer"]
 
@@ -63,7 +63,7 @@ class Layout:
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
-    kept: Kept
+    kept: KeptLeaves
     mesh: Mesh
     policy: Policy
     sharded: frozenset[str]

@@ -88,7 +88,7 @@ def _on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptLeaves:
     """The leaves of a model as a step keeps them, and as the model has them.
 
     Attributes:
@@ -179,7 +179,7 @@ def make_leaves(
     pipe: Pipe,
     split: Mapping[str, int] = MappingProxyType({}),
     ranks: int = 1,
-) -> Kept:
+) -> KeptLeaves:
     """An abstract parameter tree, kept for `shards` devices, a pipeline, and `ranks` over which dims are `split` (by
     path). Raises ValueError on a tree without any.
     """
@@ -259,7 +259,7 @@ def make_leaves(
         as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
     )
-    return Kept(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
+    return KeptLeaves(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
 
 
 def list_name(leaf: Leaf) -> str:
@@ -268,7 +268,7 @@ def list_name(leaf: Leaf) -> str:
     return before + star
 
 
-def uneven(kept: Kept) -> dict[str, str]:
+def uneven(kept: KeptLeaves) -> dict[str, str]:
     """The lists some of whose blocks are kept as one stack and others, of other shapes, one by one: the first leaf that
     differs.
     """

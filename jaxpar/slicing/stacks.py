@@ -7,14 +7,14 @@ import posixpath
 from collections.abc import Sequence
 
 from ..layout.leaves import Leaf
-from ..layout.storage import Kept, list_name, uneven
+from ..layout.storage import KeptLeaves, list_name, uneven
 from .pieces import Segment, Stack
 from .program import Program
 from .rolling.loops import RolledLoop
 from .rolling.roll import Span
 
 
-def described(program: Program, kept: Kept) -> dict[str, str]:
+def described(program: Program, kept: KeptLeaves) -> dict[str, str]:
     """For each list of blocks, and each stack that the model scans itself, how its layers run: path -> words."""
     units, found = kept.units, {}
     for loop in program.loops:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.layout.elementwise import sees_kept
 from jaxpar.layout.leaves import Pipe
-from jaxpar.layout.storage import Kept, make_leaves
+from jaxpar.layout.storage import KeptLeaves, make_leaves
 
 WARM = optax.warmup_cosine_decay_schedule(0, 0.05, 100, 1000)  # its first update is nothing, whatever the optimizer
 
@@ -16,13 +16,13 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def loop() -> Kept:
+def loop() -> KeptLeaves:
     """Four layers of a Python loop, kept as one stack."""
     layers = [{"w": array(8, 8), "b": array(8)} for _ in range(4)]
     return make_leaves({"layers": layers, "head": array(8, 5)}, 2, None, Pipe())
 
 
-def stages() -> Kept:
+def stages() -> KeptLeaves:
     """Five stacked layers in two chunks of two ranks, with zeros after the last."""
     return make_leaves({"layers": {"w": array(5, 8, 16)}, "head": array(8, 5)}, 2, None, Pipe(2, 2))
 
