@@ -101,7 +101,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,
-        stored=compute if step.layout.copied else policy.kept(leaf.dtype, leaf.trainable),
+        stored=compute if step.layout.copied else policy.stored(leaf.dtype, leaf.trainable),
     )
 
 

@@ -108,7 +108,7 @@ class Layout:
             return self.optimizer
         policy = self.policy
         dtype = {
-            "params": lambda leaf: policy.kept(leaf.dtype, leaf.trainable),
+            "params": lambda leaf: policy.stored(leaf.dtype, leaf.trainable),
             "copy": lambda leaf: policy.computed(leaf.dtype),
             "grads": lambda leaf: policy.reduced(leaf.dtype),
         }[kind]

@@ -47,7 +47,7 @@ class Policy:
         """Dtype in which the leaf is stored and updated: float32 or wider; integers as they are."""
         return jnp.promote_types(declared, jnp.float32) if jnp.issubdtype(declared, jnp.floating) else declared
 
-    def kept(self, declared: jnp.dtype, trainable: bool) -> jnp.dtype:
+    def stored(self, declared: jnp.dtype, trainable: bool) -> jnp.dtype:
         """Dtype in which the leaf is stored: what is trained as its master, what is frozen as the loss sees it, since
         no small update is ever added to it.
         """

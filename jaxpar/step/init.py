@@ -49,7 +49,7 @@ class Start:
         params, variables = self.model_def.create(key)
         values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
         leaves = zip(layout.kept.models, values, strict=True)
-        kept = [x.astype(self.policy.kept(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
+        kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
         whole = layout.to_stored(jax.tree.unflatten(layout.kept.model_tree, kept), "copy")
         return self._first(key, whole, variables)
 
