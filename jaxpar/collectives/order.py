@@ -63,7 +63,7 @@ def after(token: Token, x: jax.Array) -> jax.Array:
     return lax.select(token != 0, jnp.zeros_like(x), x)
 
 
-def start(x: jax.Array, mesh: Mesh) -> Token | None:
+def first_token(x: jax.Array, mesh: Mesh) -> Token | None:
     """The token after `x`, where an order is needed."""
     return token_after(x) if needed(mesh) else None
 

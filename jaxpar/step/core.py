@@ -260,7 +260,7 @@ class Step(Start, Intake):
                 return order.behind(token, result), token  # what the partitioner adds outside comes after all that
 
             mapped = jax.shard_map(last, mesh=self.mesh, in_specs=ins, out_specs=(outs, _HERE), check_vma=False)
-            return mapped(order.start(step, self.mesh), jax.tree.leaves(stored), variables, batch, *rest)
+            return mapped(order.first_token(step, self.mesh), jax.tree.leaves(stored), variables, batch, *rest)
 
         return call
 

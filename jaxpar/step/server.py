@@ -157,7 +157,7 @@ class ServerStep(Step):
         ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
         run = order.in_order(local, self.mesh)
         mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(_STACKED, _HERE), check_vma=False)
-        token = order.start(seeds, self.mesh)  # which come after all that the forward program does
+        token = order.first_token(seeds, self.mesh)  # which come after all that the forward program does
         return mapped(token, jax.tree.leaves(state.params), state.variables, batch, state.key, tapes, seeds)[0]
 
     def _both(self, state: State, batch: Any) -> Any:

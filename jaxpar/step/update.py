@@ -80,7 +80,7 @@ class Update:
             keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
             old = state.params, state.optimizer, state.variables
             new, packed, variables = keep((new, packed, variables), old)
-        stored, copy, token = self.publish(new, state, order.start(metrics["grad_norm"], self.layout.mesh))
+        stored, copy, token = self.publish(new, state, order.first_token(metrics["grad_norm"], self.layout.mesh))
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (state.step + 1, metrics))
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
