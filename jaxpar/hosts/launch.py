@@ -81,7 +81,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         )
     processes, least, restart, shrunk = options.processes, options.least or options.processes, 0, False
     while True:
-        outcome = start(command, processes, options.devices, restart, options.restarts)
+        outcome = run_once(command, processes, options.devices, restart, options.restarts)
         if outcome.stopped is not None or not outcome.failed:
             return outcome.status
         who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in outcome.failed.items())
@@ -98,7 +98,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         _say(f"{who}; started again with {processes} processes, restart {restart} of {options.restarts}")
 
 
-def start(command: Sequence[str], processes: int, devices: int | None, restart: int, restarts: int) -> Outcome:
+def run_once(command: Sequence[str], processes: int, devices: int | None, restart: int, restarts: int) -> Outcome:
     """Starts the processes once, and waits until all have ended."""
     children = [
         subprocess.Popen(
