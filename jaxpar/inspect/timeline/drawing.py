@@ -104,7 +104,7 @@ def _bands(schedule: Schedule, room: int) -> list[Columns]:
     """The columns in as few parts as take `room` units of time each, of whole ticks and about the same length."""
     ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns, key=lambda column: column.tick)]
 
-    def cut(most: int) -> list[Columns]:
+    def bands_of(most: int) -> list[Columns]:
         bands: list[Columns] = [[]]
         for tick in ticks:
             if bands[-1] and _time(bands[-1]) + _time(tick) > most:
@@ -112,8 +112,8 @@ def _bands(schedule: Schedule, room: int) -> list[Columns]:
             bands[-1] += tick
         return bands
 
-    fewest = len(cut(room))
-    return next(bands for most in itertools.count(1) if len(bands := cut(most)) <= fewest)
+    fewest = len(bands_of(room))
+    return next(bands for most in itertools.count(1) if len(bands := bands_of(most)) <= fewest)
 
 
 def _ruler(band: Columns, unit: int) -> str:
