@@ -183,7 +183,7 @@ def train(options: TrainOptions) -> None:
     attach(options.devices)
     notes.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
     if options.export is not None:
-        exports.check(options.model, options.export, options.length)
+        exports.check_exportable(options.model, options.export, options.length)
     options = _placed(options)
     begin = time.perf_counter()
     trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_keep_config, options))])

@@ -22,7 +22,7 @@ _BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check(model: str, target: Path, length: int = 1) -> llama.Config:
+def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
     """The sizes of a model that can be exported. Raises ValueError where it cannot be, and where `target` already holds
     weights: before anything is trained.
     """
@@ -45,7 +45,7 @@ def export(model: str, source: Path, target: Path, dtype: str | None = None) -> 
     """
     if jax.process_index():
         return str(target)
-    config, saved = check(model, target), Checkpoint(source)
+    config, saved = check_exportable(model, target), Checkpoint(source)
     folder = path_of(model) if is_folder(model) else None
     stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
     dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
