@@ -43,7 +43,7 @@ class Costs(NamedTuple):
         return {kind: time / chunks for kind, time in whole.items()}
 
 
-class Rule(NamedTuple):
+class Filling(NamedTuple):
     """When a rank whose next F or I will arrive soon runs a W, which may hold it up.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Rank:
         self.turn: Kind = "F"
 
 
-def greedy(ranks: int, microbatches: int, costs: Costs, limit: float, rule: Rule) -> Orders:
+def greedy(ranks: int, microbatches: int, costs: Costs, limit: float, rule: Filling) -> Orders:
     """Each rank's operations, where no rank ever holds more than `limit` activations.
 
     Between F and I the rank that waits alternates, as in 1F1B. The limit is at least 1.
@@ -118,7 +118,7 @@ def greedy(ranks: int, microbatches: int, costs: Costs, limit: float, rule: Rule
     return [rank.order for rank in all_of]
 
 
-_AT_ONCE = Rule(gap=0, even=False)
+_AT_ONCE = Filling(gap=0, even=False)
 
 
 def _one_chunk(name: str, p: int, m: int, v: int, limit: float) -> Table:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .greedy import Costs, Rule, greedy
+from .greedy import Costs, Filling, greedy
 from .operations import Orders, Placement, Table
 from .orders import as_soon_as_possible, spans
 from .v_shaped import dualpipe_v_orders, v_half_orders, v_min_orders, zb_v_orders
 
-_RULES = [Rule(0, even=False), *(Rule(gap, even) for gap in (0.5, 1.0) for even in (False, True))]
+_RULES = [Filling(0, even=False), *(Filling(gap, even) for gap in (0.5, 1.0) for even in (False, True))]
 
 
 class Found(NamedTuple):
