@@ -60,7 +60,7 @@ def _lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class State:
+class SlotCarry:
     """What one slot hands to the next.
 
     Attributes:
@@ -78,7 +78,7 @@ class State:
     sums: list[jax.Array]
 
 
-jax.tree_util.register_dataclass(State, [f.name for f in dataclasses.fields(State)], [])
+jax.tree_util.register_dataclass(SlotCarry, [f.name for f in dataclasses.fields(SlotCarry)], [])
 
 
 def _at(tree: Any, index: jax.Array) -> Any:
@@ -180,13 +180,13 @@ class Slots(Ranks):
         """The kinds of operations that the table has."""
         return frozenset(op.kind for column in self.schedule.table() for ops in column for op in ops)
 
-    def _first(self, row: Any) -> tuple[State, Any, Left | None]:
+    def _first(self, row: Any) -> tuple[SlotCarry, Any, Left | None]:
         """The first state, all zeros, and the structures of what is stashed and of what I leaves."""
         rows, variables = self.schedule.rows, self.message(self.program)
         message = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        state = State(zeros(rows.buffers, message), [], [], [None] * len(self.leaves), sums)
+        state = SlotCarry(zeros(rows.buffers, message), [], [], [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 
@@ -205,7 +205,7 @@ class Slots(Ranks):
 
     # -- one slot ------------------------------------------------------------------------------------------------------
 
-    def slot(self, state: State, row: Any, saved: Any, left: Left | None, once: Once) -> State:
+    def slot(self, state: SlotCarry, row: Any, saved: Any, left: Left | None, once: Once) -> SlotCarry:
         """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
         stash, kept, grads, sums, buffers = state.stash, state.kept, list(state.grads), state.sums, state.buffers
         env, _ = self._before(row["microbatch"], False)
@@ -250,7 +250,7 @@ class Slots(Ranks):
         buffers, grads, sums = once("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
             grads = once("pulls", row["pulls"], pull, grads)
-        return State(self._sent(message, buffers, row), stash, kept, grads, sums)
+        return SlotCarry(self._sent(message, buffers, row), stash, kept, grads, sums)
 
     def _sent(self, message: Message, buffers: Message, row: Any) -> Message:
         """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
