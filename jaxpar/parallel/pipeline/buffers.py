@@ -23,7 +23,7 @@ CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}  # F 1, B 2, I 
 
 
 @dataclass(frozen=True)
-class Rows:
+class SlotTables:
     """What a branching program looks up, int32 [slot, rank], and how much room its buffers need.
 
     Attributes:
@@ -103,7 +103,7 @@ class Walk:
         """How many there are."""
         return len(self.table[0])
 
-    def rows(self) -> Rows:
+    def rows(self) -> SlotTables:
         """What the program looks up."""
         p, shape = self.ranks, (len(self.table), self.ranks)
         out = {name: np.zeros(shape, np.int32) for name in ("kind", "chunk", "microbatch", "stash", "kept", "read")}
@@ -141,7 +141,7 @@ class Walk:
                 rooms[rank] = max(rooms[rank], messages[rank].size, spare + 1)
         most = lambda pools: max(pool.size for pool in pools)
         ways_of = dict(zip(WAYS, ways, strict=True))
-        return Rows(**out, **ways_of, sent=sent, stashes=most(stash), keeps=most(kept), buffers=max(rooms))
+        return SlotTables(**out, **ways_of, sent=sent, stashes=most(stash), keeps=most(kept), buffers=max(rooms))
 
     def _stage(self, rank: int, op: Op) -> int:
         return stage_of(self.placement, self.ranks, rank, op.chunk)

@@ -25,7 +25,7 @@ from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Place, Placement, 
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
 from ...tables.search import best
 from ...text import did_you_mean
-from .buffers import Rows, Walk
+from .buffers import SlotTables, Walk
 from .phases import Phase, grouped, stash_slots
 
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
@@ -151,7 +151,7 @@ class Schedule:
         return not in_lockstep(self.table(), self.placement, self.chunks)
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> SlotTables:
         """What a program with branches looks up."""
         return Walk(self.table(), self.placement, self.chunks, self.forwards_only).rows()
 
