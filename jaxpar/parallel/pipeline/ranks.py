@@ -36,7 +36,7 @@ def with_totals(grads: Sequence[Any], which: Sequence[int], totals: Sequence[Any
 
 
 @dataclass(frozen=True)
-class Ranks(Cut):
+class Engine(Cut):
     """One sliced loss under one schedule, to be run inside `shard_map`.
 
     Attributes:

@@ -38,7 +38,7 @@ from ...slicing.program import backward, forward
 from ...tables.orders import orders_of
 from .buffers import CODES
 from .chunks import AXIS, Message, before
-from .ranks import Ranks, with_totals
+from .ranks import Engine, with_totals
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
 
@@ -90,8 +90,8 @@ def _put(tree: Any, values: Any, index: jax.Array) -> Any:
 
 
 @dataclass(frozen=True)
-class Slots(Ranks):
-    """One sliced loss under a schedule whose ranks branch; fields as those of `Ranks`."""
+class Slots(Engine):
+    """One sliced loss under a schedule whose ranks branch; fields as those of `Engine`."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""

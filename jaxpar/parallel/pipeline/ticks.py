@@ -32,7 +32,7 @@ from ... import collectives
 from ...jaxprs import jaxpr as jx
 from ...slicing.program import backward, forward
 from .chunks import AXIS, Cotangents, Message, before
-from .ranks import Ranks
+from .ranks import Engine
 from .schedules import Kind, Phase
 
 
@@ -66,8 +66,8 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 
 
 @dataclass(frozen=True)
-class Pipeline(Ranks):
-    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; fields as those of `Ranks`."""
+class Pipeline(Engine):
+    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; fields as those of `Engine`."""
 
     # -- all ticks -----------------------------------------------------------------------------------------------------
 
