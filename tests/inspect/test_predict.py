@@ -14,7 +14,7 @@ from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Operation, Sta
 from jaxpar.inspect.compiled.products import Product
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
-from jaxpar.inspect.predict.links import Way, collective_seconds
+from jaxpar.inspect.predict.links import Reach, collective_seconds
 from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
@@ -134,13 +134,13 @@ def test_what_runs_beside_a_collective_loses_what_was_measured() -> None:
 
 
 def test_collectives_of_one_host() -> None:
-    way, size = Way(8, 1, 8), 100_000_000
+    way, size = Reach(8, 1, 8), 100_000_000
     steps, seconds = 8.4e-6 + 7 * 3.4e-6, size * 7 / 8 / (450e9 * 0.824)
     for kind in ("all-gather", "reduce-scatter"):
         assert collective_seconds(kind, size, way, H100)[0] == pytest.approx(steps + seconds)
     assert collective_seconds("all-reduce", size, way, H100)[0] == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * seconds)
     assert collective_seconds("all-to-all", size, way, H100)[0] == pytest.approx(8.4e-6 + 3.4e-6 + seconds)
-    assert collective_seconds("collective-permute", size, Way(2, 1, 2), H100)[0] == pytest.approx(
+    assert collective_seconds("collective-permute", size, Reach(2, 1, 2), H100)[0] == pytest.approx(
         8.4e-6 + 3.4e-6 + size / (450e9 * 0.824)
     )
 
@@ -156,24 +156,24 @@ def test_collectives_of_one_host() -> None:
     ],
 )
 def test_collectives_are_near_what_was_measured(kind: str, size: int, microseconds: float) -> None:
-    seconds, _ = collective_seconds(kind, size, Way(4, 1, 4), H100)
+    seconds, _ = collective_seconds(kind, size, Reach(4, 1, 4), H100)
     assert 0.8 < seconds * 1e6 / microseconds <= 1.0  # the model is a little fast
 
 
 def test_collectives_across_hosts() -> None:
     size = 100_000_000
     # 64 devices on 8 hosts: 8 adapters of 50 GB/s to a host are more than the 371 GB/s of its links.
-    seconds, why = collective_seconds("all-gather", size, Way(64, 8, 8), H100)
+    seconds, why = collective_seconds("all-gather", size, Reach(64, 8, 8), H100)
     assert seconds == pytest.approx(8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6 + size * 63 / 64 / (450e9 * 0.824))
     assert "network" in why
     # One device of each host: its own adapter.
-    seconds, _ = collective_seconds("reduce-scatter", size, Way(8, 8, 1), H100)
+    seconds, _ = collective_seconds("reduce-scatter", size, Reach(8, 8, 1), H100)
     assert seconds == pytest.approx(8.4e-6 + 7 * 14e-6 + size * 7 / 8 / 50e9)
     # Of an all-to-all 7 of 8 parts leave the host, by the adapter of the device itself.
-    seconds, _ = collective_seconds("all-to-all", size, Way(64, 8, 8), H100)
+    seconds, _ = collective_seconds("all-to-all", size, Reach(64, 8, 8), H100)
     assert seconds == pytest.approx(8.4e-6 + 14e-6 + size * 56 / 64 / 50e9)
     # Small all-reduces of many hosts go by a tree: 2 log2(1024) steps over the network, not 2 x 1023.
-    seconds, why = collective_seconds("all-reduce", 4, Way(1024, 1024, 1), H100)
+    seconds, why = collective_seconds("all-reduce", 4, Reach(1024, 1024, 1), H100)
     assert seconds == pytest.approx(8.4e-6 + 20 * 14e-6, rel=1e-3)
     assert why.endswith("a tree")
 
@@ -181,14 +181,14 @@ def test_collectives_across_hosts() -> None:
 def test_ways_are_those_of_the_group_that_spans_most() -> None:
     hosts = [0, 0, 0, 0, 1, 1, 1, 1]
 
-    def way(kind: str, *groups: tuple[int, ...]) -> Way:
-        return Way.of(Start("s", "", kind, ("a",), 1, groups, False), hosts)
+    def way(kind: str, *groups: tuple[int, ...]) -> Reach:
+        return Reach.of(Start("s", "", kind, ("a",), 1, groups, False), hosts)
 
-    assert way("all-gather", (0, 1, 2, 3), (4, 5, 6, 7)) == Way(4, 1, 4)
-    assert way("all-gather", tuple(range(8))) == Way(8, 2, 4)
-    assert way("all-reduce", (0, 4), (1, 5), (2, 6), (3, 7)) == Way(2, 2, 1)
-    assert way("collective-permute", (0, 1), (1, 2), (2, 3)) == Way(2, 1, 2)
-    assert way("collective-permute", (2, 3), (3, 4)) == Way(2, 2, 1)
+    assert way("all-gather", (0, 1, 2, 3), (4, 5, 6, 7)) == Reach(4, 1, 4)
+    assert way("all-gather", tuple(range(8))) == Reach(8, 2, 4)
+    assert way("all-reduce", (0, 4), (1, 5), (2, 6), (3, 7)) == Reach(2, 2, 1)
+    assert way("collective-permute", (0, 1), (1, 2), (2, 3)) == Reach(2, 1, 2)
+    assert way("collective-permute", (2, 3), (3, 4)) == Reach(2, 2, 1)
 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from ...tables import SCHEDULES
 from ..expected import expected
 from ..memory import forward
 from ..predict.efficiency import PRODUCT_START
-from ..predict.links import Way, collective_seconds
+from ..predict.links import Reach, collective_seconds
 from ..targets.devices import Target
 
 _PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32"}
@@ -268,7 +268,7 @@ class Estimator:
     def _seconds(self, kind: str, size: float, shape: dict[str, int], axis: str) -> float:
         inner = math.prod(shape[a] for a in list(shape)[list(shape).index(axis) + 1 :])
         local = max(1, min(shape[axis], self.target.per_host // inner))
-        way = Way(shape[axis], -(-shape[axis] // local), local)
+        way = Reach(shape[axis], -(-shape[axis] // local), local)
         return collective_seconds(kind, int(size), way, self.target.hardware)[0]
 
 

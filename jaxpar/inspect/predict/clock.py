@@ -9,7 +9,7 @@ from ..compiled import shares
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
-from .links import Way, collective_seconds
+from .links import Reach, collective_seconds
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Clock:
     def _collective(self, start: Start, times: int) -> float:
         """Seconds of one, once it is its turn."""
         if start.name not in self._parts:
-            way = Way.of(start, self.hosts)
+            way = Reach.of(start, self.hosts)
             self._seconds[start.name], reason = collective_seconds(start.kind, start.bytes, way, self.hardware)
             self._parts[start.name] = Part(start.name, start.source, start.kind, reason, axes=start.axes, way=way.name)
         part = self._parts[start.name]

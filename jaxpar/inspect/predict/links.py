@@ -20,7 +20,7 @@ from ..targets.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Way:
+class Reach:
     """The way that a collective takes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Way:
     local: int
 
     @classmethod
-    def of(cls, start: Start, hosts: Sequence[int]) -> Way:
+    def of(cls, start: Start, hosts: Sequence[int]) -> Reach:
         """`hosts`: for each place in the mesh the host of its device. Of all groups the one that spans most."""
         if start.kind == "collective-permute":
             across = any(hosts[a] != hosts[b] for a, b in start.groups)
@@ -50,7 +50,7 @@ class Way:
         return "network" if self.hosts > 1 else "link"
 
 
-def collective_seconds(kind: str, size: int, way: Way, hardware: Hardware) -> tuple[float, str]:
+def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> tuple[float, str]:
     """Seconds of one collective, with nothing beside it, and why.
 
     Args:
@@ -64,7 +64,7 @@ def collective_seconds(kind: str, size: int, way: Way, hardware: Hardware) -> tu
     n = way.group
     direct = kind.endswith("all-to-all") and way.hosts > 1
     # Not a ring: each device sends what leaves its host through its own adapter.
-    bandwidth = _bandwidth(Way(n, way.hosts, 1) if direct else way, hardware)
+    bandwidth = _bandwidth(Reach(n, way.hosts, 1) if direct else way, hardware)
     launch, near, far = (
         value or 0.0 for value in (hardware.collective_latency, hardware.link_latency, hardware.network_latency)
     )
@@ -92,7 +92,7 @@ def collective_seconds(kind: str, size: int, way: Way, hardware: Hardware) -> tu
     return alpha + sent / bandwidth, reason
 
 
-def _bandwidth(way: Way, hardware: Hardware) -> float:
+def _bandwidth(way: Reach, hardware: Hardware) -> float:
     """Bytes/s at which a device's share of the ring's traffic flows: that of the narrower of link and network."""
     limits = {}
     if way.local > 1:
