@@ -33,7 +33,7 @@ from ...ops.context import from_zigzag, order_of, positions
 from ..tensor.localiser import Localiser, Placed
 from .made import pushed
 from .partial import PARTIAL, linear
-from .starts import Start, starts
+from .starts import FirstSplit, starts
 from .ways import AXIS, GATHER, Way
 
 
@@ -44,7 +44,7 @@ class Positions(Localiser):
     and `eqns` the program that is being rewritten.
     """
 
-    begin: dict[int, Start] = field(default_factory=dict)
+    begin: dict[int, FirstSplit] = field(default_factory=dict)
     cheap: int = 0
     way: Way = GATHER
     tensor: int = 1

@@ -16,7 +16,7 @@ from ..tensor.localiser import Found, Localiser, Placed
 
 
 @dataclass(frozen=True)
-class Start:
+class FirstSplit:
     """An equation whose operand `side`, whole so far, is split along dim 1.
 
     Attributes:
@@ -35,13 +35,13 @@ class Start:
         return [(jx.bind(eqn, values)[0], self.dim)]
 
 
-def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, Start]:
+def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, FirstSplit]:
     """The equations of a program where a split begins, by their `id`. Raises ValueError where there is none, or the
     ranks do not divide the positions.
     """
     weights = jx.depends(flat.eqns, flat.invars[:leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
-    found: dict[int, Start] = {}
+    found: dict[int, FirstSplit] = {}
     for eqn in flat.eqns:
         sides = [
             "fed" if v in fed - weights else "weight" if v in weights - fed else ""
@@ -66,7 +66,7 @@ def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> di
     return found
 
 
-def _start(eqn: Any, sides: Sequence[str]) -> Start | None:
+def _start(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
     shapes = [v.aval.shape for v in eqn.invars]
     if sorted(sides) != ["fed", "weight"]:
         return None
@@ -80,11 +80,11 @@ def _start(eqn: Any, sides: Sequence[str]) -> Start | None:
         if numbers.start_indices_batching_dims:
             return None
         rows = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
-        return Start(side, rows[1], tokens)
+        return FirstSplit(side, rows[1], tokens)
     if eqn.primitive.name == "dot_general":
         contracted, batch = (pair[side] for pair in eqn.params["dimension_numbers"])
         if batch or 0 in contracted or 1 in contracted:
             return None
         before = 0 if side == 0 else len(shapes[0]) - len(contracted)
-        return Start(side, before + 1, tokens)
+        return FirstSplit(side, before + 1, tokens)
     return None
