@@ -138,7 +138,7 @@ def warn_precision(eqns: Sequence[Any], low: Any, name: str) -> None:
         )
 
 
-def check_replicas(program: Program, outputs: Any, inputs: int, axes: frozenset[str]) -> None:
+def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, axes: frozenset[str]) -> None:
     """Raises ValueError where the result of a step would depend on how the rows are spread over `axes`.
 
     `outputs` are the positions of ({metric: Mean}, variables); the last `inputs` inputs of the program are variables,

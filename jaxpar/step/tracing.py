@@ -29,7 +29,14 @@ from ..slicing.rolling.loops import roll_loops
 from ..slicing.slicer import Slicing, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
-from .refusals import check_pipe, check_remat, check_replicas, warn_gathered, warn_no_rule, warn_precision
+from .refusals import (
+    check_independent_of_replicas,
+    check_pipe,
+    check_remat,
+    warn_gathered,
+    warn_no_rule,
+    warn_precision,
+)
 
 Sums = dict[str, Mean]  # of each metric, over some rows
 
@@ -248,7 +255,7 @@ class Tracing:
             check_pipe(program, outputs[1], self.layout, self.strategy)
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy.remat)
-        check_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
+        check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole.eqns, self.layout.policy.compute, self.strategy.precision)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
