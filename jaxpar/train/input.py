@@ -97,7 +97,7 @@ class Input:
         return f"compiled again: {'; '.join([*changed, *gone][:3])} (program {len(self.kinds)})"
 
 
-def check_rows(rows: int, step: Step) -> None:
+def check_row_count(rows: int, step: Step) -> None:
     """Raise ValueError where a batch of so many rows does not split over replicas and microbatches."""
     replicas, microbatches = step.replicas, step.strategy.microbatches
     if extra := rows % (blocks := replicas * microbatches):

@@ -28,7 +28,7 @@ from ..parallel.tensor.dims import Rules
 from ..strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, claimed
-from .input import Input, check_rows
+from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
 from .progress import Progress
 from .recorder import Recorder
@@ -96,7 +96,7 @@ class Trainer:
         )
         self.ids = ids or {}
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
-            check_rows(self.loop.rows, self.step)
+            check_row_count(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
