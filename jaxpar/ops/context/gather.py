@@ -17,7 +17,7 @@ from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
 from ..attention import attention
 from .blocks import attend, finish, pull
-from .given import check
+from .given import check_inputs
 from .order import Order, from_zigzag, positions
 from .rounds import Rounds
 
@@ -64,7 +64,7 @@ def gather_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check(
+    check_inputs(
         q,
         k,
         v,

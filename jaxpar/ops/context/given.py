@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .order import ORDERS
 
 
-def check(
+def check_inputs(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

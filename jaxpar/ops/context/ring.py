@@ -30,7 +30,7 @@ from jax import lax
 from ...collectives.nccl import all_gather, shift
 from ...collectives.ranks import Axes
 from .blocks import attend, finish, pull
-from .given import check
+from .given import check_inputs
 from .order import Order
 from .rounds import Rounds
 
@@ -72,7 +72,7 @@ def ring_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; keys of another length, for which there is `gather_attention`.
     """
-    check(
+    check_inputs(
         q,
         k,
         v,

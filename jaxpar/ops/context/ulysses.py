@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...collectives.nccl import all_gather, all_to_all
 from ...collectives.ranks import Axes, count
 from ..attention import attention
-from .given import check
+from .given import check_inputs
 from .order import Order, from_zigzag, to_zigzag
 
 
@@ -56,7 +56,7 @@ def ulysses_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or c does not divide hq.
     """
-    check(
+    check_inputs(
         q,
         k,
         v,
