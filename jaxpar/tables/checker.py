@@ -8,7 +8,9 @@ from __future__ import annotations
 from .operations import WORDS, Op, Placement, Table, place_of, stage_of
 
 
-def check(table: Table, placement: Placement, microbatches: int, chunks: int, forwards_only: bool = False) -> None:
+def check_table(
+    table: Table, placement: Placement, microbatches: int, chunks: int, forwards_only: bool = False
+) -> None:
     """Raises ValueError that names the first operation, by slot and rank, whose dependency is not met.
 
     What an operation needs must have run in an earlier slot: for a forward that of the stage before, for B and I the

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...tables import SCHEDULES, torch_csv
-from ...tables.checker import check
+from ...tables.checker import check_table
 from ...tables.greedy import Costs
 from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Place, Placement, Table, neighbour, place_of, stage_of
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
@@ -99,7 +99,7 @@ class Schedule:
         if not every:
             raise ValueError("the table is empty; give for each slot and rank its operations")
         chunks, microbatches = 1 + max(op.chunk for op in every), 1 + max(op.microbatch for op in every)
-        check(table, placement, microbatches, chunks)
+        check_table(table, placement, microbatches, chunks)
         if any(len(ops) > 1 for column in table for ops in column) and not in_lockstep(table, placement, chunks):
             raise ValueError(
                 "F and B share a slot, and messages wait: a rank that branches runs one operation in a slot; put F and "

@@ -12,7 +12,7 @@ import pytest
 from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.tables import SCHEDULES
-from jaxpar.tables.checker import check
+from jaxpar.tables.checker import check_table
 from jaxpar.tables.greedy import Costs
 from jaxpar.tables.operations import Op, place_of, stage_of
 from jaxpar.tables.search import best
@@ -77,7 +77,7 @@ def test_dependencies_and_memory(p: int) -> None:
     for schedule in grid(p):
         assert schedule.branches
         most = simulate(schedule)
-        check(schedule.table(), schedule.placement, schedule.microbatches, schedule.chunks)
+        check_table(schedule.table(), schedule.placement, schedule.microbatches, schedule.chunks)
         assert [schedule.in_flight(rank) for rank in range(p)] == most
         assert schedule.slots == max(most)
         m, v = schedule.microbatches, schedule.chunks
