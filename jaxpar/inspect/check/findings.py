@@ -25,7 +25,7 @@ from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
-from .promises import ALLOWED, LARGE, SCALARS, Share, bounds, gathered_weights, not_by_layer, shares
+from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
 
@@ -80,7 +80,7 @@ def _local(x: Any, sharding: Any) -> int:
     return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _of_array(step: Step, share: Share, side: str, found: int) -> Finding:
+def _of_array(step: Step, share: Holding, side: str, found: int) -> Finding:
     note = ""
     if found > 1.005 * share.bytes:  # what is missing is the sharding
         times = found / max(share.bytes, 1)

@@ -42,7 +42,7 @@ ALLOWED = {
 
 
 @dataclass(frozen=True)
-class Share:
+class Holding:
     """What a device should hold of one array of the state: `bytes`; of what `kind`, and where in the state: `path`."""
 
     kind: str
@@ -50,7 +50,7 @@ class Share:
     bytes: int
 
 
-def shares(step: Step, state: Any) -> list[Share]:
+def shares(step: Step, state: Any) -> list[Holding]:
     """A share for each array of an abstract state: parameters, their copy, the optimizer's.
 
     `fsdp` shares out the trees that the rule `holds` in shards; where a copy in low precision is stored, the float32
@@ -67,14 +67,14 @@ def shares(step: Step, state: Any) -> list[Share]:
     }
     for kind, (tree, sharded) in parts.items():
         for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=False):
-            found.append(Share(kind, leaf.path, _elements(leaf, sizes, sharded) * x.dtype.itemsize))
+            found.append(Holding(kind, leaf.path, _elements(leaf, sizes, sharded) * x.dtype.itemsize))
     for path, x in jax.tree_util.tree_leaves_with_path(state.optimizer):
         name = name_of(path)
         # The parameter that an array is like: a momentum's path ends with the parameter's.
         like = [f for f in seen if f"/{name}".endswith(f"/{f.path}") and tuple(x.shape) in (f.shape, f.stored)]
         leaf = max(like, key=lambda f: len(f.path), default=None)
         elements = x.size if leaf is None else _elements(leaf, sizes, "optimizer" in holds)
-        found.append(Share("optimizer state", name, elements * x.dtype.itemsize))
+        found.append(Holding("optimizer state", name, elements * x.dtype.itemsize))
     return found
 
 
