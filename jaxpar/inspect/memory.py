@@ -93,7 +93,7 @@ def saved(step: Step, batch: Any) -> int:
     return forward(step, batch).saved
 
 
-class Forward(NamedTuple):
+class ForwardCost(NamedTuple):
     """One microbatch's forward on a device.
 
     Attributes:
@@ -107,7 +107,7 @@ class Forward(NamedTuple):
     saved: int
 
 
-def forward(step: Step, batch: Any) -> Forward:
+def forward(step: Step, batch: Any) -> ForwardCost:
     """What one microbatch's forward on a device computes and keeps.
 
     Counted as kept are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the
@@ -124,7 +124,7 @@ def forward(step: Step, batch: Any) -> Forward:
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
-    return Forward(flops, _products(loss.program.eqns), saved)
+    return ForwardCost(flops, _products(loss.program.eqns), saved)
 
 
 def _products(eqns: Iterable[Any], times: int = 1) -> int:
