@@ -11,7 +11,7 @@ from .operations import Kind, Op, Orders, Placement, Table, place_of, stage_of, 
 Number = int | float | Fraction
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """When an operation runs."""
 
     start: Number
@@ -29,7 +29,7 @@ def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int]]:
 
 def spans(
     orders: Sequence[Sequence[Op]], placement: Placement, chunks: int, times: Mapping[str, Number], message: Number = 0
-) -> list[list[Span]]:
+) -> list[list[Interval]]:
     """When each rank runs its operations, each as soon as the rank is free and its inputs are there.
 
     Args:
@@ -43,7 +43,7 @@ def spans(
     """
     ranks = len(orders)
     stages = ranks * chunks
-    out: list[list[Span]] = [[] for _ in orders]
+    out: list[list[Interval]] = [[] for _ in orders]
     free: list[Number] = [0] * ranks
     done: dict[tuple[str, int, int], Number] = {}
     waiting: dict[tuple[str, int, int], int] = {}
@@ -62,7 +62,7 @@ def spans(
                 start = max(start, done[key] + (message if place_of(placement, ranks, of).rank != rank else 0))
             else:
                 free[rank] = end = start + times[op.kind]
-                out[rank].append(Span(start, end))
+                out[rank].append(Interval(start, end))
                 made = ("I" if op.kind == "B" else op.kind, stage, op.microbatch)
                 done[made] = end
                 if made in waiting:
@@ -77,7 +77,7 @@ def spans(
 
 def _deadlock(
     orders: Sequence[Sequence[Op]],
-    ran: Sequence[Sequence[Span]],
+    ran: Sequence[Sequence[Interval]],
     placement: Placement,
     chunks: int,
     rank: int,
