@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.cli.options import TrainOptions
 from jaxpar.files import json_of, member, plain, text_of
-from jaxpar.inspect.plan.cache import Cache
+from jaxpar.inspect.plan.cache import PlanCache
 from jaxpar.inspect.targets.kinds import load
 from jaxpar.models.llama import from_hf
 
@@ -126,7 +126,7 @@ def test_options_are_flat(text: str, message: str, tmp_path: Path) -> None:
 
 def test_a_cache_gives_what_was_put_and_nothing_else(tmp_path: Path) -> None:
     # A file of another program, or one with a digit changed, was taken for numbers of a plan.
-    cache = Cache(tmp_path, "about")
+    cache = PlanCache(tmp_path, "about")
     value = {"memory": {"total": 1.5}, "lines": [["a", 3]]}
     cache.put(value, "line")
     assert cache.get("line") == value

@@ -36,7 +36,7 @@ def folder(given: str | os.PathLike[str] | None) -> Path:
     return Path(base) / "jaxpar" / "plan"
 
 
-class Cache:
+class PlanCache:
     """Numbers by what they depend on. `about` is what all of a plan's have in common.
 
     Raises ValueError where the folder cannot be made or written to, before anything is compiled for it.

@@ -32,7 +32,7 @@ from ..memory import of_step
 from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
-from .cache import Cache, about, folder
+from .cache import PlanCache, about, folder
 from .candidates import Estimate, Estimator, candidates
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
@@ -113,10 +113,10 @@ class _Planner:
     ) -> None:  # fmt: skip
         self.model, self.target, self.batch, self.optimizer, self.rules = model, target, batch, optimizer, rules
         self.trainable, self.flops, self.length = trainable, flops, length
-        self.cache: Cache | None = None
+        self.cache: PlanCache | None = None
         if cache is not False:
             path = folder(None if cache is True else cache)
-            self.cache = Cache(path, about(model, optimizer, batch, target, rules, trainable))
+            self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
         self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
         self.lines: list[Line] = []
