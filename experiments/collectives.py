@@ -35,7 +35,7 @@ from report import (
 from rich.table import Table
 
 from jaxpar.inspect.bench.bandwidth import bytes_of
-from jaxpar.inspect.bench.timing import Dtype, Effort, Op, Row, measure
+from jaxpar.inspect.bench.timing import Dtype, Effort, Measurement, Op, measure
 from jaxpar.text import size
 
 COMMON: tuple[Op, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
@@ -114,7 +114,7 @@ def effort(options: Options, bytes_: int) -> Effort:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def table(rows: dict[str, list[Row]], options: Options, known: dict[str, float]) -> Table:
+def table(rows: dict[str, list[Measurement]], options: Options, known: dict[str, float]) -> Table:
     """Of each collective the smallest size's time, the largest's bandwidth, and the best."""
     share = ["of data\nsheet"] if known else []
     heads = ["ranks", f"us at\n{options.smallest}", f"GB/s at\n{options.largest}", "best\nGB/s", *share, "wrong"]
@@ -139,7 +139,7 @@ def table(rows: dict[str, list[Row]], options: Options, known: dict[str, float])
     return lines
 
 
-def draw(rows: dict[str, list[Row]], options: Options, title: str, known: dict[str, float], ink: str) -> Any:
+def draw(rows: dict[str, list[Measurement]], options: Options, title: str, known: dict[str, float], ink: str) -> Any:
     """One diagram for each kind of connection."""
     figure, axes = plt.subplots(1, len(rows), figsize=(6 + 3 * len(rows), 4.6), layout="constrained", squeeze=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -163,7 +163,7 @@ def draw(rows: dict[str, list[Row]], options: Options, title: str, known: dict[s
     return figure
 
 
-def main(options: Options) -> dict[str, list[Row]]:
+def main(options: Options) -> dict[str, list[Measurement]]:
     """Measures, prints the table, writes the files. Raises RuntimeError where a result is wrong."""
     start(options.devices)
     screen, places, known = console(), meshes(), sheets()
@@ -171,7 +171,7 @@ def main(options: Options) -> dict[str, list[Row]]:
         raise ValueError(
             f"a collective needs two devices, and there is one ({jax.devices()[0].device_kind}); try --devices 8"
         )
-    rows: dict[str, list[Row]] = {at: [] for at in places}
+    rows: dict[str, list[Measurement]] = {at: [] for at in places}
     with progress(screen, len(places) * len(options.ops) * len(options.sizes)) as next_is:
         for at, (mesh, axis) in places.items():
             for op in options.ops:

@@ -124,10 +124,10 @@ def test_data_sheets_stand_in_the_picture_and_the_table(tmp_path: Path) -> None:
     import collectives
     from collectives import Options, draw, table
 
-    from jaxpar.inspect.bench.timing import Row
+    from jaxpar.inspect.bench.timing import Measurement
 
     options = Options(ops=("all_reduce",), smallest="1k", largest="4k")
-    rows = {"all devices": [Row("all_reduce", n, 1e-5, 100.0, 175.0, 0, 1) for n in options.sizes]}
+    rows = {"all devices": [Measurement("all_reduce", n, 1e-5, 100.0, 175.0, 0, 1) for n in options.sizes]}
     known = {"link, data sheet": 450.0, "link, of which collectives reach": 371.0}
     pictures(tmp_path / "picture", lambda ink: draw(rows, options, "8 x H100", known, ink))
     assert (tmp_path / "picture-dark.svg").exists()

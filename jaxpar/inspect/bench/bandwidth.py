@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ...layout.distributed import attach
 from ...text import did_you_mean
-from .timing import Dtype, Effort, Op, Row, measure
+from .timing import Dtype, Effort, Measurement, Op, measure
 
 _GREY = "#768390"  # reads on white and on black
 
@@ -94,7 +94,7 @@ def bytes_of(text: str) -> int:
     return int(found[1]) * 1024 ** " KMG".index(found[2].upper() or " ")
 
 
-def main(options: BenchOptions) -> list[Row]:
+def main(options: BenchOptions) -> list[Measurement]:
     """Measure and print a table; write collectives.json and collectives.png to `options.out`.
 
     Raises:
@@ -113,7 +113,7 @@ def main(options: BenchOptions) -> list[Row]:
         console.print(
             "Simulated devices: these are copies within the memory of one machine, not a network's bandwidth."
         )
-    measured: list[Row] = []
+    measured: list[Measurement] = []
     with console.status("") as status:
         for op in options.ops:
             for size in options.sizes:
@@ -133,7 +133,7 @@ def main(options: BenchOptions) -> list[Row]:
     return measured
 
 
-def _table(measured: Sequence[Row], title: str) -> Table:
+def _table(measured: Sequence[Measurement], title: str) -> Table:
     table = Table(title=title, caption="algbw, busbw: 1e9 bytes/s, as nccl-tests define them")
     for column in ("collective", "bytes", "time (us)", "algbw", "busbw", "wrong"):
         table.add_column(column, justify="left" if column == "collective" else "right")
@@ -147,7 +147,7 @@ def _table(measured: Sequence[Row], title: str) -> Table:
     return table
 
 
-def _plot(measured: Sequence[Row], title: str, path: Path) -> None:
+def _plot(measured: Sequence[Measurement], title: str, path: Path) -> None:
     texts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     grey: dict[Any, str] = dict.fromkeys(texts, _GREY)
     with plt.rc_context(grey):

@@ -35,7 +35,7 @@ Dtype = Literal["int8", "uint8", "int32", "uint32", "float16", "bfloat16", "floa
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -109,7 +109,7 @@ def _expected(op: str, rank: Any, n: int, at: jax.Array, dtype: str) -> jax.Arra
     return value((rank - 1) % n, at)  # send_recv
 
 
-def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort, axis: str | None = None) -> Row:
+def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort, axis: str | None = None) -> Measurement:
     """Time and check one collective of `size` bytes over all devices of a mesh of one axis, or over `axis` of several,
     by all its groups at once.
     """
@@ -162,4 +162,4 @@ def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort, axis: st
     seconds = statistics.median(taken) / times
     algbw = whole * width / seconds / 1e9
     busbw = algbw * busbw_factor(op, n)
-    return Row(op, whole * width, seconds, algbw, busbw, mistakes, times * len(taken))
+    return Measurement(op, whole * width, seconds, algbw, busbw, mistakes, times * len(taken))
