@@ -13,17 +13,18 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from .agreement import Agreement, kind_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
-from .hosts import ending, initialize, notes
+from .hosts import ending, initialize
 from .inspect.check import check as _check
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
 from .layout.mesh import make_mesh
 from .layout.state import State
-from .model.batches import GIVEN, WHOSE, is_global
+from .model.batches import GIVEN
 from .model.model import Model
 from .parallel.tensor.dims import Rules
 from .step.checks import check_state
@@ -126,10 +127,8 @@ class TrainStep(Step):
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
         super().__init__(*args)
+        self._agreement = Agreement(self)
         self._proven: set[Any] = set()
-        self._compared: set[Any] = set()
-        self._held: dict[Any, dict[str, str]] = {}  # of the first batch of each kind, as this host gave it
-        self._several = jax.process_count() > 1 and len({d.process_index for d in self.mesh.devices.flat}) > 1
         self._saves: dict[Any, Checkpoints] = {}
 
     def __repr__(self) -> str:
@@ -152,9 +151,7 @@ class TrainStep(Step):
         Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's. Several processes
         compare strategy, versions, parameters' shapes and key first.
         """
-        if self._several:
-            own = {"its key": notes.digest(key), "its parameters": notes.shapes(params)}
-            notes.compare("the first state", {**self._settings, **own})
+        self._agreement.on_state(key, params)
         return super().init(key, params, fresh)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -172,29 +169,38 @@ class TrainStep(Step):
         """
         if self.proves:
             self._prove(batch)
-        if not self._several or _traced(state, batch):
+        if not self._agreement.needed or _traced(state, batch):
             return super().__call__(state, batch)
         batch = self.place(batch)
         self.compare(batch)
         with ending.step():
             return super().__call__(state, batch)
 
+    def evaluate(self, state: State, batch: Any) -> Metrics:
+        """The loss and its metrics, without update and without dropout."""
+        return super().evaluate(state, self._agreed("evaluate", state, batch))
+
+    def value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
+        """The loss and its gradients for the next step's keys, in the model's own tree (None for frozen leaves)."""
+        return super().value_and_grad(state, self._agreed("gradients", state, batch))
+
+    def _agreed(self, name: str, state: State, batch: Any) -> Any:
+        """The batch, as several processes have found that all of them have it."""
+        if self._agreement.needed and not _traced(state, batch):
+            batch = self.place(batch)
+            self._agreement.on_batch(name, batch)
+            ending.alive()
+        return batch
+
     def place(self, batch: Any) -> Any:
         """A batch as the step's programs take it, as the step does itself: with several hosts global arrays."""
-        self._look_at(batch)
+        self._agreement.note(batch)
         return super().place(batch)
 
     def send(self, batch: Any) -> Any:
         """A batch on its devices: for a thread that reads ahead. Raises ValueError where rows do not fit."""
-        self._look_at(batch)
+        self._agreement.note(batch)
         return super().send(batch)
-
-    def _run(self, name: str, state: State, batch: Any) -> Any:
-        if self._several and name != "train" and not _traced(state, batch):
-            batch = self.place(batch)
-            self._compare_batch(name, batch)
-            ending.alive()
-        return super()._run(name, state, batch)
 
     def compare(self, batch: Any) -> None:
         """Raise ValueError in every process of a run where any is about to run another program on a batch of these
@@ -203,37 +209,7 @@ class TrainStep(Step):
         Args:
           batch: as for the step. All processes call it, with theirs.
         """
-        if not self._several or ("program", kind := _kind(batch)) in self._compared:
-            return
-        self._look_at(batch)
-        self._compare_batch("train", batch)
-        notes.compare("the step", self._settings, {"the program": notes.program(self.trace(self.shapes(batch)))})
-        self._compared.add(("program", kind))
-
-    def _look_at(self, batch: Any) -> None:
-        """Of the first batch of each kind, before it is put on devices of several hosts: what is compared then."""
-        if not self._several or (given := _kind(batch)) in self._compared or is_global(batch):
-            return
-        held = {"its checksum": notes.digest(batch)} if self.rows == "global" else {}
-        self._held.setdefault(_kind(self.shapes(batch)), {"its shape": notes.shapes(batch), **held})
-        self._compared.add(given)
-
-    def _compare_batch(self, name: str, batch: Any) -> None:
-        """Raise ValueError in every process where any gives another batch: other shapes, or other values where rows are
-        global. The first of each kind is compared, in the program `name`.
-        """
-        if (name, kind := _kind(batch)) in self._compared:
-            return
-        own = self._held.get(kind, {"its shape": notes.shapes(batch)})
-        do = "as many rows on each" if self.rows == "host" else "the same on each, or say rows='host'"
-        notes.compare(f"the batch to {name}", own, hint=f"{WHOSE}: give {do}")
-        self._compared.add((name, kind))
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1)
-        shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.logical, leaf.dtype) for leaf in self.layout.leaves}
-        return {"the strategy": self.strategy, "the mesh": sizes, "the model": notes.shapes(shapes), **notes.versions()}
+        self._agreement.on_program(batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The training step compiled for a batch of these shapes, arrays or `jax.ShapeDtypeStruct`; nothing runs."""
@@ -324,19 +300,12 @@ class TrainStep(Step):
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
-        if (kind := _kind(batch)) in self._proven:
+        if (kind := kind_of(batch)) in self._proven:
             return
-        self._proven.add(kind)  # it compiles, where nothing is compiled yet
-        try:
-            _check(self, self.shapes(batch), compiled).require()
-        except ValueError:
-            self._proven.discard(kind)
-            raise
-
-
-def _kind(batch: Any) -> Any:
-    leaves, tree = jax.tree.flatten(batch)
-    return (tree, *((np.shape(x), getattr(x, "dtype", None)) for x in leaves))
+        if compiled is None and not self.strategy.server:
+            compiled = super().compile(batch)  # jit finds it afterwards
+        _check(self, self.shapes(batch), compiled).require()
+        self._proven.add(kind)
 
 
 def _traced(state: Any, batch: Any) -> bool:

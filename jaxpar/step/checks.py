@@ -206,6 +206,9 @@ class Intake:
         The step does this with what it is given. Nothing is sent to other hosts. Raises ValueError where the rows do
         not fit the strategy.
         """
+        return self._take_in(batch)
+
+    def _take_in(self, batch: Any) -> Any:
         batch = jax.tree.map(as_array, batch)
         leaves, tree = jax.tree.flatten(batch)
         kind = ("fits", tree, *(np.shape(x) for x in leaves))

@@ -33,14 +33,14 @@ from ..parallel.tensor.pairs import creation_order
 from ..strategy import ROWS, SHARDS, Strategy
 from .checks import Intake, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
-from .init import Start
+from .init import FirstState
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
 _HERE = PartitionSpec()
 
 
-class Step(Start, Intake):
+class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
     `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
@@ -97,11 +97,11 @@ class Step(Start, Intake):
         return self._run("train", state, batch)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
-        """The loss and its metrics, without update and without dropout."""
+        """The loss and its metrics; see `TrainStep.evaluate`."""
         return self._run("evaluate", state, batch)
 
     def value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        """The loss and its gradients for the next step's keys, in the model's own tree (None for frozen leaves)."""
+        """The loss and its gradients; see `TrainStep.value_and_grad`."""
         loss, grads = self._run("gradients", state, batch)
         return loss, self.model_def.wrap(grads) if all(f.trainable for f in self.layout.leaves) else grads
 
@@ -165,7 +165,7 @@ class Step(Start, Intake):
         inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
         kind = ("in place", name, inside, tree, *places)
         if (run := self._jitted.get(kind)) is None:
-            placed = self.place(batch)
+            placed = self._take_in(batch)
             run = self._function(name, placed, inside)
             if all(a is b for a, b in zip(leaves, jax.tree.leaves(placed), strict=True)):
                 self._jitted[kind] = run

@@ -21,7 +21,7 @@ from .update import Update
 BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
 
 
-class Start:
+class FirstState:
     """The part of a step that makes its state, of a model, a layout, a policy and an update."""
 
     model_def: Model

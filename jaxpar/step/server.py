@@ -85,7 +85,7 @@ class ServerStep(Step):
                 "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
                 "vmap, scan or eval_shape; call the step outside of them, or use ddp"
             )
-        return self.carry(Live(), name, state, self.place(batch))
+        return self.carry(Live(), name, state, self._take_in(batch))
 
     def carry(self, by: Carrier, name: str, state: State, batch: Any) -> Any:
         """One step: "train", "evaluate" or "gradients". All that moves between devices moves here."""

@@ -104,9 +104,8 @@ class Update:
 
     def _shards(self, params: Any) -> Any:
         leaves = self.layout.leaves
-        return self.layout.unflatten(
-            self.constrain(leaf, x) for leaf, x in zip(leaves, jax.tree.leaves(params), strict=True)
-        )
+        values = zip(leaves, jax.tree.leaves(params), strict=True)
+        return self.layout.unflatten([self.constrain(leaf, x) for leaf, x in values])
 
     def publish(self, params: Any, state: State, token: Token | None) -> tuple[Any, Any, Token | None]:
         """Updated parameters -> parameters and copy as they are stored, shards, or (ZeRO-1 and 2) the whole of every
