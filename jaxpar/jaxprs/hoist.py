@@ -8,7 +8,7 @@ which runs right after the parameters are fetched, forwards and again backwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jec
@@ -99,3 +99,15 @@ def split(
         lambda full, values: run_pre(*full, *(values[i] for i in at)),
         lambda weights, values: run_rest(*weights, *values),
     )
+
+
+def closure(wanted: Sequence[Any], own: Mapping[Any, Any]) -> list[Any]:
+    """The equations of `own` that some variables need, in program order."""
+    need: set[int] = set()
+    todo = [v for v in wanted if v in own]
+    while todo:
+        eqn = own[todo.pop()]
+        if id(eqn) not in need:
+            need.add(id(eqn))
+            todo += [v for v in eqn.invars if not jx.is_literal(v) and v in own]
+    return list({id(e): e for e in own.values() if id(e) in need}.values())

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ..collectives.edges import saves_no_gather, saves_sums
 from ..jaxprs import jaxpr as jx
-from ..jaxprs.hoist import split
+from ..jaxprs.hoist import closure, split
 from .pieces import Segment, Stack
 from .program import Program
 from .slices import Chain, Slice, sliced
@@ -140,24 +140,12 @@ def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
     return floating
 
 
-def _closure(wanted: Sequence[Any], floating: dict[Any, Any]) -> list[Any]:
-    """The floating equations that some variables need, in program order."""
-    need: set[int] = set()
-    stack = [v for v in wanted if v in floating]
-    while stack:
-        eqn = floating[stack.pop()]
-        if id(eqn) not in need:
-            need.add(id(eqn))
-            stack += [v for v in eqn.invars if not jx.is_literal(v) and v in floating]
-    return list({id(e): e for e in floating.values() if id(e) in need}.values())
-
-
 def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool) -> Segment | None:
     index, active, floating = known.leaves, known.active, known.floating
     if not outputs:
         return None
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
-    eqns = [*_closure([*jx.free(eqns), *outputs], floating), *eqns]
+    eqns = [*closure([*jx.free(eqns), *outputs], floating), *eqns]
     free = jx.free(eqns, outputs)
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]

@@ -16,7 +16,6 @@ import numpy as np
 from .clocks import Lost
 from .wire import Fields, decode, encode
 
-Answer = tuple[Fields, Sequence[np.ndarray] | bytes]
 Method = Callable[[Fields, list[np.ndarray]], bytes]
 _SERVICE = "jaxpar.AsyncServer"
 _LARGEST = 2**31 - 1  # bytes of one gRPC message: its length is an int32

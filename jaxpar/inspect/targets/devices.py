@@ -18,7 +18,6 @@ from .hardware import KINDS, Hardware
 from .hardware import peak_flops as peak_flops
 from .kinds import load, nearest
 
-DEVICES_PER_HOST = 8
 _MOST = 1 << 17  # devices of a target
 INSTALL = 'pip install "jaxpar[cuda12]"'
 INSTALL_TPU = 'pip install "jaxpar[tpu]"'

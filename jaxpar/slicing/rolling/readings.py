@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...jaxprs import jaxpr as jx
+from ...jaxprs.hoist import closure
 
 
 @dataclass(frozen=True)
@@ -157,18 +158,6 @@ class Readings:
                 change[at + 1] += size
                 change[ends[v] + 1] -= size
         return np.cumsum(change)[:-1]
-
-
-def closure(wanted: Sequence[Any], own: Mapping[Any, Any]) -> list[Any]:
-    """The equations of `own` that some variables need, in program order."""
-    need: set[int] = set()
-    todo = [v for v in wanted if v in own]
-    while todo:
-        eqn = own[todo.pop()]
-        if id(eqn) not in need:
-            need.add(id(eqn))
-            todo += [v for v in eqn.invars if not jx.is_literal(v) and v in own]
-    return list({id(e): e for e in own.values() if id(e) in need}.values())
 
 
 def rows(eqns: Sequence[Any], wanted: Callable[[Any], bool]) -> dict[Any, Row]:

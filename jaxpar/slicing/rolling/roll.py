@@ -26,7 +26,8 @@ from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...jaxprs.equal import differing, same_atom, short
-from .readings import Pass, Readings, Row, closure
+from ...jaxprs.hoist import closure
+from .readings import Pass, Readings, Row
 
 
 class NotAlike(Exception):
