@@ -13,7 +13,7 @@ from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # A page on a machine whose cores are busy with other tests. Nothing waits this long unless it hangs.
-PATIENCE = 120.0
+PATIENCE = 1200.0
 
 
 class Browser:

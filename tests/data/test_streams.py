@@ -191,7 +191,7 @@ def test_rows_without_weight_count_nowhere_or_are_refused() -> None:
 
 
 def waits_for(condition: Any) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 1800
     while not condition() and time.monotonic() < end:
         time.sleep(0.002)
     assert condition()

@@ -49,7 +49,7 @@ def part(step: int, number: int, workers: int) -> dict[str, np.ndarray]:
 
 
 def waits_for(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 1800
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     assert condition()
@@ -100,7 +100,7 @@ def test_a_fast_worker_waits_at_the_bound() -> None:
             with pytest.raises(TimeoutError):
                 third.result(timeout=0.5)
             slow.step(part(0, 1, 2))
-            assert third.result(timeout=300).waited > 0.4
+            assert third.result(timeout=1800).waited > 0.4
         pulled = slow._pull()
         slow.step(part(1, 1, 2))
         slow._pull = lambda: pulled  # type: ignore[method-assign]  # what it computes is of weights one update old
@@ -123,14 +123,15 @@ def test_without_a_bound_nobody_waits() -> None:
 def test_nobody_waits_for_the_dead() -> None:
     """A worker that joined and is never heard of again holds the others for the lease, and not for ever."""
     with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=0, lease=20) as server:
+        server._clocks._now = lambda: 0.0  # where compiling takes longer than a lease nobody is lost by that
         dead = Worker(model(), server.address, 1)
         dead._closed.set()  # as if killed: no sign of it from here on
         with ThreadPoolExecutor() as pool:
             living = pool.submit(work, server.address, 0, 2, 2)
             waits_for(lambda: server._pending)
             assert server.version == 0
-            server._clocks.live[1].seen -= 20  # so much later
-            living.result(timeout=300)
+            server._clocks.live[1].seen -= 21  # so much later
+            living.result(timeout=1800)
         assert server.version == 2
         assert "no sign of it for 20 s" in server.lost[1]
         with pytest.raises(ConnectionError, match=r"worker 1: worker 1 was given up .* start it again"):

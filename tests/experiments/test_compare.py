@@ -28,7 +28,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[
     data.write_bytes(bytes(range(256)) * 40)
     small = ["--rows", "8", "--length", "16", "--data", str(data), "--out", str(out), "--steps", str(STEPS)]
     command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *small, "--strategies", *STRATEGIES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, out, json.loads((out / "compare.json").read_text())
 

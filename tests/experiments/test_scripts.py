@@ -24,7 +24,7 @@ TINY = {
 
 def run(name: str, *arguments: str, launch: tuple[str, ...] = ()) -> str:
     command = [sys.executable, *launch, str(ROOT / "experiments" / f"{name}.py"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

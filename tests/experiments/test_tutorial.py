@@ -36,7 +36,7 @@ def shown(cell: dict[str, Any]) -> str:
 def test_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     sources = ["".join(cell["source"]) for cell in CELLS]
     command, given = [sys.executable, "-c", RUN], json.dumps(sources)
-    done = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
     for cell, (printed, drawn) in zip(CELLS, json.loads(done.stdout), strict=True):
         want = shown(cell)

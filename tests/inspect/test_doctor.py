@@ -80,7 +80,7 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outs = [worker.communicate(timeout=500) for worker in workers]
+        outs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

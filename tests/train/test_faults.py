@@ -116,13 +116,14 @@ def test_a_step_that_is_compiled_again_and_slow_input_are_told(
     def data(start: int) -> Iterator[Any]:
         for number in itertools.count(start):
             if number == 4:
-                jax.block_until_ready(jax.live_arrays())  # the devices are done with their step
+                jax.block_until_ready(made.state)  # the devices are done with their step
                 late[0] = 1000  # seconds, in which no machine is busy
             yield next(batches(number, rows=8 if number == 2 else 16))
 
     shares: list[float] = []
     hook = jp.Hook(on_step=lambda _, metrics: shares.append(metrics["input_share"]))
-    trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0).run()
+    made = trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0)
+    made.run()
     shown = capsys.readouterr().out
     assert shown.count("compiled again") == 1  # not where the first kind comes back
     assert "step 3 is compiled again: rows 8, 16 before (program 2)" in shown

@@ -129,7 +129,7 @@ def two_processes(cases: tuple[str, ...]) -> None:
     try:
         # Strategies of one model have one truth, computed while the workers compile.
         truths = {name: losses(name, "single", "global", "step", rows(name))[1] for name in ("ddp", FOUR_AXES)}
-        outs = [worker.communicate(timeout=500) for worker in workers]
+        outs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

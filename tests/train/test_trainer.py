@@ -119,7 +119,7 @@ sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_trainer import *
 trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] == 4 and os.kill(os.getpid(), 9))).run()
 """
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=500)
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=1800)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-3000:]
     assert max(losses(tmp_path)) == 4
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -143,7 +143,7 @@ trainer(Path({str(tmp_path)!r}), quiet=False, strategy="single", steps=100_000, 
         for _ in range(3):
             unread.stdout.readline()
         unread.stdout.close()
-        assert unread.wait(timeout=500) == 130, unread.stderr.read().decode()[-3000:]
+        assert unread.wait(timeout=1800) == 130, unread.stderr.read().decode()[-3000:]
     assert [int(path.name) for path in (tmp_path / "checkpoints").iterdir()] == [max(losses(tmp_path))]
 
 
@@ -157,7 +157,7 @@ with Stop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1000)
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=500).returncode == -signal.SIGINT
+    assert subprocess.run([sys.executable, "-c", program], timeout=1800).returncode == -signal.SIGINT
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
             ):
                 trainer(tmp_path, **{how: True}).run()
         process = [sys.executable, "-c", program, str(tmp_path / ".lock")]
-        assert "Timeout" in subprocess.run(process, capture_output=True, text=True, timeout=500).stderr
+        assert "Timeout" in subprocess.run(process, capture_output=True, text=True, timeout=1800).stderr
         refused.append(at["step"])
 
     refused: list[float] = []
@@ -466,7 +466,7 @@ def two_processes(out: Path, steps: int, resume: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outs = [worker.communicate(timeout=500) for worker in workers]
+        outs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
