@@ -59,7 +59,7 @@ def is_token(eqn: Any) -> bool:
 
 
 def after(token: Token, x: jax.Array) -> jax.Array:
-    """`x`, which is not there before the token is."""
+    """`x`, made to wait for the token."""
     return lax.select(token != 0, jnp.zeros_like(x), x)
 
 
@@ -69,7 +69,7 @@ def first_token(x: jax.Array, mesh: Mesh) -> Token | None:
 
 
 def behind(token: Token | None, tree: Any) -> Any:
-    """A tree of arrays; but for keys and what is empty, none is there before the token is."""
+    """A tree of arrays, each made to wait for the token; random keys and arrays without elements stay as they are."""
     return tree if token is None else jax.tree.map(lambda x: after(token, x) if _is_full(x) else x, tree)
 
 
@@ -196,9 +196,9 @@ _last = _Last()
 
 
 def follow(x: jax.Array) -> jax.Array:
-    """`x`, an argument of a call within a caller's `jit`, not before the results of the call before it in that trace.
+    """`x`, an argument of a call within a caller's `jit`, made to wait for the results of the last call in that trace.
 
-    Steps follow each other by their state; two evaluations of one state do not.
+    A step waits for the one before it by its state. Two evaluations of one state would not wait for each other.
     """
     before = _last.result() if jec.get_opaque_trace_state() == _last.trace else None
     return x if before is None else after(token_after(before), x)

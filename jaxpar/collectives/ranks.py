@@ -71,7 +71,10 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
 def collective(
     inside: Callable[Concatenate[Any, Axes, P], jax.Array],
 ) -> Callable[Concatenate[Any, Axes, P], jax.Array]:
-    """Makes a function of one device's `x` and of axis names take `on(mesh)` as well; it gets only axes that count."""
+    """Makes a function of one device's `x` and of axis names take `on(mesh)` as well.
+
+    The function is called with those axes that have several devices.
+    """
 
     @functools.wraps(inside)
     def call(x: Any, axes: Axes, *args: P.args, **options: P.kwargs) -> jax.Array:

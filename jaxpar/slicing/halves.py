@@ -49,7 +49,11 @@ class Halves:
     def of(
         cls, flat: jx.Flat, eqns: Sequence[Any], floats: Sequence[bool], held: int, saved: int, cotangents: int
     ) -> Self:
-        """From the whole backward: its equations, and how many of its inputs and outputs are what."""
+        """The halves of a whole backward.
+
+        Its inputs are the leaves, and then so many `held` inputs, `saved` values and `cotangents`; its outputs are
+        cotangents of those leaves that are `floats`, and then those of the linear inputs.
+        """
         assert not any(isinstance(x, Tracer) for x in flat.consts)
         n, w = len(floats), sum(floats)
         leaves, others = flat.invars[:n], flat.invars[n:]
@@ -98,9 +102,12 @@ class Halves:
 
 
 def _moved(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both halves, with what follows from the first without a product in it, so that the smaller of operands and result
-    can be left. A layer that is recomputed would leave both factors of what only W reads; a norm's scale, all rows of
-    its gradient.
+    """Both halves, after equations of the second that need none of its results have moved to the first: sums, and
+    what is computed element by element.
+
+    The first half can then leave their results where these are smaller than their operands. Without it, a layer that
+    is recomputed would leave two factors in place of their product, and the gradient of a norm's scale would be left
+    for every row, not as one sum.
     """
     moved, stay = list(first), []
     later: set[Any] = set()

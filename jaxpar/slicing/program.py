@@ -90,7 +90,10 @@ class Program:
 def forward(
     pieces: Sequence[Segment | Stack], access: Access, leaves: Sequence[Any], env: dict[Any, Any], grad: bool
 ) -> list[Any]:
-    """Run some pieces, with values by variable in `env`, which gets theirs; the tape that `backward` reads."""
+    """Runs some pieces, and returns the tape that `backward` reads.
+
+    `env` has the value of each variable that the pieces read; the values that they compute are added to it.
+    """
     tape = []
     seen: set[int] = set()
     for piece in pieces:
@@ -111,7 +114,11 @@ def backward(
     cts: dict[Any, Any],
     into: Sequence[jax.Array | None],
 ) -> list[jax.Array | None]:
-    """`into` with gradients added, from cotangents by variable in `cts`, which gets those of what the pieces read."""
+    """`into`, one accumulator for each leaf, with the gradients of some pieces added.
+
+    `cts` has the cotangent of each variable that the pieces compute; those of the variables that they read are added to
+    it.
+    """
     grads = list(into)
     for piece, (inputs, saved) in zip(reversed(pieces), reversed(tape), strict=True):
         active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
@@ -130,9 +137,9 @@ def backward(
 
 
 def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
-    """Leaves, of which some (tied ones) are used again, and so not before `inputs` are there.
+    """The leaves, where those in `which`, which an earlier piece has read too (tied weights), wait for the `inputs`.
 
-    Otherwise the compiler would fetch them once and hold them whole from their first use to their last.
+    If they did not, the compiler would fetch them once and hold them whole from their first use to their last.
     """
     after = [x for x, on in zip(inputs, linear, strict=True) if on]
     if not which or not after:

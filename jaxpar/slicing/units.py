@@ -27,7 +27,7 @@ class Unit:
     """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
 
     `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `held`
-    which inputs the backward has as well; `fixed` inputs, held all of them, may be read by `pre`.
+    which inputs the backward gets too, so that the forward need not save them.
     """
 
     leaves: tuple[int, ...]
@@ -86,7 +86,7 @@ class Unit:
     def backward(
         self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
     ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
-        """Which leaves the backward reads, and `run(those leaves, after)`.
+        """Which leaves the backward reads, and the backward as `run(those leaves, after)`.
 
         `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
         active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is not held.

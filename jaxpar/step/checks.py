@@ -1,6 +1,6 @@
-"""Whether a state is one, and fits a step; if not the first array that does not, in words that name it.
+"""How states and batches enter a step: what does not fit is refused by a sentence that names the array.
 
-And what jax says of arrays that do not divide, with their names; and how a batch enters a step.
+jax's own errors on dims that do not divide name no array; they are raised again with its name.
 """
 
 from __future__ import annotations

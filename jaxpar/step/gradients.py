@@ -48,8 +48,9 @@ def first(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Local:
-    """The loss of one device's rows under one strategy, as a function of local values; `ids`, limits of leaves of the
-    batch, whose shares of ids beyond them join the metrics.
+    """The loss of one device's rows under one strategy, as a function of local values.
+
+    `ids` has the number of ids that a leaf of the batch may hold, by its path: the share beyond joins the metrics.
     """
 
     tracing: Tracing

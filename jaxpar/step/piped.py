@@ -56,8 +56,9 @@ class Piped:
         return jax.tree.leaves((self.variables, rows, key))
 
     def _shared(self, ranks: int) -> tuple[Program | None, Values]:
-        """The loss on one rank's part of a microbatch's rows, by which the ranks share the epilogue, and the values of
-        its inputs; no program where they cannot share it.
+        """The loss on one rank's part of the rows of a microbatch, and the values of its inputs by microbatch.
+
+        With it the ranks share the epilogue, each on its rows. None in place of the program where they cannot.
         """
 
         def inputs(microbatch: jax.Array) -> Any:

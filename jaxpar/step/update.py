@@ -49,7 +49,7 @@ class Update:
         return self.layout.to_stored(self.optimizer.init(self._seen(params)), "optimizer")
 
     def _seen(self, tree: Any) -> Any:
-        """What the optimizer sees of one value for each leaf: None, which is no leaf, for frozen ones."""
+        """The tree that the optimizer sees, from a tree with one value for each leaf. Frozen leaves are None in it."""
         tuned = jax.tree.map(
             lambda place, x: x if place.leaf.trainable else None, self.layout.places("params"), tree, is_leaf=is_stored
         )
@@ -108,8 +108,10 @@ class Update:
         return self.layout.unflatten([self.constrain(leaf, x) for leaf, x in values])
 
     def publish(self, params: Any, state: State, token: Token | None) -> tuple[Any, Any, Token | None]:
-        """Updated parameters -> parameters and copy as they are stored, shards, or (ZeRO-1 and 2) the whole of every
-        leaf, all-gathered; and the token after that.
+        """The parameters and their low-precision copy (or None) as they are stored, from updated parameters; and the
+        token after that.
+
+        Under ZeRO-1 and 2 every leaf that is stored whole is all-gathered for it; other rules store shards.
         """
         leaves, shards = self.layout.leaves, self._shards(params)
         if not self.rule.published or self.layout.shards == 1:
@@ -130,7 +132,7 @@ class Update:
 
 
 def taking_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """The transformation, such that it may be given the loss's `value`, be it only to ignore it."""
+    """The transformation, which may now be given the loss's `value`; one that has no use for it ignores it."""
     update = optimizer.update
     given = inspect.signature(update).parameters.values()
     if any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in given):

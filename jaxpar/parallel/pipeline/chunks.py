@@ -33,7 +33,7 @@ def after(program: Program) -> tuple[Any, ...]:
 
 
 def side(program: Program) -> list[Any]:
-    """Variables of the prologue that the epilogue differentiates."""
+    """Variables that the prologue computes and the epilogue reads, with derivatives."""
     pairs = [pair for p in after(program) for pair in zip(p.inputs, p.unit.linear, strict=True)]
     linear = {v for v, on in pairs if on and not jx.is_literal(v)}
     return [v for piece in before(program) for v in piece.outputs if v in linear]
@@ -145,7 +145,7 @@ class Cut:
         return Message(list(outputs[:k]), [outputs[k + j] for j in self.collected])
 
     def side(self) -> list[Any]:
-        """Variables of the prologue that the epilogue differentiates."""
+        """Variables that the prologue computes and the epilogue reads, with derivatives."""
         return side(self.program)
 
     def _inputs(self, env: dict[Any, Any], op: Any) -> tuple[list[Any], list[Any], list[Any]]:

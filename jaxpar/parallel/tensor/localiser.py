@@ -118,7 +118,7 @@ class Localiser:
         return Placed(value, out.dim, shape)
 
     def handed(self, x: Placed, dim: int | None) -> jax.Array:
-        """What it returns for an input that is split along `dim`, or whole."""
+        """What a function's own derivative returns for one of its inputs, which is split along `dim`, or whole."""
         return self.whole(x) if dim is None else self.part(x, dim)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ Family = Sequence[tuple[int, Sequence[int]]]
 
 
 def join(flat: jx.Flat, families: Sequence[Family]) -> tuple[jx.Flat, list[Family]]:
-    """A program that reads stacks where it read all their layers, in order, to stack them, and the families of which
-    it still reads single layers.
+    """The program with a stack itself in place of each equation that stacked all its layers in order; and the families
+    whose layers it still reads one by one.
 
     Args:
       flat: the program.
