@@ -16,7 +16,7 @@ from ..layout.leaves import Leaf, Stacked, Staged
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dim
 
 
-class Part(NamedTuple):
+class LeafPart(NamedTuple):
     """A part of one of the model's own leaves, in a box of a stored array.
 
     Attributes:
@@ -59,7 +59,7 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True))
 
 
-def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[Part]:
+def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[LeafPart]:
     """The parts of the model's own leaves in a box of a stored array, without padding.
 
     Args:
@@ -71,7 +71,7 @@ def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[Part]:
     if isinstance(form, Stacked):
         rest = _clipped(box[1:], shape[1:])
         for k in range(*box[0]):
-            yield Part(k, rest, _view(slices(rest, box[1:]), k - box[0][0]))
+            yield LeafPart(k, rest, _view(slices(rest, box[1:]), k - box[0][0]))
     elif isinstance(form, Staged):
         held = len(form.held)
         rest = _clipped(box[held:], shape[held:])
@@ -82,15 +82,15 @@ def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[Part]:
                 start, stop = layer, min(layer + count, form.layers)
                 if form.dim is None:
                     for k in range(start, stop):
-                        yield Part(k, rest, _view(inside, *lead, at + k - start - first))
+                        yield LeafPart(k, rest, _view(inside, *lead, at + k - start - first))
                 elif start < stop:
                     part = [(start, stop), *rest]
                     part[0], part[form.dim] = part[form.dim], part[0]
                     layers = slice(at - first, at + stop - start - first)
-                    yield Part(0, tuple(part), _view(inside, *lead, layers, swap=form.dim))
+                    yield LeafPart(0, tuple(part), _view(inside, *lead, layers, swap=form.dim))
     else:
         rest = _clipped(box, shape)
-        yield Part(0, rest, _view(slices(rest, box)))
+        yield LeafPart(0, rest, _view(slices(rest, box)))
 
 
 def _runs(form: Staged, chunk: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -143,9 +143,9 @@ CPU = {"kind": "cpu", "platform": "cpu", "count": 8, "memory": None, "gpu": Fals
             "chrony",
         ),
     ],
-    ids=lambda one: one.name if isinstance(one, doctor.Finding) else "",
+    ids=lambda one: one.name if isinstance(one, doctor.Diagnosis) else "",
 )
-def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Finding, wrong: str, hint: str) -> None:
+def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Diagnosis, wrong: str, hint: str) -> None:
     assert wrong in finding.wrong
     assert hint in finding.hint
     assert str(finding).startswith("OFF ")

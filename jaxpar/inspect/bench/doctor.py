@@ -41,7 +41,7 @@ now = time.time
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One thing that was looked at: what was found, and where it is off, the reason and the next thing to try."""
 
     name: str
@@ -90,7 +90,9 @@ class Others:
         return [self.hear(f"{name}/{process}", process) for process in range(self.count)]
 
 
-def examine(strategy: str, folder: Path, bytes_: int | None = None, others: Others | None = None) -> Iterator[Finding]:
+def examine(
+    strategy: str, folder: Path, bytes_: int | None = None, others: Others | None = None
+) -> Iterator[Diagnosis]:
     """The findings, one after another; every process of the run calls this, and all get the same.
 
     Args:
@@ -129,7 +131,7 @@ def installed() -> dict[str, str]:
     return found
 
 
-def versions(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Finding:
+def versions(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Diagnosis:
     """Whether the hosts have the same, and plugins are of jaxlib's version."""
     first = all_[0]
     found = ", ".join(f"{name} {version}" for name, version in first.items())
@@ -138,12 +140,12 @@ def versions(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Finding:
             a, b = first.get(name, "nothing"), other.get(name, "nothing")
             if a != b:
                 wrong = f"{name}: {who[0]} has {a}, {about} has {b}; their programs may differ, and wait for each other"
-                return Finding("versions", found, wrong, "install the same packages everywhere, best from one image")
+                return Diagnosis("versions", found, wrong, "install the same packages everywhere, best from one image")
     for name in PLUGINS:
         if first.get(name, first["jaxlib"]) != first["jaxlib"]:
             wrong = f"{name} {first[name]} is not of jaxlib's version {first['jaxlib']}, and is not loaded"
-            return Finding("versions", found, wrong, f"pip install {name}=={first['jaxlib']}")
-    return Finding("versions", found)
+            return Diagnosis("versions", found, wrong, f"pip install {name}=={first['jaxlib']}")
+    return Diagnosis("versions", found)
 
 
 def attached() -> dict[str, Any]:
@@ -154,7 +156,7 @@ def attached() -> dict[str, Any]:
     return {"kind": mine[0].device_kind, "platform": mine[0].platform, "count": len(mine), "memory": memory, "gpu": gpu}
 
 
-def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Finding:
+def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
     """Whether every process has as many of a kind, and GPUs are used where there are some."""
     first = all_[0]
     memory = f", {size(first['memory'])} each" if first["memory"] else ""
@@ -167,15 +169,15 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Finding:
                 if set_
                 else 'pip install "jaxpar[cuda12]", of one jax version'
             )
-            return Finding("devices", found, f"{about} has an NVIDIA GPU, and jax uses its CPU", hint)
+            return Diagnosis("devices", found, f"{about} has an NVIDIA GPU, and jax uses its CPU", hint)
         for name in ("count", "kind"):
             if other[name] != first[name]:
                 wrong = (
                     f"{who[0]} has {first['count']} x {first['kind']}, {about} has {other['count']} x {other['kind']}"
                 )
                 hint = "ask the launcher for the same on every host; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
-                return Finding("devices", found, wrong, hint)
-    return Finding("devices", found)
+                return Diagnosis("devices", found, wrong, hint)
+    return Diagnosis("devices", found)
 
 
 def own_addresses() -> list[str]:
@@ -186,15 +188,17 @@ def own_addresses() -> list[str]:
         return []
 
 
-def addresses(all_: Sequence[Sequence[str]], names: Sequence[str]) -> Finding:
+def addresses(all_: Sequence[Sequence[str]], names: Sequence[str]) -> Diagnosis:
     """Whether hosts can be reached under their own names, where there are several."""
     found = "; ".join(dict.fromkeys(f"{n}: {', '.join(a) or 'unknown'}" for n, a in zip(names, all_, strict=True)))
     for name, own in zip(names, all_, strict=True):
         if len(set(names)) > 1 and all(address.startswith("127.") or address == "::1" for address in own):
             leads = f"leads to {', '.join(own)}" if own else "is not known"
             wrong = f"{name}'s own name {leads} there, under which no other host reaches it"
-            return Finding("addresses", found, wrong, "mend /etc/hosts or the DNS there, or give addresses, not names")
-    return Finding("addresses", found)
+            return Diagnosis(
+                "addresses", found, wrong, "mend /etc/hosts or the DNS there, or give addresses, not names"
+            )
+    return Diagnosis("addresses", found)
 
 
 def skew(others: Others) -> tuple[float, float]:
@@ -218,22 +222,22 @@ def skew(others: Others) -> tuple[float, float]:
     return min(tries, key=lambda one: one[1])
 
 
-def clocks(all_: Sequence[Sequence[float]], who: Sequence[str]) -> Finding:
+def clocks(all_: Sequence[Sequence[float]], who: Sequence[str]) -> Diagnosis:
     """Whether the hosts agree on the time."""
     if len(all_) == 1:
-        return Finding("clock", "one process, nothing to compare")
+        return Diagnosis("clock", "one process, nothing to compare")
     ahead, off = max(all_, key=lambda one: abs(one[0]))
     found = f"at most {abs(ahead):.3f} s apart, +- {off:.3f} s"
     if abs(ahead) - off > SKEW:
         about = who[next(i for i, one in enumerate(all_) if one[0] == ahead)]
         wrong = f"the clock of {about} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {who[0]}"
-        return Finding(
+        return Diagnosis(
             "clock", found, wrong, "start chrony or ntpd there (timedatectl says whether it is synchronised)"
         )
-    return Finding("clock", found)
+    return Diagnosis("clock", found)
 
 
-def shared(others: Others, folder: Path, who: Sequence[str]) -> Finding:
+def shared(others: Others, folder: Path, who: Sequence[str]) -> Diagnosis:
     """Whether every process can write to the folder, sees what the others write, and is kept out by their locks."""
     run = others.gather("run", uuid.uuid4().hex)[0]
     mine = lambda process: folder / f".doctor-{run}-{process}"
@@ -268,7 +272,7 @@ def shared(others: Others, folder: Path, who: Sequence[str]) -> Finding:
         "name one with --folder that all hosts mount (NFS, Lustre, a volume), with locks, and that you may write to; "
         "checkpoints and the lock of a run live there"
     )
-    return Finding("folder", found, problems[0], hint) if problems else Finding("folder", found)
+    return Diagnosis("folder", found, problems[0], hint) if problems else Diagnosis("folder", found)
 
 
 def _becomes(path: Path, text: str, seconds: float = 5.0) -> bool:
@@ -292,24 +296,24 @@ def _tried(lock: Callable[[], Any]) -> str:
     return ""
 
 
-def shared_memory(all_: Sequence[int | None], who: Sequence[str]) -> Finding:
+def shared_memory(all_: Sequence[int | None], who: Sequence[str]) -> Diagnosis:
     """Whether /dev/shm has room for NCCL, which a container's 64 MB have not."""
     least = min((one for one in all_ if one is not None), default=None)
     found = "none" if least is None else f"{_SHM}: {size(least)}"
     if jax.default_backend() == "gpu" and jax.local_device_count() > 1 and (least or 0) < 2**30:
         wrong = f"{who[all_.index(least)]} has {found}; NCCL's processes share buffers there, and fail without"
-        return Finding(
+        return Diagnosis(
             "shm", found, wrong, "docker run --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory"
         )
-    return Finding("shm", found)
+    return Diagnosis("shm", found)
 
 
-def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[Finding]:
+def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[Diagnosis]:
     """An all-reduce over each axis of the strategy's mesh, checked, with its bandwidth beside the hardware's."""
     mesh = make_mesh(Strategy.parse(strategy))
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
-        yield Finding("collectives", "one device, nothing to send")
+        yield Diagnosis("collectives", "one device, nothing to send")
     first = mesh.devices.flat[0]
     amount = bytes_ or (10**6 if first.platform == "cpu" else 64 * 10**6)
     kind = next((kind for kind in KINDS.values() if kind.device_kind == first.device_kind), None)
@@ -320,7 +324,7 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[F
         found += " (copies in memory)" if first.platform == "cpu" and others.count == 1 else ""
         if row.wrong:
             wrong = f"{row.wrong} elements of an all-reduce over {axis} are wrong"
-            yield Finding(
+            yield Diagnosis(
                 "collectives", found, wrong, "jaxpar bench collectives on each host alone, to find whose link it is"
             )
             continue
@@ -337,6 +341,6 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[F
                 hint = (
                     "NCCL_DEBUG=INFO says which way it takes (NET/IB, not NET/Socket; P2P, not SHM); see docs/launch.md"
                 )
-                yield Finding("collectives", found, wrong, hint)
+                yield Diagnosis("collectives", found, wrong, hint)
                 continue
-        yield Finding("collectives", found)
+        yield Diagnosis("collectives", found)
