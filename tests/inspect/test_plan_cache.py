@@ -111,6 +111,6 @@ def test_a_cache_that_cannot_be_is_refused_before_anything_is_compiled(tmp_path:
     """A read-only home ended a plan after its first compilation, with a traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file cannot be the folder .*: File exists; name another one by cache= or"):
-        plan_cache.Cache(tmp_path / "file", "")
+        plan_cache.PlanCache(tmp_path / "file", "")
     with pytest.raises(ValueError, match="strategies='fsdp' is one strategy; give a list"):
         a_plan("fsdp", cache=tmp_path)
