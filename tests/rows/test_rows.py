@@ -472,7 +472,7 @@ def test_what_may_couple_rows_is_a_warning() -> None:
     def ragged(w: jax.Array, batch: Batch) -> jax.Array:
         """As Tunix's and MaxText's mixtures of experts, which were an error: where each expert's tokens begin."""
         order, counts = jnp.argsort(batch["label"]), jnp.bincount(batch["label"], length=WIDTH)
-        experts = jnp.repeat(jnp.arange(WIDTH), counts, total_repeat_length=ROWS)
+        experts = jnp.repeat(jnp.arange(WIDTH), counts, total_repeat_length=batch["label"].size)
         sent = jax.lax.ragged_dot(batch["x"][order], jnp.stack([w] * WIDTH), counts) * w[0, experts, None]
         return jnp.square(sent[jnp.argsort(order)] - batch["y"]).mean()
 
