@@ -3,7 +3,7 @@
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
 #   make test       format, types, docs, tests
 #   make battery    what `make test` leaves out: every strategy x every model, not only a covering array, and so on
-#   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120)
+#   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried
@@ -51,7 +51,7 @@ package: setup
 	$(BIN)/python tests/package.py
 
 soak: setup
-	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
+	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(FROM),--from $(FROM)) $(if $(JOBS),--jobs $(JOBS))
 
 campaign: setup
 	$(BIN)/python tests/campaign.py $(if $(SHORT),--short) $(if $(SECONDS),--seconds $(SECONDS))

@@ -81,9 +81,10 @@ def make_train_step(
             f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(init=, loss=)"
         )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}; pass an optax transformation such as optax.adamw(3e-4)"
-        )
+        name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
+        what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
+        hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
+        raise ValueError(f"optimizer is {what}; pass an optax transformation such as {hint}")
     check_trainable(trainable)
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")

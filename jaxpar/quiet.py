@@ -18,6 +18,9 @@ import sys
 
 # Abseil's form: level, month and day, time, thread, file:line.
 _NOISE = re.compile(rb"[IW]\d{4} .*\] |WARNING: All log messages before absl::InitializeLog\(\) is called")
+# What Gloo writes to standard output for each group of processes of CPU devices, whatever its level. `jaxpar launch`,
+# through which all that its processes print goes anyway, leaves it out.
+GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\s*")
 
 
 def is_command() -> bool:

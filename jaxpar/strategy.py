@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -218,10 +219,9 @@ class Strategy:
             name, equals, value = (s.strip() for s in part.partition("="))
             if number == 0 and not equals:
                 if name not in PRESETS:
-                    known = (*PRESETS, *fields)
                     raise ValueError(
                         f"strategy {name!r} is unknown; use one of {', '.join(PRESETS)}, or name=value"
-                        f"{did_you_mean(name.lower(), known)}"
+                        f"{_meant(name.lower(), fields)}"
                     )
                 values.update(PRESETS[name])
             elif name not in fields:
@@ -285,11 +285,21 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
     """A strategy from its text, or itself."""
     if isinstance(strategy, str):
         return Strategy.parse(strategy)
+    if hasattr(strategy, "init") and hasattr(strategy, "update"):
+        raise ValueError("strategy= is an optimizer; the order is make_train_step(model, optimizer, strategy)")
     if not isinstance(strategy, Strategy):
         raise ValueError(
             f"strategy={strategy!r} is neither a jaxpar.Strategy nor text; try 'fsdp' or Strategy(fsdp=-1)"
         )
     return strategy
+
+
+def _meant(name: str, fields: Iterable[str]) -> str:
+    """What an unknown strategy may stand for: `fsdp8` for fsdp=8, `zero4` for one of the presets."""
+    size = re.fullmatch(r"([a-z]+)\W?(\d+)", name)
+    if size and size[1] in (*AXES, "microbatches", "chunks"):
+        return f" (did you mean '{size[1]}={size[2]}'?)"
+    return did_you_mean(name, PRESETS) or did_you_mean(name, fields)
 
 
 def _is_int(value: Any) -> bool:

@@ -1,14 +1,16 @@
 """Every strategy family on every model of the battery, many steps each, on a machine that has other things to do.
 
-    python tests/soak.py [--seconds 120] [--steps 200]
+    python tests/soak.py [--seconds 120] [--steps 200] [--from 300] [--jobs 4] [--hang 300]
 
 A cell is a process of its own, which trains as a user would: it must end by itself, neither aborted nor hung. Half of
 the cells run beside as many busy processes as there are cores, half are held to one core. `--seconds` ends the run
-early; the cells are shuffled, always alike, so that a short run meets every family.
+early; the cells are shuffled, always alike, so that a short run meets every family. Its last line says how many are
+done, and `--from` goes on there. `--jobs` runs so many at once, where there are cores for them.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import itertools
 import os
 import random
@@ -22,7 +24,6 @@ FAMILIES = (
     *("fsdp=8,microbatches=2,precision=bf16", "tensor=2,fsdp=4", "tensor=2,fsdp=2,data=2,zero=2,sequence=true"),
     *("pipe=2,fsdp=4,microbatches=4", "pipe=2,data=2,tensor=2,microbatches=4"),
 )
-HANG = 300  # seconds without an end
 REFUSED = 3  # exit status of a cell whose strategy the model does not admit
 
 
@@ -50,14 +51,13 @@ def train(model: str, strategy: str, steps: int) -> None:
     jax.block_until_ready((metrics, loss, grads, step.evaluate(state, batch), step.params(state)))
 
 
-def outcome(model: str, strategy: str, steps: int, held: bool) -> str:
+def outcome(model: str, strategy: str, steps: int, held: bool, hang: float) -> str:
     """ "ok", "refused", or how a cell ended, with the end of what it wrote."""
     command = [sys.executable, __file__, "--cell", model, strategy, "--steps", str(steps)]
-    hold = (lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})) if held else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, preexec_fn=hold)
+        done = subprocess.run([*command, *["--held"] * held], capture_output=True, text=True, timeout=hang)
     except subprocess.TimeoutExpired:
-        return f"hung: no end after {HANG} s"
+        return f"hung: no end after {hang:g} s"
     if done.returncode in (0, REFUSED):
         return "refused" if done.returncode else "ok"
     said = [line for line in done.stderr.splitlines() if not line.startswith((" ", "WARNING", "I0000"))]  # no frames
@@ -69,29 +69,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell after this time")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the number of the cell to begin with")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--cell", nargs=2, metavar=("MODEL", "STRATEGY"), help="this one alone, in this process")
+    parser.add_argument("--hang", type=float, default=300, help="seconds without an end; more beside other work")
+    parser.add_argument("--held", action="store_true", help="hold the cell to one core")
     options = parser.parse_args()
     if options.cell:
+        if options.held:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         train(*options.cell, options.steps)
         return
     from zoo import ZOO
 
     cells = list(itertools.product(ZOO, FAMILIES, (False, True)))
     random.Random(0).shuffle(cells)
-    counts: collections.Counter[str] = collections.Counter()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     start = time.monotonic()
+
+    def run(number: int) -> str:
+        if time.monotonic() - start > options.seconds:
+            return "left"
+        model, strategy, held = cells[number]
+        found = outcome(model, strategy, options.steps, held, options.hang)
+        print(f"{number:3} {model:20} {strategy:45} {'one core' if held else 'busy':9} {found}", flush=True)
+        return found if found in ("ok", "refused") else "failed"
+
     try:
-        for model, strategy, held in cells:
-            if time.monotonic() - start > options.seconds:
-                break
-            found = outcome(model, strategy, options.steps, held)
-            counts[found if found in ("ok", "refused") else "failed"] += 1
-            print(f"{model:20} {strategy:45} {'one core' if held else 'busy':9} {found}", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            counts = collections.Counter(pool.map(run, range(options.first, len(cells))))
     finally:
         for process in busy:
             process.kill()
-    print(f"{counts['ok']} passed, {counts['failed']} failed, {counts['refused']} skipped")
+    print(f"{counts['ok']} passed, {counts['failed']} failed, {counts['refused']} skipped; ", end="")
+    print(f"{len(cells) - counts['left']} of {len(cells)} cells are done")
     sys.exit(bool(counts["failed"]) or not counts["ok"])
 
 

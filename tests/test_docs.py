@@ -43,6 +43,7 @@ SHORT = {
 }
 # Of the default model, which takes as long to compile for these as all else that they do; 4 layers for 4 stages.
 SMALL = "llama-tiny,layers=4,dim=16,heads=2,kv_heads=2,ffn=32"
+WIDTH = 92  # columns of code that the site shows at a desk; what is wider is cut, and must be scrolled
 SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -112,7 +113,7 @@ def test_commands_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAXPAR_CACHE", str(cache))
-    lines = [line for block in snippets(page) if block.language == "sh" for line in block.text.splitlines()]
+    lines = [line for block in snippets(page) if block.language == "sh" for line in commands(block)]
     for number, line in enumerate(lines):
         words = shlex.split(line, comments=True)
         if words[0] == "make":
@@ -146,6 +147,21 @@ def test_commands_exist(
             assert all((ROOT / word).exists() for word in words if word.endswith(".py")), line
         else:
             raise AssertionError(f"{name(page)} shows {line!r}, and no test knows how to try it")
+
+
+def commands(block: Snippet) -> list[str]:
+    """One a line, or over several that end in a backslash."""
+    return block.text.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.is_relative_to(ROOT / "docs") or p.name == "README.md"], ids=name
+)
+def test_code_is_not_cut(page: Path) -> None:
+    for block in snippets(page):
+        if block.language in ("python", "sh"):
+            for at, line in enumerate(block.text.splitlines(), block.line):
+                assert len(line) <= WIDTH, f"{name(page)}:{at} has {len(line)} columns; wrap it at {WIDTH}: {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

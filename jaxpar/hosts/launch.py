@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from ..quiet import GLOO
 from .initialize import gpus_here
 from .watchdog import ENDED
 
@@ -26,7 +27,8 @@ class LaunchOptions:
 
     What follows -- is for Python: a script, or -m and a module, as in `-- -m jaxpar train --out runs/two`. The script
     calls `jp.initialize()` first; `jaxpar train` does. Output is prefixed with the process's number, signals are passed
-    on, and when one process fails all are ended; the exit status is that of the first that failed.
+    on, and when one process fails all are ended; the exit status is that of the first that failed. Lines of Gloo about
+    its own connections are left out.
     """
 
     processes: int
@@ -222,9 +224,11 @@ def _signal(children: Sequence[subprocess.Popen], number: int) -> None:
 
 
 def _prefixed(stream: IO[bytes], into: IO[str], prefix: str, lock: threading.Lock) -> None:
-    """Passes lines on. Nothing is decoded that is not whole, and lines of two processes do not mix."""
+    """Passes lines on, but Gloo's. Nothing is decoded that is not whole, and lines of two processes do not mix."""
     with stream:
         for line in stream:
+            if GLOO.fullmatch(line):
+                continue
             with lock:
                 into.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")
                 into.flush()

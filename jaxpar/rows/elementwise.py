@@ -22,12 +22,12 @@ _COMPARED = ("eq", "ne", "gt", "lt", "ge", "le", "is_finite")
 FROM_ALL = "compute it from jp.all_rows(x)"
 
 
-def mixed(eqn: Any, ins: Sequence[Value], what: str = "") -> Value:
+def mixed(eqn: Any, ins: Sequence[Value], what: str = "", certain: bool = True) -> Value:
     """A result that is not linear in what was summed over rows."""
     name = eqn.primitive.name
     if any(x.kind == "sum" and x.first == STEP for x in ins):
         return coupled(ins, some_rows(eqn))
-    return coupled(ins, Note.at(eqn, f"{what or name + ' of'} a sum or mean over rows; {FROM_ALL}"))
+    return coupled(ins, Note.at(eqn, f"{what or name + ' of'} a sum or mean over rows; {FROM_ALL}", certain))
 
 
 @rule(*ELEMENTWISE, *_MORE, "random_fold_in", "random_seed", "threefry2x32")

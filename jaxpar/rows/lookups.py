@@ -182,7 +182,9 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | No
     adds = eqn.primitive.name.replace("-", "_") in ("scatter_add", "scatter_sub")
     into, _, given = shapes(eqn)
     if at.kind == "sum" or at.plus:
-        return mixed(eqn, ins, "an update at indices that hold")
+        # As jnp.repeat(experts, counts) marks where the tokens of each begin. An order may be undone, as in `_sort`.
+        certain = not x.kind == new.kind == "whole"
+        return mixed(eqn, ins, "an update at indices that hold", certain)
     batch = [d for d in range(len(given)) if d not in numbers.update_window_dims]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     to = _offsets(into, gone, numbers.update_window_dims)

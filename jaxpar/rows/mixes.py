@@ -147,7 +147,10 @@ def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     if found is None or found.kind != "coupled" or len(ins) == 1:
         return found
     # An order may be undone, as where tokens are sorted by their experts and then put back.
-    return coupled(ins, *(replace(n, certain=False) for n in found.notes - reasons(ins)))
+    said = lambda what: what.replace(
+        f"; {FROM_ALL}", f", of no effect if results go back to their rows; else {FROM_ALL}"
+    )
+    return coupled(ins, *(replace(n, what=said(n.what), certain=False) for n in found.notes - reasons(ins)))
 
 
 @shape_rule("top_k")

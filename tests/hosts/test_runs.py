@@ -68,6 +68,7 @@ def test_a_signal_after_the_last_step_keeps_no_process(who: str) -> None:
     status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LAST, WHO=who)
     assert status == 0, said
     assert said.count("step 6 ") == 2
+    assert "[Gloo]" not in said  # which stood between the steps
 
 
 def test_the_death_of_process_0_is_told_by_the_others() -> None:

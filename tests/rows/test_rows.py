@@ -208,10 +208,17 @@ def first_rows(w: jax.Array, batch: Batch) -> jax.Array:
     return (batch["x"] @ w)[jnp.arange(4), 0].mean()  # picks rows by computed indices
 
 
+def shared_capacity(w: jax.Array, batch: Batch) -> jax.Array:
+    """A mixture of experts whose buffers the tokens of all rows fill (GShard, section 2.2, with one group)."""
+    chosen = jax.nn.one_hot((batch["x"] @ w).argmax(-1), WIDTH)
+    place = (jnp.cumsum(chosen, axis=0) * chosen).sum(-1)  # cumsum over rows
+    return (jnp.square(batch["x"] @ w - batch["y"]).mean(-1) * (place <= 4)).mean()
+
+
 COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
-COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows]
+COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -391,6 +398,18 @@ def on_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
     return traced + diagonal + (similar * jnp.eye(len(similar))).sum() / len(similar)
 
 
+def capacity_in_a_row(w: jax.Array, batch: Batch) -> jax.Array:
+    """A mixture of experts whose buffers the tokens of one row fill: each row is a group of its own."""
+    x = jax.nn.one_hot(batch["tokens"], DIM)
+    gates = jax.nn.softmax(x @ w)
+    chosen = jax.nn.one_hot(gates.argmax(-1), WIDTH)
+    place = jnp.cumsum(chosen, axis=1) * chosen - 1
+    sent = jax.nn.one_hot(place.astype(jnp.int32), 2) * (place < 2)[..., None]
+    buffers = jnp.einsum("bsec,bsd->ebcd", sent, x)
+    back = jnp.einsum("bsec,ebcd->bsd", sent * gates[..., None], jnp.tanh(buffers))
+    return jnp.square(back @ w - batch["y"][:, None]).mean()
+
+
 def numbered_rows(w: jax.Array, batch: Batch) -> jax.Array:
     """Sums that are means already, weights that are, indices that numpy counts."""
     x, n = batch["x"] @ w - batch["y"], len(batch["x"])
@@ -415,7 +434,7 @@ APART = [
     inside_a_row,
     by_row,
 ]
-APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean]
+APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
@@ -450,6 +469,13 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         order = jnp.argsort(batch["label"])  # tokens by their experts, and back
         return jnp.square((batch["x"][order] @ w)[jnp.argsort(order)] - batch["y"]).mean()
 
+    def ragged(w: jax.Array, batch: Batch) -> jax.Array:
+        """As Tunix's and MaxText's mixtures of experts, which were an error: where each expert's tokens begin."""
+        order, counts = jnp.argsort(batch["label"]), jnp.bincount(batch["label"], length=WIDTH)
+        experts = jnp.repeat(jnp.arange(WIDTH), counts, total_repeat_length=batch["label"].size)
+        sent = jax.lax.ragged_dot(batch["x"][order], jnp.stack([w] * WIDTH), counts) * w[0, experts, None]
+        return jnp.square(sent[jnp.argsort(order)] - batch["y"]).mean()
+
     def grouped(w: jax.Array, batch: Batch) -> jax.Array:
         gain = batch["x"][:, 0].reshape(-1, 4)  # groups of four rows, which no block parts here
         return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
@@ -458,7 +484,8 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         return jnp.nanmean(jnp.square(batch["x"] @ w - batch["y"]))  # a mean over rows, if no number is missing
 
     cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"), (but_nan, "are no NaN"))
-    for loss, words in (*cases, (dispatched, "sort over rows"), (grouped, "groups of rows")):
+    cases = (*cases, (dispatched, "sort over rows"), (ragged, "sort over rows"), (grouped, "groups of rows"))
+    for loss, words in cases:
         (message,) = traced(of(loss))
         assert "may couple rows" in message
         assert words in message

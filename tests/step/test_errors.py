@@ -55,6 +55,8 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
     ("text", "parts"),
     [
         ("", ("strategy ''", "use one of single, dp, ddp", "name=value")),
+        ("fsdp8", ("'fsdp8' is unknown", "did you mean 'fsdp=8'?")),
+        ("zero4", ("'zero4' is unknown", "did you mean 'zero3'?")),
         ("zer3", ("'zer3' is unknown", "use one of", "did you mean 'zero3'?")),
         ("ddp,zero2", ("'zero2'", "use name=value", "did you mean 'zero'?")),
         ("precison=bf16", ("'precison=bf16'", "use name=value", "did you mean 'precision'?")),
@@ -155,7 +157,15 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
         (lambda: jp.from_linen(linear(nnx.Rngs(0)), len, example=X), ("Linear", "flax.linen.Module instance")),
         (lambda: jp.Model(init=3, loss=square), ("init=3", "must be a function")),
         (lambda: build(model=linear), ("model is a function", "jp.from_nnx, jp.from_linen or jp.Model")),
-        (lambda: build(optimizer=optax.sgd), ("optimizer is a function", "optax.adamw(3e-4)")),
+        (
+            lambda: build(optimizer=optax.sgd),
+            ("optimizer is a function, sgd, that was not called", "optax.adamw(3e-4)"),
+        ),
+        (
+            lambda: build(optimizer=nnx.Optimizer(linear(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)),
+            ("optimizer is a Optimizer", "such as optimizer.tx"),
+        ),
+        (lambda: build(strategy=optax.sgd(0.1)), ("strategy= is an optimizer", "(model, optimizer, strategy)")),
         (lambda: build(trainable="w"), ("trainable='w'", "function", "path")),
         (
             lambda: build(trainable=lambda path: "bias" in path),
