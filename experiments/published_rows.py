@@ -90,7 +90,7 @@ def every_second(model: Named) -> Callable[..., bool]:
     return policy
 
 
-# Of torchtitan's H100s: 96 GB HBM2e at 2.4 TB/s, 500 W, of which "the actual peak TFLOPs number is between SXM and NVL".
+# Of torchtitan's H100s: 96 GB HBM2e at 2.4 TB/s, 500 W; "the actual peak TFLOPs number is between SXM and NVL".
 GRAND_TETON = dataclasses.replace(
     KINDS["H100"],
     kind="H100-HBM2e",
@@ -99,8 +99,8 @@ GRAND_TETON = dataclasses.replace(
     peaks=peaks_of("NVIDIA H100 NVL"),
 )
 
-# llm-foundry's MPT: a GPT with biases and learned positions (its column of parameters is that of `gpt.Config`), head_dim
-# 128 but for the smallest. dim, layers, heads: scripts/train/yamls.
+# llm-foundry's MPT: a GPT with biases and learned positions (its column of parameters is that of `gpt.Config`).
+# dim, layers, heads: scripts/train/yamls.
 _MPT = {
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
@@ -108,7 +108,7 @@ _MPT = {
 
 
 def _mpt(size: str, target: str, length: int, rows: int, micro: int, again: bool, pure: bool, tokens: float) -> Run:
-    """Full sharding; "DEFAULT" reduces gradients in float32, "PURE" in bfloat16. `micro`: microbatches ("GradAccum")."""
+    """Full sharding; "DEFAULT" reduces gradients in float32, "PURE" in bfloat16. `micro`: "GradAccum"."""
     dim, layers, heads = _MPT[size]
     devices = int(target.partition("x")[0])
     text = f"fsdp={devices},precision=bf16"
@@ -151,8 +151,8 @@ def _titan(
 
 
 def _megatron(size: str, target: str, strategy: str, rows: int, seconds: float, sizes: tuple[int, int, int]) -> Run:
-    """GPT of 2,048 positions and 51,200 words, tensor and sequence parallel over a host. Its attention keeps the scores'
-    inputs and computes them again, as flash attention does, but writes them to memory.
+    """GPT of 2,048 positions and 51,200 words, tensor and sequence parallel over a host. Its attention computes scores
+    again in the backward, as flash attention does, but writes them to memory.
     """
     dim, layers, heads = sizes
     devices = int(target.partition("x")[0])
