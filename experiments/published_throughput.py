@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import os
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,18 @@ def prediction(run: Run, programs: Path | None = None) -> Prediction:
         strategy = dataclasses.replace(strategy, remat=run.remat(model))
     step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=found.devices)
     batch, flops = model.example(run.rows, run.length), model.flops(run.rows, run.length)
-    return predict(_program(run, step, batch, programs), step, batch, run.hardware or found.hardware, flops)
+    told = predict(_program(run, step, batch, programs), step, batch, run.hardware or found.hardware, flops)
+    return _slowed(told, run.slower)
+
+
+def _slowed(found: Prediction, by: Mapping[str, float]) -> Prediction:
+    """The same with kernels of these kinds so many times slower."""
+    parts = tuple(dataclasses.replace(part, seconds=part.seconds * by.get(part.kind, 1)) for part in found.parts)
+    more = sum(part.seconds for part in parts) - sum(part.seconds for part in found.parts)
+    least, most = (seconds + more for seconds in found.interval)
+    return dataclasses.replace(
+        found, parts=parts, seconds=found.seconds + more, interval=(least, most), compute=found.compute + more
+    )
 
 
 def _program(run: Run, step: Any, batch: Any, programs: Path | None) -> str:
