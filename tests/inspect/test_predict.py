@@ -11,12 +11,15 @@ import published_throughput
 import pytest
 
 import jaxpar as jp
+from jaxpar.inspect.compiled.cost import Cost
 from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from jaxpar.inspect.compiled.products import Product
+from jaxpar.inspect.compiled.unasked import remarks
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
 from jaxpar.inspect.predict.links import Way, collective_seconds
 from jaxpar.inspect.predict.prediction import Prediction, predict
+from jaxpar.inspect.targets.devices import target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
 
@@ -339,8 +342,9 @@ def test_faster_hardware_is_faster(predicted: Any) -> None:
     assert predict(text, step, batch, dataclasses.replace(H100, memory_bandwidth=5e12)).seconds < found.seconds
     at_once = dataclasses.replace(H100, collective_latency=0.0)  # else each takes what the smallest does
     assert predict(text, step, batch, at_once).seconds < found.seconds
-    wider = dataclasses.replace(at_once, link_bandwidth=900e9)
-    assert predict(text, step, batch, wider).seconds < predict(text, step, batch, at_once).seconds
+    wider = dataclasses.replace(H100, link_bandwidth=900e9)
+    (slow, _), (fast, _) = (collective_seconds("all-gather", 10**9, Way(8, 1, 8), one) for one in (H100, wider))
+    assert fast < slow
 
 
 def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
@@ -351,6 +355,36 @@ def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
         predict(text, step, batch, dataclasses.replace(H100, kind="new", link_bandwidth=None))
     with pytest.raises(ValueError, match=r"new has no peak for float32 \(tf32\)"):
         predict(text, step, batch, dataclasses.replace(H100, kind="new", peaks={}))
+
+
+def test_attention_of_xla_is_named_on_gpus() -> None:
+    scores = dataclasses.replace(kernel(product(256, 256, 160)), source="jvp(BTNH,BSNH->BNTS)/dot_general")
+    (said,) = remarks([Cost(scores, 2)], "gpu")
+    assert said.startswith("Attention is XLA's and not cuDNN's (head_dim 160)")
+    assert not list(remarks([Cost(scores, 2)], "cpu"))
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_attention_that_is_not_cudnns_is_named() -> None:
+    """160 features to a head: cuDNN takes 128 at most, and XLA's attention costs several times as much."""
+    found = target("2xH100")
+    for dim, named_so in ((640, True), (512, False)):
+        model = named("gpt2", layers=2, dim=dim, heads=4, vocab=512)
+        step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=found.devices)
+        batch = model.example(4, 256)
+        program = step.compile(batch)
+        notes = predict(program, step, batch, found.hardware).notes
+        assert any("Attention is XLA's and not cuDNN's (head_dim 160" in note for note in notes) == named_so
+        assert any("(head_dim 160" in remark for remark in step.explain(batch).remarks) == named_so
+
+
+def test_what_xla_computes_again_is_named() -> None:
+    again = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3.remat2"), 7)
+    once = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3"), 7)
+    (said,) = remarks([again, once], "gpu")
+    assert said.startswith("XLA computes 1 kernels again to save memory, 7 times a step (.remat, 50.0% of its FLOPs)")
+    assert not list(remarks([once], "gpu"))
 
 
 @pytest.mark.cuda_compiler

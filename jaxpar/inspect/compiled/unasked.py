@@ -37,7 +37,8 @@ def remarks(costs: Iterable[Cost], platform: str) -> Iterator[str]:
         )
     scores = [cost.kernel for cost in costs if is_scores(cost.kernel)]
     if scores and platform == "gpu":
-        heads = sorted({product.k for kernel in scores for product in kernel.products})
+        # Of queries, keys and features, which backward products have in another order, features are fewest.
+        heads = sorted({min(product.m, product.n, product.k) for kernel in scores for product in kernel.products})
         yield (
             f"Attention is XLA's and not cuDNN's (head_dim {', '.join(map(str, heads))}), and writes its scores to "
             "memory: cuDNN takes bfloat16 and float16, and a head_dim that is a multiple of 8 and at most 128."
