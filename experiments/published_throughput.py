@@ -1,167 +1,88 @@
-"""Predicted against published throughput, of three training runs. Nothing was fitted to them.
+"""Predicted against published throughput, of training runs that others have published (published_rows.py).
 
 python experiments/published_throughput.py
-python experiments/published_throughput.py --kernels 20
+python experiments/published_throughput.py --only MaxText --kernels 20
+python experiments/published_throughput.py --programs runs/programs --held-out
 
 They are compiled for GPUs that are not there (`pip install "jaxpar[cuda12]"`), from our own models, with the batch,
-sharding and recomputation that was published. What the second run's hardware and kernels differed in is put in one
-by one. The third was looked up when the model was done.
+sharding and recomputation that was published. Nothing in the model was fitted to them. All of them take an hour or
+two; `--programs` keeps the compiled ones, so that a change of the model alone is judged in minutes.
 """
 
 import dataclasses
+import gzip
+import hashlib
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jax
+import jaxlib
 import optax
 import tyro
+from published_rows import RUNS, Run
 
 import jaxpar as jp
 from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.inspect.targets.devices import target
-from jaxpar.inspect.targets.hardware import KINDS, Hardware, peaks_of
-from jaxpar.models import Named, named
-
-# Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, TFLOP/s at 8k, head_dim 128: cuDNN over FlashAttention-2.
-FLASH_2 = {"attention": 529 / 333, "attention backward": 518 / 318}
+from jaxpar.models import named
 
 
 @dataclass(frozen=True)
 class Options:
     """Prints predicted over published throughput."""
 
+    only: str = ""
+    """runs whose name contains this"""
+    held_out: bool = False
+    """those that were set aside too"""
     kernels: int = 0
     """so many of each run's kernels and collectives, those that take most"""
+    programs: Path | None = None
+    """a folder where compiled programs are kept, by what they depend on"""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A published run.
-
-    Attributes:
-      name: who ran it.
-      source: where it was published, and how it was run.
-      model: of `jaxpar.models`.
-      target: devices to compile for; all are one `fsdp` axis.
-      rows, length: of the global batch.
-      reduce: dtype of gradients as they are reduced.
-      remat: what is kept of a layer, as a `jax.checkpoint` policy.
-      tokens: per second and device, as published.
-      hardware: what it ran on, step by step from an H100 by its data sheet.
-      slower: kinds of kernels that took so many times longer there.
-    """
-
-    name: str
-    source: str
-    model: str
-    target: str
-    rows: int
-    length: int
-    reduce: str
-    remat: Callable[[Named], Callable[..., bool]]
-    tokens: float
-    hardware: dict[str, Hardware]
-    slower: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-def minimal_flash(_: Named) -> Callable[..., bool]:
-    """MaxText's: products and attention are kept."""
-    return lambda prim, *_, **params: prim.name in ("dot_general", "custom_vmap_call")  # the latter is attention
-
-
-def every_second(model: Named) -> Callable[..., bool]:
-    """torchtitan's selective checkpointing, "op": attention is kept, and of the products all but every second.
-
-    In their order query, key, value, out, gate, up, down: key, out and up are computed again. A policy sees shapes
-    only, so it counts: of two alike, is it the first that is computed again, or the second?
-    """
-    c = model.config
-    again = {(c.dim, c.kv_heads * c.head_dim): 0, (c.dim, c.dim): 1, (c.dim, c.ffn): 1}
-    seen = dict.fromkeys(again, 0)
-
-    def policy(prim: Any, *avals: Any, **params: Any) -> bool:
-        if prim.name != "dot_general":
-            return prim.name == "custom_vmap_call"
-        shape = avals[1].shape
-        if shape not in again:
-            return True
-        seen[shape] += 1
-        return (seen[shape] - 1) % 2 != again[shape]
-
-    return policy
-
-
-H100 = KINDS["H100"]
-SLOW_MEMORY = dataclasses.replace(H100, kind="H100-HBM2e", memory_bytes=96 * 2**30, memory_bandwidth=2.4e12)
-RUNS = (
-    Run(
-        name="MaxText, JAX-Toolbox",
-        source="github.com/NVIDIA/JAX-Toolbox, docs/frameworks/maxtext/README.md: 8 H100 80G SXM, FSDP 8,\n"
-        "2 sequences of 4,096 to a GPU, minimal_flash, not scanned: 0.721 s, 22.19 sequences/s",
-        model="llama2-7b",
-        target="8xH100",
-        rows=16,
-        length=4096,
-        reduce="compute",
-        remat=minimal_flash,
-        tokens=22.19 * 4096 / 8,
-        hardware={"H100 SXM": H100},
-    ),
-    Run(
-        name="torchtitan",
-        source="github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 8 H100, 96 GB HBM2e,\n"
-        "2.4 TB/s, 500 W, FSDP, 2 sequences of 8,192 to a GPU, selective checkpointing, torch.compile: 6,667\n"
-        'tokens/s/GPU; "the actual peak TFLOPs number is between SXM and NVL"',
-        model="llama3-8b",
-        target="8xH100",
-        rows=16,
-        length=8192,
-        reduce="f32",
-        remat=every_second,
-        tokens=6667,
-        hardware={
-            "H100 SXM": H100,
-            "+ 2.4 TB/s": SLOW_MEMORY,
-            "+ peak of an NVL": dataclasses.replace(SLOW_MEMORY, peaks=peaks_of("NVIDIA H100 NVL")),
-        },
-        # github.com/pytorch/pytorch/pull/138522: FlashAttention-2 by default; torchtitan's cuDNN came in March 2025.
-        slower=FLASH_2,
-    ),
-    Run(
-        name="torchtitan on A100s",
-        source="github.com/pytorch/torchtitan, docs/performance.md (2024): 64 A100 80GB, FSDP, 1 sequence to a GPU\n"
-        "(of 8,192, as its MFU implies), selective checkpointing: 2,973 tokens/s/GPU; network not given: as of a DGX",
-        model="llama3-8b",
-        target="64xA100-80GB",
-        rows=64,
-        length=8192,
-        reduce="f32",
-        remat=every_second,
-        tokens=2973,
-        hardware={"A100 SXM": KINDS["A100-80GB"]},
-    ),
-)
-
-
-def predictions(run: Run) -> dict[str, Prediction]:
-    """A run on each of its hardwares; compiled once."""
-    model, devices = named(run.model), target(run.target).devices
-    strategy = jp.Strategy(fsdp=len(devices), precision="bf16", reduce=run.reduce, remat=run.remat(model))
-    step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=devices)
+def prediction(run: Run, programs: Path | None = None) -> Prediction:
+    """A run's. Raises ValueError where the model cannot be compiled so."""
+    model, found = named(run.model, **dict(run.sizes)), target(run.target)
+    strategy = jp.Strategy.parse(run.strategy)
+    if run.remat is not None:
+        strategy = dataclasses.replace(strategy, remat=run.remat(model))
+    step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=found.devices)
     batch, flops = model.example(run.rows, run.length), model.flops(run.rows, run.length)
-    text = step.compile(batch).as_text()
-    found = {name: predict(text, step, batch, hardware, flops) for name, hardware in run.hardware.items()}
-    if run.slower:
-        found["+ FlashAttention-2"] = slowed(list(found.values())[-1], run.slower)
-    return found
+    told = predict(_program(run, step, batch, programs), step, batch, run.hardware or found.hardware, flops)
+    return _slowed(told, run.slower)
 
 
-def slowed(found: Prediction, by: dict[str, float]) -> Prediction:
+def _slowed(found: Prediction, by: Mapping[str, float]) -> Prediction:
     """The same with kernels of these kinds so many times slower."""
     parts = tuple(dataclasses.replace(part, seconds=part.seconds * by.get(part.kind, 1)) for part in found.parts)
     more = sum(part.seconds for part in parts) - sum(part.seconds for part in found.parts)
-    return dataclasses.replace(found, parts=parts, seconds=found.seconds + more, compute=found.compute + more)
+    least, most = (seconds + more for seconds in found.interval)
+    return dataclasses.replace(
+        found, parts=parts, seconds=found.seconds + more, interval=(least, most), compute=found.compute + more
+    )
+
+
+def _program(run: Run, step: Any, batch: Any, programs: Path | None) -> str:
+    if programs is None:
+        return step.compile(batch).as_text()
+    root = Path(jp.__file__).parent
+    sources = [f.read_bytes() for f in sorted(root.rglob("*.py")) if "inspect" not in f.parts or "targets" in f.parts]
+    # No strategy names a policy: the file of the rows stands for it.
+    about = (run.name, run.strategy, run.rows, run.length, run.sizes, jax.__version__, jaxlib.__version__)
+    key = hashlib.sha256(b"".join([repr(about).encode(), *sources])).hexdigest()[:16]
+    file = programs / f"{key}.hlo.gz"
+    if not file.exists():
+        programs.mkdir(parents=True, exist_ok=True)
+        text = step.compile(batch).as_text()
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(gzip.compress(text.encode(), 3))
+        part.replace(file)
+    return gzip.decompress(file.read_bytes()).decode()
 
 
 def tokens(run: Run, found: Prediction) -> float:
@@ -169,16 +90,32 @@ def tokens(run: Run, found: Prediction) -> float:
     return found.rows_per_second * run.length / found.devices
 
 
+def summary(ratios: list[float]) -> str:
+    """Of predicted over published: the median, and how many are near."""
+    near = {part: sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.10, 0.15)}
+    counts = ", ".join(f"{n} within {part:.0%}" for part, n in near.items())
+    return (
+        f"{len(ratios)} runs, median {statistics.median(ratios):.2f}, {counts}, {min(ratios):.2f} to {max(ratios):.2f}"
+    )
+
+
 def main(options: Options) -> None:
+    groups: dict[str, list[float]] = {}
     for run in RUNS:
-        print(f"{run.name}\n{run.source}")
-        for name, found in predictions(run).items():
-            speed = tokens(run, found)
-            ratio = f"MFU {found.mfu:.1%}  predicted / published {speed / run.tokens:.2f}"
-            print(f"  {name:20} {1e3 * found.seconds:7.1f} ms  {speed:8,.0f} tokens/s/GPU  {ratio}")
-        seconds = run.rows * run.length / (found.devices * run.tokens)
-        print(f"  {'published':20} {1e3 * seconds:7.1f} ms  {run.tokens:8,.0f} tokens/s/GPU")
-        print(found, *found.lines()[: options.kernels], "", sep="\n")
+        if options.only not in run.name or (run.held_out and not options.held_out):
+            continue
+        found = prediction(run, options.programs)
+        ratio = tokens(run, found) / run.tokens
+        print(
+            f"{run.name:60} {tokens(run, found):9,.0f} tokens/s/GPU, published {run.tokens:9,.0f}: {ratio:.2f}"
+            f"  MFU {found.mfu:.1%}, exposed {found.exposed / found.seconds:.0%}{', held out' * run.held_out}",
+            flush=True,
+        )
+        print(*found.lines()[: options.kernels], sep="\n", end="\n" * (options.kernels > 0))
+        for group in (run.group, "all, held out" if run.held_out else "all, not held out"):
+            groups.setdefault(group, []).append(ratio)
+    for group, ratios in sorted(groups.items()):
+        print(f"{group:20} {summary(ratios)}")
 
 
 if __name__ == "__main__":

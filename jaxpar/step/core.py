@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from ..collectives import order
+from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
 from ..layout.elementwise import sees_kept
 from ..layout.layout import Layout, place_optimizer
@@ -199,6 +200,8 @@ class Step(FirstState, Intake):
                 out_shardings=outs,
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
+                # XLA takes options of whole programs alone.
+                compiler_options=None if inside else compiler_options(self.mesh, SHARDS),
             )
         return self._jitted[key]
 

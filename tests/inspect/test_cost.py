@@ -345,3 +345,43 @@ def test_kernels_say_where_they_come_from() -> None:
     kernels = [one for one in operations if isinstance(one, Kernel)]
     assert [kernel.kind for kernel in kernels if kernel.products] == ["matmul"]
     assert any("dot_general" in kernel.source for kernel in kernels)
+
+
+# -- loops of unknown length -------------------------------------------------------------------------------------------
+
+# As the TPU compiler writes loops: with no known trip count, and a counter that is copied.
+LOOP = """HloModule loop, is_scheduled=true
+
+%body (b: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %b = (s32[], f32[8,8]{1,0}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%b), index=1
+  %one = s32[]{:T(128)} constant(STEP)
+  %next = s32[]{:T(128)} add(%at, %one)
+  %product = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (s32[], f32[8,8]{1,0}) tuple(%next, %product)
+}
+
+%condition (c: (s32[], f32[8,8])) -> pred[] {
+  %c = (s32[], f32[8,8]{1,0}) parameter(0)
+  %most = s32[]{:T(128)} constant(7)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %most), direction=LT
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %zero = s32[]{:T(128)} constant(2)
+  %start = s32[]{:T(128)} copy(%zero)
+  %init = (s32[], f32[8,8]{1,0}) tuple(%start, %p)
+  %while = (s32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body
+  ROOT %result = f32[8,8]{1,0} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_loops_count_by_their_condition_where_the_compiler_says_nothing() -> None:
+    """Those of TPU programs were counted once, and `check` called whole strategies broken."""
+    assert Costs.from_hlo(LOOP.replace("STEP", "1")).flops == {"float32": 5 * 2 * 8**3}
+    unknown = Costs.from_hlo(LOOP.replace("STEP", "2"))
+    assert [cost.executions for cost in unknown if cost.kernel.products] == [None]

@@ -22,6 +22,7 @@ from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..compiled.kernels import Executable
+from ..compiled.unasked import unread
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
@@ -38,9 +39,14 @@ def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -
       batch: arrays or `jax.ShapeDtypeStruct`, as for `step.compile`.
       compiled: the program that will run, where it is at hand; else it is compiled, and jit finds it afterwards.
 
-    Raises ValueError where the batch's rows do not fit the strategy; `Proof.require` raises it for what is broken.
+    Raises ValueError where the batch's rows do not fit the strategy, and for TPUs, whose programs are not read;
+    `Proof.require` raises it for what is broken.
     """
     step.check(batch)
+    if why := unread(step.mesh.devices.flat[0].platform):
+        raise ValueError(
+            f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
+        )
     if isinstance(step, ServerStep):
         findings = list(_server(step, batch))
     else:

@@ -116,6 +116,41 @@ class Module:
         groups = self.groups(i)
         return _axes_of(frozenset(map(frozenset, groups)), self.mesh), max(map(len, groups))
 
+    def trips(self, i: Instruction, beside: Mapping[str, Instruction]) -> int | Fraction | None:
+        """Iterations of a `while`: as XLA or its name says, or, as for TPUs, from its condition `counter < constant`,
+        where the counter starts at a constant and its body adds one. None of others. `beside`: what stands beside it.
+        """
+        if i.trips is not None:
+            return i.trips
+        blocks = [self.computations[found] for part in ("condition", "body")
+                  if (found := "".join(re.findall(rf"\b{part}=%?([\w.\-]+)", i.rest)))]  # fmt: skip
+        ends = [next((j for j in block if j.root), None) for block in blocks]
+        if (
+            len(ends) < 2
+            or not ends[0]
+            or not ends[1]
+            or ends[0].opcode != "compare"
+            or "direction=LT" not in ends[0].rest
+        ):
+            return None
+        named = [{j.name: j for j in block} for block in blocks]
+        counter, most = ends[0].operands
+        at = re.search(r"index=(\d+)", named[0][counter].rest) if counter in named[0] else None
+        if at is None or named[0][counter].opcode != "get-tuple-element" or ends[1].opcode != "tuple":
+            return None
+        place = int(at[1])
+        first = beside.get(beside[i.operands[0]].operands[place]) if beside[i.operands[0]].opcode == "tuple" else None
+        while first is not None and first.opcode in ("copy", "bitcast"):
+            first = beside.get(first.operands[0])
+        step = named[1].get(ends[1].operands[place])
+        adds = step is not None and step.opcode == "add" and 1 in map(self._constant, step.operands)
+        start, end = self._constant(first.name if first else ""), self._constant(most)
+        return max(end - start, 0) if adds and start is not None and end is not None else None
+
+    def _constant(self, name: str) -> int | None:
+        found = re.search(rf"^\s+%{re.escape(name)} = [su]\d+\[\]\S* constant\((-?\d+)\)", self.text, re.MULTILINE)
+        return int(found[1]) if found and name else None
+
     def line(self, i: Instruction) -> str:
         """The line of Python that it comes from, "optax/contrib/_muon.py:97", in either of XLA's spellings; or ""."""
         if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):

@@ -146,10 +146,13 @@ class Executable:
         if name not in self._read:
             block = self.module.computations[name]
             shapes = {i.name: i.shape for i in block}
-            self._read[name] = tuple(operation for i in block for operation in self._operations(i, shapes))
+            beside = {i.name: i for i in block}
+            self._read[name] = tuple(operation for i in block for operation in self._operations(i, shapes, beside))
         return self._read[name]
 
-    def _operations(self, i: Instruction, shapes: dict[str, str]) -> Iterator[Operation]:
+    def _operations(
+        self, i: Instruction, shapes: dict[str, str], beside: Mapping[str, Instruction]
+    ) -> Iterator[Operation]:
         if i.collective:
             yield from self._start(i, i, shapes)
         elif i.opcode == "async-start":
@@ -161,9 +164,10 @@ class Executable:
         elif i.opcode == "while":
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
             # GPUs do not run the condition of a loop whose length is known.
-            parts = parts if i.trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
+            trips = self.module.trips(i, beside)
+            parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
             body = tuple(operation for part in parts for operation in self._block(part))
-            yield While(i.name, i.trips, body, i.share and i.share.paces)
+            yield While(i.name, trips, body, i.share and i.share.paces)
         elif i.opcode == "conditional":
             yield Choice(i.name, tuple(self._block(branch) for branch in i.branches))
         elif i.opcode == "call":

@@ -20,6 +20,8 @@ from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
+from ..compiled.unasked import remarks as remarks_on
+from ..compiled.unasked import unread
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step
@@ -49,7 +51,8 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     kept, traced = step.layout.kept, step.traced(batch)
-    remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
+    unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
+    remarks += [*_remarks(step, found, known, moved), *unasked, *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
@@ -115,6 +118,8 @@ def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> I
         )
     for way in step.tracing.ways:
         yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."
+    if why := unread(step.mesh.devices.flat[0].platform):
+        yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "

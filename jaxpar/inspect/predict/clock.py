@@ -58,10 +58,11 @@ class Clock:
     Args:
       hardware: what a device can do.
       hosts: for each place in the mesh the host of its device.
+      slowest: how much longer the slowest device's matrix products take than what was measured on one.
     """
 
-    def __init__(self, hardware: Hardware, hosts: Sequence[int]) -> None:
-        self.hardware, self.hosts = hardware, hosts
+    def __init__(self, hardware: Hardware, hosts: Sequence[int], slowest: float = 1.0) -> None:
+        self.hardware, self.hosts, self.slowest = hardware, hosts, slowest
         self.notes: list[str] = []
         self._share = busy_share(hardware)
         self._parts: dict[str, Part] = {}
@@ -133,7 +134,7 @@ class Clock:
     def _kernel(self, kernel: Kernel, busy: float, times: int) -> float:
         """Seconds of one execution, while collectives run for `busy` seconds."""
         if kernel.name not in self._parts:
-            self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware)
+            self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware, self.slowest)
             self._parts[kernel.name] = Part(kernel.name, kernel.source, kernel.kind, reason)
         work = self._seconds[kernel.name]
         beside = min(work, busy * self._share)  # of its work, what it gets done beside collectives

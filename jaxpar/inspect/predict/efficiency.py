@@ -17,6 +17,8 @@ fa2: Dao 2023, arXiv:2307.08691, section 4.1: on an A100 up to 73% of the peak f
 stream: BabelStream's triad: A100-40GB 1,377.5 of 1,555 GB/s (github.com/argonne-lcf/ALCFBeginnersGuide), A100-80GB
     1,724.8 of 2,039 (Tursa, DiRAC), H100 NVL 3,303.8 of 3,938: 89%, 85%, 84%
 model: github.com/openxla/xla, gpu_performance_model_base.h: 1 us to launch a kernel
+sinha: Sinha et al. 2022, arXiv:2208.11035 (SC22), over 18,800 hours on five clusters of GPUs that are alike: the same
+    work differs by 8% on average between them, by 22% at most, as chips differ and power limits their clocks
 nccl: NCCL's log on 8 H100, "24 coll channels": as many SMs are taken from what runs beside a collective. Lee et al.
     2025, arXiv:2507.03114, measured on four kinds of GPUs 18.9% on average, and up to 40%
 """
@@ -62,12 +64,16 @@ _MEMORY = 0.86  # stream
 _LAUNCH = 1e-6  # model
 CHANNELS = 24  # nccl
 
+# A step of several devices takes as long as its slowest (sinha): expected, and between which it may lie.
+SLOWEST, LEAST, MOST = 1.08, 1.0, 1.22
+
 _PEAKS = {"bfloat16": "bf16", "float16": "f16", "float32": "tf32", "int8": "fp8", "uint8": "fp8"}
 _INSTEAD = {"fp8": "bf16", "f16": "bf16", "tf32": "f32", "f32": "bf16"}
 
 
-def kernel_seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, str]:
-    """Seconds of one execution, alone on the device, and why: FLOPs or bytes, at what share of which peak.
+def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> tuple[float, str]:
+    """Seconds of one execution, alone on the device, and why: FLOPs or bytes, at what share of which peak. `slowest`:
+    by how much matrix products take longer, for a device that is slower than the one measured.
 
     Raises ValueError where `hardware` lacks the peak or the memory bandwidth.
     """
@@ -82,7 +88,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> tuple[float, str]:
     if not kernel.products:
         return moved, reason
     each = [_product_seconds(product, hardware) for product in kernel.products]
-    seconds = sum(s for s, _ in each)
+    seconds = slowest * sum(s for s, _ in each)
     return (seconds, "; ".join(why for _, why in each)) if seconds >= moved else (moved, reason)
 
 

@@ -1,7 +1,7 @@
 """How long a collective takes: latency and bandwidth (the alpha-beta model), on rings, within a host or across.
 
 Thakur, Rabenseifner & Gropp 2005, Optimization of Collective Communication Operations in MPICH, section 3; NCCL's
-tuning.cc adds up the same. The numbers are those of `Hardware`.
+tuning.cc adds up the same, for each of its protocols, and takes the fastest (`protocols.py`).
 
 A group that spans hosts runs through them one by one: of the steps of its ring, one from host to host uses the network,
 and each host has as many adapters to itself as it has devices in the group (one to a device, as in a DGX). An
@@ -17,6 +17,11 @@ from dataclasses import dataclass
 
 from ..compiled.kernels import Start
 from ..targets.hardware import Hardware
+from .protocols import protocols
+
+# Measured from the host, where NCCL's model has 8: 64 bytes gathered on 4 H100s, github.com/waynehacking8/
+# nccl-collectives-bench, results/quiet (2026).
+_LEAST = 22.5e-6
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,6 @@ def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> 
     direct = kind.endswith("all-to-all") and way.hosts > 1
     # Not a ring: each device sends what leaves its host through its own adapter.
     bandwidth = _bandwidth(Reach(n, way.hosts, 1) if direct else way, hardware)
-    launch, near, far = (
-        value or 0.0 for value in (hardware.collective_latency, hardware.link_latency, hardware.network_latency)
-    )
     match kind:
         case "all-reduce":
             rounds, steps = 2 * (n - 1) / n, 2 * (n - 1)
@@ -81,15 +83,25 @@ def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> 
             rounds, steps = 1.0, 1
     passes = steps // (n - 1) if steps > 1 else 1
     network = min(steps, passes * (way.hosts - 1)) if way.hosts > 1 else 0
-    ways = [(launch + (steps - network) * near + network * far, size * rounds, "")]
+    ways = []
+    for one in protocols("ring", hardware, bandwidth, way.hosts, way.local, size):
+        if one.name not in ("", "Simple") and (direct or steps == 1):
+            continue  # messages from one to one go in Simple
+        # For large all-reduces across hosts a ring's latency is 1.4 times that.
+        plateau = 1.4 if one.name == "Simple" and kind == "all-reduce" and network and size >= 2**16 * n else 1.0
+        waits = one.launch + (steps - network) * one.near + network * one.far
+        ways.append((plateau * waits, size * rounds, one.bandwidth, one.name))
     if kind == "all-reduce" and way.hosts > 1:
         deep = math.ceil(math.log2(way.hosts))
-        ways.append((launch + 2 * ((way.local - 1) * near + deep * far), 2.0 * size, ", a tree"))
-    alpha, sent, tree = min(ways, key=lambda one: one[0] + one[1] / bandwidth)
-    reason = (
-        f"{sent / 1e6:,.1f} MB at {bandwidth / 1e9:.0f} GB/s + {alpha * 1e6:.0f} us, {n} devices by {way.name}{tree}"
-    )
-    return alpha + sent / bandwidth, reason
+        for one in protocols("tree", hardware, bandwidth, way.hosts, way.local, size):
+            waits = one.launch + 2 * ((way.local - 1) * one.near + deep * one.far)
+            ways.append((waits, 2.0 * size, one.bandwidth, f"{one.name}, a tree"))
+    waits, sent, rate, name = min(ways, key=lambda one: one[0] + one[1] / one[2])
+    if hardware.collective_latency:
+        waits = max(waits, _LEAST - sent / rate)
+    how = f", {name}" * bool(name)
+    reason = f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {waits * 1e6:.0f} us, {n} devices by {way.name}{how}"
+    return waits + sent / rate, reason
 
 
 def _bandwidth(way: Reach, hardware: Hardware) -> float:

@@ -6,8 +6,10 @@ from its start, after those before it, and its done waits for it; a synchronous 
 collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their trips.
 A pipeline's bubble is in the program: its ticks do masked work.
 
-Left out: caches, the launch of the step itself and its input, differences between devices, and clocks and power but for
-what the measured shares of the peaks contain.
+Devices that are alike differ, and a step takes as long as the slowest of them: its matrix products take 8% longer than
+those measured on one, and at the ends of a prediction's interval 0% and 22% (`efficiency.SLOWEST`).
+
+Left out: caches, the launch of the step itself and its input, and clocks and power but for what these shares contain.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ import jax
 
 from ...model.batches import rows_of
 from ...step.core import Step
+from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
+from ..compiled.unasked import remarks, unread
 from ..targets.hardware import Hardware
 from .clock import Clock, Part
+from .efficiency import LEAST, MOST, SLOWEST
 
 WIDTH = 100
 
@@ -36,6 +41,7 @@ class Prediction:
 
     Attributes:
       seconds: of a step.
+      interval: seconds of a step on the best and on the worst of devices that are alike.
       compute: in which kernels run.
       exposed: in which kernels wait for a collective.
       hidden: of collectives, behind kernels.
@@ -47,10 +53,11 @@ class Prediction:
       devices: number of them.
       hardware: their kind.
       parts: every kernel and collective, in the order in which they first run.
-      notes: what could not be known.
+      notes: what could not be known, and what the compiler did unasked.
     """
 
     seconds: float
+    interval: tuple[float, float]
     compute: float
     exposed: float
     hidden: float
@@ -114,9 +121,10 @@ class Prediction:
         ]
 
     def __str__(self) -> str:
-        head = (
-            f"{self.devices} x {self.hardware}: {1e3 * self.seconds:.1f} ms a step, {self.rows_per_second:.2f} rows/s"
-        )
+        least, most = self.interval
+        between = f" ({1e3 * least:.1f} to {1e3 * most:.1f})" if least < most else ""
+        step = f"{1e3 * self.seconds:.1f} ms a step{between}"
+        head = f"{self.devices} x {self.hardware}: {step}, {self.rows_per_second:.2f} rows/s"
         shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
         shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
         shares.append(f"collectives {1e3 * self.hidden:.1f} ms hidden, {1e3 * self.exposed:.1f} ms exposed")
@@ -142,8 +150,11 @@ def predict(
       model_flops: FLOPs of the step over all devices, without recomputation, such as `named(...).flops(rows, length)`;
         gives the MFU.
 
-    Raises ValueError where `hardware` lacks a number that the program needs, and for `server=True`.
+    Raises ValueError where `hardware` lacks a number that the program needs, for `server=True`, and for TPUs, whose
+    programs are not read.
     """
+    if why := unread(step.mesh.devices.flat[0].platform):
+        raise ValueError(f"predict: {why}; predict for GPUs, such as target('8xH100')")
     if step.strategy.server:
         raise ValueError(
             f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
@@ -152,13 +163,17 @@ def predict(
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = [device.process_index for device in step.mesh.devices.flat]
-    clock = Clock(hardware, hosts)
+    alone = len(hosts) == 1
+    least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
+    clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
     seconds = clock.time(compiled.operations)
+    said = remarks(Costs.of(compiled), step.mesh.devices.flat[0].platform)
     kernels = [part for part in clock.parts if not part.collective]
     sent = [part for part in clock.parts if part.collective]
     exposed = sum(part.exposed for part in sent)
     return Prediction(
         seconds=seconds,
+        interval=(least, most),
         compute=sum(part.seconds for part in kernels),
         exposed=exposed,
         hidden=sum(part.seconds for part in sent) - exposed,
@@ -170,5 +185,5 @@ def predict(
         devices=len(hosts),
         hardware=hardware.kind,
         parts=tuple(clock.parts),
-        notes=tuple(clock.notes),
+        notes=(*clock.notes, *said),
     )

@@ -1,0 +1,47 @@
+"""How XLA's GPU compiler should combine collectives and move them over the iterations of a loop, for a mesh.
+
+A layer's weights come in some six gathers, and over many hosts each of them waits for its ring's steps: of 512 devices
+1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, which is under way while the layer before it runs;
+likewise a layer's gradients are sent while the next layer's are computed. These are the options that NVIDIA recommends
+for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights of one layer more, and
+within a host, where a ring has few steps, the compiler's own choice stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+_OPTIONS = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+}
+
+
+def compiler_options(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> dict[str, bool | int] | None:
+    """For `jax.jit`, where groups of GPUs along `axes` span hosts; else None."""
+    if mesh.devices.flat[0].platform != "gpu":
+        return None
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    at = [mesh.axis_names.index(axis) for axis in axes]
+    groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+    if (groups == groups[:, :1]).all():
+        return None
+    return {name: value for name, value in _OPTIONS.items() if _known(name, value)}
+
+
+@functools.cache
+def _known(name: str, value: bool | int) -> bool:
+    """Whether this compiler has the option: that of jax 0.12 has not those of pipelining."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""Large gradients are reduced in pieces: how many, that they add up to the whole, and what GPUs are told about them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import nccl, scatter_pieces
+from jaxpar.collectives.compiling import compiler_options
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets.devices import target
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "pieces"),
+    [
+        ((4096, 14336), 8, 1),  # of Llama-3-8B: 235 MB in float32
+        ((8192, 28672), 8, 4),  # of Llama-3-70B: 235 MB each
+        ((8192, 28672), 64, 2),  # of which each device gets 7 MB
+        ((8192, 28672), 512, 1),  # 16 pieces waited 39 ms for their rings' steps, and 2.5 for their bytes
+        ((128256, 8192), 8, 16),
+        ((8 * 9001, 8192), 8, 1),  # no number up to 16 divides it
+    ],
+)
+def test_pieces_are_few_and_leave_every_device_enough(shape: tuple[int, int], n: int, pieces: int) -> None:
+    assert scatter_pieces(shape, BF16, 0, n, F32) == pieces
+    assert scatter_pieces(shape, F32, 0, n, F32) == 1  # nothing is widened: the whole is there in any case
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """In pieces that do not wait for a loop: what is computed meanwhile hides them."""
+    monkeypatch.setattr(nccl, "_IN_PIECES", 100)
+    monkeypatch.setattr(nccl, "_OF_A_RANK", 4)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 48, 64)), jnp.bfloat16)
+
+    def scattered(x: jax.Array) -> jax.Array:
+        return nccl.reduce_scatter_as(x[0], ("a",), dim, F32)
+
+    fun = jax.jit(jax.shard_map(scattered, mesh=mesh, in_specs=P("a"), out_specs=P(*[None] * dim, "a")))
+    np.testing.assert_allclose(fun(x), np.asarray(x, np.float32).sum(0), rtol=1e-6, atol=1e-6)
+    jaxpr = jax.make_jaxpr(fun)(x)
+    (found,) = Ledger.from_jaxpr(jaxpr, mesh)
+    pieces = scatter_pieces((48, 64), BF16, dim, 4, F32)
+    assert (found.count, found.bytes, found.in_loop) == (pieces, 4 * 48 * 64, False)
+    assert pieces > nccl._UNDER_WAY
+
+
+def test_only_gpus_of_several_hosts_are_told_to_combine() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
+    assert compiler_options(mesh, ("fsdp", "context")) is None
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize(("hosts", "axes", "told"), [(1, ("a", "b"), False), (2, ("b",), False), (2, ("a",), True)])
+def test_gpus_are_told_to_combine_where_an_axis_spans_hosts(hosts: int, axes: tuple[str, ...], told: bool) -> None:
+    devices = np.array(target(f"{hosts}x{4 // hosts}xH100").devices).reshape(2, 2)
+    options = compiler_options(Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2), axes)
+    assert bool(options) == told
+    if options:
+        assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 2**30
