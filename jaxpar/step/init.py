@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ..jaxprs.draws import draws_together
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
@@ -46,7 +47,7 @@ class Start:
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
         layout = self.layout
-        params, variables = self.model_def.create(key)
+        params, variables = draws_together(self.model_def.create)(key)
         values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
         leaves = zip(layout.kept.models, values, strict=True)
         kept = [x.astype(self.policy.kept(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
