@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..jaxprs.draws import draws_together
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
+from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import name_of
 from ..text import did_you_mean, few

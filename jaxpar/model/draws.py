@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 from jax.dtypes import extended
 
-from . import jaxpr as jx
+from ..jaxprs import jaxpr as jx
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")
 SMALL = 16_384  # elements: larger ones may be sharded, and two copies of them are memory
@@ -37,7 +38,7 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
             return fun(key)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, key), strict=True))
         for group in groups:
-            values = [[v.val if jx.is_literal(v) else env[v] for v in eqn.invars] for eqn in group]
+            values = [[_literal(v) if jx.is_literal(v) else env[v] for v in eqn.invars] for eqn in group]
             with jx.standing(group[0]):
                 outs = [jx.bind(group[0], values[0])] if len(group) == 1 else _together(group[0], values)
             for eqn, results in zip(group, outs, strict=True):
@@ -76,6 +77,11 @@ def _kind(eqn: Any) -> Any:
         return None
     params = tuple((name, _hashable(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, params, tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
+
+
+def _literal(atom: Any) -> Any:
+    """Its value, in its own dtype when it is stacked."""
+    return np.asarray(atom.val, atom.aval.dtype)
 
 
 def _hashable(value: Any) -> Any:
