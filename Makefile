@@ -6,6 +6,7 @@
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
+#   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
@@ -70,8 +71,8 @@ types: setup
 docs: setup
 	$(BIN)/zensical build --clean --strict
 
-bench: gpu-compiler
-	for file in experiments/benchmarks/*.py; do JAX_PLATFORMS=cpu $(BIN)/python $$file || exit 1; done
+bench: setup
+	$(BIN)/python experiments/benchmarks/suite.py $(if $(STORE),--store)
 
 setup: $(VENV)/.installed
 

@@ -6,14 +6,14 @@ slows all; ratios are of medians of the process's CPU time, all its threads toge
     python experiments/benchmarks/backward.py
 """
 
-import argparse
-import resource
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from turns import cpu, medians, report
 
 import jaxpar as jp
 from jaxpar.models import named
@@ -45,28 +45,25 @@ def programs() -> dict[str, Callable[[], Any]]:
     return made
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """CPU seconds of one call, all threads together."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    jax.block_until_ready(run())
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def ratios(rounds: int) -> dict[str, float]:
+    """Prints the CPU time of each; the ratios that matter, by name."""
 
+    def timed(run: Callable[[], Any]) -> tuple[float]:
+        before = cpu()
+        jax.block_until_ready(run())
+        return (cpu() - before,)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
-    runs = programs()
-    seconds(runs["forward"])
-    table = {name: float(np.median(each)) for name, each in zip(
-        runs, zip(*([seconds(run) for run in runs.values()] for _ in range(rounds)), strict=True), strict=True
-    )}  # fmt: skip
-    for name, found in table.items():
-        print(f"{name:14} {1e3 * found:6.0f} ms of CPU time")
-    print(f"forward and backward over forward: {table['both'] / table['forward']:.2f}")
-    print(f"plain jit over jaxpar, forward and backward: {table['plain both'] / table['both']:.2f}")
+    runs = {name: functools.partial(timed, run) for name, run in programs().items()}
+    for run in runs.values():
+        run()
+    found = {name: used for name, (used,) in medians(runs, rounds).items()}
+    for name, used in found.items():
+        print(f"{name:14} {1e3 * used:6.0f} ms of CPU time", flush=True)
+    return {
+        "forward and backward over forward": found["both"] / found["forward"],
+        "forward and backward over plain jit": found["both"] / found["plain both"],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    report(ratios, __doc__, rounds=20)

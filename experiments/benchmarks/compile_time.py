@@ -19,15 +19,12 @@ import argparse
 import collections
 import cProfile
 import json
-import os
 import pstats
-import resource
-import subprocess
-import sys
 import time
 from typing import Any
 
 import numpy as np
+from turns import cpu, fresh
 
 DEVICES, ROWS, LENGTH, LAYERS = 8, 16, 64, 24
 STRATEGIES = {
@@ -94,9 +91,9 @@ def first_step(model_name: str, strategy: str) -> dict[str, dict[str, float]]:
 
     def phase(name: str, run: Any) -> Any:
         parts.clear()
-        wall, cpu = time.perf_counter(), _cpu()
+        wall, used = time.perf_counter(), cpu()
         result = jax.block_until_ready(run())
-        phases[name] = {"wall": time.perf_counter() - wall, "cpu": _cpu() - cpu, **parts}
+        phases[name] = {"wall": time.perf_counter() - wall, "cpu": cpu() - used, **parts}
         return result
 
     if strategy == "plain":
@@ -131,19 +128,9 @@ def first_step(model_name: str, strategy: str) -> dict[str, dict[str, float]]:
     return phases
 
 
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def fresh(model: str, strategy: str) -> dict[str, dict[str, float]]:
+def measured(model: str, strategy: str) -> dict[str, dict[str, float]]:
     """`first_step` in a process of its own."""
-    command = [sys.executable, __file__, "--one", model, strategy]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{model} {strategy}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(fresh(__file__, "--one", model, strategy))
 
 
 def main() -> None:
@@ -162,9 +149,10 @@ def main() -> None:
             first_step(*options.profile)
         pstats.Stats(profile).sort_stats("cumulative").print_stats(r"jaxpar/|jax\.jit|pjit|pxla|compile", 60)
         return
+    ratios: dict[str, float] = {}
     for model in options.models:
         contenders = ["plain", *options.strategies]
-        runs = [{name: fresh(model, name) for name in contenders} for _ in range(options.rounds)]
+        runs = [{name: measured(model, name) for name in contenders} for _ in range(options.rounds)]
 
         def median(name: str, phase: str, part: str, runs: Any = runs) -> float:
             return float(np.median([run[name][phase].get(part, 0.0) for run in runs]))
@@ -176,6 +164,9 @@ def main() -> None:
                 shown = "  ".join(f"{part} {seconds:6.2f}" for part, seconds in found.items())
                 beside = "" if phase == "build" else f"  x{ratio['wall']:.2f} wall  x{ratio['cpu']:.2f} CPU"
                 print(f"{model:10} {name:7}{phase:6}{shown}{beside if name != 'plain' else ''}", flush=True)
+            if name != "plain":
+                ratios[f"{model}, {name}: first step over plain jit"] = ratio["cpu"]
+    print(json.dumps(ratios))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from turns import report
 
 import jaxpar as jp
 
 DEVICES, LAYERS, DIM, VOCAB = 8, 2, 16, 64
-ROUNDS, CALLS = 30, 50
+CALLS = 50
 OPTIMIZER = optax.adamw(1e-3)
 Tree = Any
 
@@ -125,8 +126,10 @@ class Runner:
         return (time.perf_counter() - start) / CALLS, host / CALLS
 
 
-def main() -> None:
+def ratios(rounds: int) -> dict[str, float]:
+    """Prints a line for each strategy, batch and measure; ours over that by hand, by name."""
     jp.simulate(DEVICES)
+    ratio: dict[str, float] = {}
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     batch = {"tokens": np.random.default_rng(0).integers(0, VOCAB, (2 * DEVICES, 9), dtype=np.int32)}
     for strategy, name in itertools.product(("zero3", "ddp"), ("NumPy", "sharded")):
@@ -141,13 +144,16 @@ def main() -> None:
             runner.run()
         losses = [float(runner.metrics["loss"]) for runner in runners]
         assert np.allclose(*losses, rtol=1e-3), losses
-        rounds = np.array([[runner.run() for runner in runners] for _ in range(ROUNDS)])
+        rounds = np.array([[runner.run() for runner in runners] for _ in range(rounds)])
         for what, (mine, hand) in zip(("step", "host"), np.median(rounds, axis=0).T, strict=True):
             print(
                 f"{strategy:6}{name:>8} batch  {what}  jaxpar {mine * 1e6:5.0f} us  by hand {hand * 1e6:5.0f} us  "
-                f"ratio {mine / hand:.3f}"
+                f"ratio {mine / hand:.3f}",
+                flush=True,
             )
+            ratio[f"{strategy}, {name} batch: {what} over by hand"] = float(mine / hand)
+    return ratio
 
 
 if __name__ == "__main__":
-    main()
+    report(ratios, __doc__, rounds=30)

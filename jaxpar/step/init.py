@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
+from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import name_of
 from ..text import did_you_mean, few
@@ -46,7 +47,7 @@ class FirstState:
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
         layout = self.layout
-        params, variables = self.model_def.create(key)
+        params, variables = draws_together(self.model_def.create)(key)
         values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
         leaves = zip(layout.kept.models, values, strict=True)
         kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]

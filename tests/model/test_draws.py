@@ -1,0 +1,94 @@
+"""Equal small draws are made together: 300 small leaves took half a minute to initialise, each draw compiled anew."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.model.draws import SMALL, draws_together
+
+LEAVES = 8
+
+
+def bits(fun: Any, key: Any) -> list[tuple[int, ...]]:
+    """The shapes of what a program draws, in its calls as well."""
+    found = []
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jx.opened(jaxpr)[0].eqns:
+            if eqn.primitive.name == "random_bits":
+                found.append(eqn.outvars[0].aval.shape)
+            for inner in jec.jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(fun)(key))
+    return found
+
+
+def small(key: jax.Array) -> dict[str, jax.Array]:
+    """Leaves of three shapes, whose keys are split and folded; one draw follows from another."""
+    keys = jax.random.split(key, LEAVES)
+    leaves = {f"w{i}": jax.random.normal(keys[i], (3, 4 + i % 3)) for i in range(LEAVES)}
+    more = {f"u{i}": jax.random.uniform(jax.random.fold_in(key, i), (5,), minval=i % 2) for i in range(4)}
+    later = jax.random.normal(jax.random.fold_in(key, (100 * leaves["w0"][0, 0]).astype(jnp.int32)), (3, 4))
+    return leaves | more | {"later": later, "constant": jnp.ones(3)}
+
+
+def test_the_same_numbers_in_fewer_draws() -> None:
+    key = jax.random.key(3)
+    together = draws_together(small)
+    alone = collections.Counter(bits(small, key))
+    assert len(bits(together, key)) < len(bits(small, key)) / 2
+    assert sum(np.prod(shape) for shape in bits(together, key)) == sum(np.prod(s) * n for s, n in alone.items())
+    new, old = jax.jit(together)(key), jax.jit(small)(key)
+    assert new.keys() == old.keys()
+    for name in old:
+        np.testing.assert_allclose(new[name], old[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_generators_that_draw_otherwise_in_batches_stay(impl: str) -> None:
+    """Batched, these draw other numbers than one by one."""
+    key = jax.random.key(3, impl=impl)
+    draw = lambda key: [jax.random.normal(k, (3, 4)) for k in jax.random.split(key, 3)]
+    assert bits(draws_together(draw), key) == bits(draw, key)
+
+
+def test_large_draws_stay() -> None:
+    """They may be sharded, and their stack would not be."""
+    key, side = jax.random.key(3), int(SMALL**0.5) + 1
+    draw = lambda key: [jax.random.normal(k, (side, side)) for k in jax.random.split(key, 3)]
+    assert bits(draws_together(draw), key) == [(side, side)] * 3
+
+
+def test_a_program_with_effects_stays() -> None:
+    """Its prints keep their order."""
+
+    def draw(key: jax.Array) -> list[jax.Array]:
+        jax.debug.print("drawing", ordered=True)
+        return [jax.random.normal(k, (3,)) for k in jax.random.split(key, 3)]
+
+    assert len(bits(draws_together(draw), jax.random.key(0))) == 3
+
+
+def test_of_a_first_state() -> None:
+    """With raw keys inside, and under shards: the parameters are those of the model's own `init`."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        raw = jax.random.split(jax.random.PRNGKey(7), LEAVES)
+        return {**small(key), **{f"r{i}": jax.random.normal(raw[i], (6,)) for i in range(2)}}
+
+    model = jp.Model(init, lambda p, batch, key: sum(x.sum() for x in p.values()) * batch.mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
+    key = jax.random.key(1)
+    params = step.params(step.init(key))
+    assert len(bits(step._create, key)) < 8
+    for name, old in jax.jit(init)(key).items():
+        np.testing.assert_allclose(params[name], old, rtol=1e-6, atol=1e-7, err_msg=name)
