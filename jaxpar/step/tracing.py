@@ -29,7 +29,7 @@ from ..slicing.rolling.loops import roll_loops
 from ..slicing.slicer import Slicing, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
-from .refusals import check_pipe, check_remat, check_replicas, warn_gathered, warn_no_rule, warn_precision
+from .refusals import check_pipe, check_remat, check_replicas, warn_gathered, warn_no_rule, warn_padded, warn_precision
 
 Sums = dict[str, Mean]  # of each metric, over some rows
 
@@ -246,6 +246,8 @@ class Tracing:
         self.layout.loops.update(described(program, self.layout.kept))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
+            if program.main is not None:
+                warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy.remat)
         check_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
