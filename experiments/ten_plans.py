@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import tyro
 
@@ -68,7 +69,7 @@ def ratio(case: Case, top: int = 16) -> tuple[float, Plan, Plan]:
     """Seconds of what a plan finds over those of the best known strategy; both plans."""
     model = named(case.model)
     batch = model.example(case.rows, case.length)
-    options = {"flops": model.flops(case.rows, case.length), "length": case.length or None}
+    options: dict[str, Any] = {"flops": model.flops(case.rows, case.length), "length": case.length or None}
     known = jp.plan(model.model, batch, case.target, strategies=[f"{case.best},precision=bf16"], **options)
     found = jp.plan(model.model, batch, case.target, top=top, **options)
     assert known.lines[0].fits, f"{known.best} does not fit"
