@@ -4,7 +4,7 @@ One use of a stacked leaf [L, ...] is L fetches of a layer.
 
 A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs a chunk of L / (p v) layers in every tick of
 its schedule that has a forward, and again in every one that has a backward, idle ranks included, with the prologue
-beside it, and the epilogue in m ticks.
+beside it, and the epilogue in m ticks. What no stage owns it fetches once, and gives once.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Counted:
       metrics: their number, the loss among them.
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.
       once: whether each use is run once: one microbatch, no pipeline.
+      outside: leaves of a pipeline that no stage owns: their gradients are given as accumulated.
     """
 
     runs: list[Runs]
@@ -57,6 +58,7 @@ class Counted:
     metrics: int
     counts: bool
     once: bool
+    outside: frozenset[int] = frozenset()
 
 
 def count(step: Step, traced: Traced) -> Counted:
@@ -69,10 +71,11 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
     program = traced.program
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
     for i, runs in enumerate(counted.runs):
-        yield _uses(step, i, runs, counted.once and program.uses[i] == (True,), dims.get(i, 0))
+        last = counted.once and program.uses[i] == (True,)
+        yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside)
 
 
-def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
+def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
     leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
     of_a_stage = leaf.layers is not None
@@ -84,7 +87,8 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
     if leaf.trainable:
         n = math.prod(shape[a] for a in leaf.shard)
         whole, sliced = runs.given
-        given = (Times(whole, elements, _pieces(leaf, None, n, compute, reduce) if whole else 1),)
+        made = reduce if outside else compute
+        given = (Times(whole, elements, _pieces(leaf, None, n, made, reduce) if whole else 1),)
         given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
     if leaf.trainable and leaf.dim is not None and index < len(step.layout.leaves):  # not the layers of a kept stack
         parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
@@ -168,6 +172,7 @@ def _piped(step: Step, traced: Traced) -> Counted:
 
     # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
     times = [] if schedule.branches else [schedule.messages("F") - m, schedule.messages("B") - m, m]
+    once: dict[int, Runs] = {}
 
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """One with a forward, one with a backward, and one with both and an epilogue between them."""
@@ -177,14 +182,20 @@ def _piped(step: Step, traced: Traced) -> Counted:
         if isinstance(pipeline, Slots):
             parts = pipeline.alone()
             times[:] = [n for n, _ in parts]
-            return [part for _, part in parts]
-        return pipeline.once([Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)])
+            found, grads = [part for _, part in parts], parts[0][1][0].grads
+        else:
+            phases = [Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)]
+            found = pipeline.once(phases)
+            grads = found[-1].grads
+        once.update({i: Runs((1, 0), (int(grads[i] is not None), 0)) for i in pipeline.access.which})
+        return found
 
     flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
     numbers = jax.tree.unflatten(jax.tree.structure(outs), list(range(len(flat.outvars))))
     programs = (_live(flat, jax.tree.leaves(tick)) for tick in numbers)
     runs, own = _counted(step, list(zip(times, programs, strict=True)))
-    return Counted(runs, own, len(traced.outputs[0]), traced.counts, False)
+    runs = [once.get(i, each) for i, each in enumerate(runs)]
+    return Counted(runs, own, len(traced.outputs[0]), traced.counts, False, frozenset(once))
 
 
 def _live(flat: Flat, outs: Sequence[int]) -> Any:

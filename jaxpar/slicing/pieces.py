@@ -12,6 +12,7 @@ are reduced inside the backward loop.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from jax import lax
 from ..jaxprs.buffers import zeros_after
 from .halves import Left, pick
 from .slices import Slice
+from .stash import Stash
 from .units import Saved, Unit
 
 
@@ -86,8 +88,9 @@ class Segment:
         given = [
             None if ct is None else access.give(i, ct, False) for i, ct in zip(self.unit.leaves, ct_full, strict=True)
         ]
-        given, ct_inputs = lax.optimization_barrier((given, ct_inputs))
-        return [add(a, g) for a, g in zip(into, given, strict=True)], ct_inputs
+        # Sums stand before the barrier, so that a cast for them is no array of its own: of a head, gigabytes.
+        totals = [add(a, g) for a, g in zip(into, given, strict=True)]
+        return lax.optimization_barrier((totals, ct_inputs))
 
 
 @dataclass(frozen=True)
@@ -119,16 +122,18 @@ class Stack:
         grad: bool,
         start: Any = 0,
         real: jax.Array | None = None,
+        stash: Stash | None = None,
     ) -> tuple[list[Any], Any]:
-        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`).
+        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`); or the buffers of the
+        `stash`, in which that now is.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
         """
         consts, init, xs = self.parts(inputs)
 
-        def layer(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
-            number, xs, here = x
+        def layer(state: Any, x: Any) -> tuple[Any, Any]:
+            (carry, buffers), (number, xs, here) = state, x
             inputs = [*consts, *carry, *xs]
             full = self._fetched(access, leaves, self.slices, start + number)
             if grad:
@@ -136,11 +141,14 @@ class Stack:
             else:
                 outs, saved = self.unit.value(full, inputs), None
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
-            return after, (outs[self.carry :], saved)
+            if stash is not None and saved is not None:
+                buffers, saved = stash.put(buffers, number, saved.values), None
+            return (after, buffers), (outs[self.carry :], saved)
 
         every = (jnp.arange(self.length), xs, real)
-        carry, (ys, saved) = lax.scan(layer, init, every, length=self.length, reverse=self.reverse)
-        return [*carry, *ys], saved
+        first = (init, stash.buffers if stash else [])
+        (carry, buffers), (ys, saved) = lax.scan(layer, first, every, length=self.length, reverse=self.reverse)
+        return [*carry, *ys], buffers if stash else saved
 
     def backward(
         self,
@@ -152,9 +160,10 @@ class Stack:
         into: list[Any],
         start: Any = 0,
         real: jax.Array | None = None,
+        stash: Stash | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
-        inputs.
+        inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
@@ -164,10 +173,11 @@ class Stack:
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals = carry
-            number, saved, xs, ct_ys, here = x
+            number, one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
-            reads, run = self.unit.backward(known, saved, [*ct_carry, *ct_ys])
+            one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
             read = pick(reads, self.slices)
             ct_full, ct_in = run(self._fetched(access, leaves, read, start + number))
             if here is not None:
@@ -181,7 +191,7 @@ class Stack:
         (ct_carry, ct_consts, totals), ct_xs = lax.scan(
             layer,
             (cotangents[:n_carry], zeros, totals),
-            (jnp.arange(self.length), saved, xs, cotangents[n_carry:], real),
+            (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], real),
             length=self.length,
             reverse=not self.reverse,
         )
@@ -196,33 +206,40 @@ class Stack:
         cotangents: list[Any],
         start: Any = 0,
         real: jax.Array | None = None,
-    ) -> tuple[list[Any], Left]:
-        """The first half of `backward`: cotangents of the linear inputs, and what it leaves of each layer, stacked."""
+        stash: Stash | None = None,
+        leaves_in: Stash | None = None,
+    ) -> tuple[list[Any], Any]:
+        """The first half of `backward`: cotangents of the linear inputs, and what it leaves of each layer, stacked (a
+        `Left`); or the buffers of `leaves_in`, in which that now is.
+        """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts = carry
-            number, saved, xs, ct_ys, here = x
+            ct_carry, ct_consts, buffers = carry
+            number, one, xs, ct_ys, here = x
+            one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
             known, given = [*consts, *([None] * self.carry), *xs], [*ct_carry, *ct_ys]
-            halves = self.unit.halves(known, saved, given)
+            halves = self.unit.halves(known, one, given)
             full = self._fetched(access, leaves, pick(halves.fetched[0], self.slices), start + number)
-            ct_in, left = halves.inputs(full, pick(self.unit.held, known), saved.values, given)
+            ct_in, left = halves.inputs(full, pick(self.unit.held, known), one.values, given)
             if here is not None:
                 ct_in = _where(here, ct_in, [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))])
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
-            return (ct_in[n_const : n_const + n_carry], ct_consts), (ct_in[n_const + n_carry :], left)
+            if leaves_in is not None:
+                buffers, left = leaves_in.put(buffers, number, left.values), None
+            return (ct_in[n_const : n_const + n_carry], ct_consts, buffers), (ct_in[n_const + n_carry :], left)
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        (ct_carry, ct_consts), (ct_xs, left) = lax.scan(
+        (ct_carry, ct_consts, buffers), (ct_xs, left) = lax.scan(
             layer,
-            (cotangents[:n_carry], zeros),
-            (jnp.arange(self.length), saved, xs, cotangents[n_carry:], real),
+            (cotangents[:n_carry], zeros, leaves_in.buffers if leaves_in else []),
+            (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], real),
             length=self.length,
             reverse=not self.reverse,
         )
-        return [*ct_consts, *ct_carry, *ct_xs], left
+        return [*ct_consts, *ct_carry, *ct_xs], buffers if leaves_in else left
 
     def backward_weights(
         self,
@@ -234,23 +251,30 @@ class Stack:
         into: list[Any],
         start: Any = 0,
         real: jax.Array | None = None,
+        stash: Stash | None = None,
+        left_in: Stash | None = None,
     ) -> list[Any]:
         """The second half of `backward`: `into` with this use's gradients added. `saved` are those of the values saved
-        that it reads (`Halves.saved`).
+        that it reads (`Halves.saved`); or they are in the `stash`, and what the first half left is in `left_in`, where
+        `left` is its structure.
         """
         consts, _, xs = self.parts(inputs)
-        here = next(x for x in (*left.values, *saved) if jnp.issubdtype(x.dtype, jnp.floating))
+        there = [stash.buffers if stash else saved, left_in.buffers if left_in else left.values]
+        here = next(x for values in there for x in values if jnp.issubdtype(x.dtype, jnp.floating))
         totals, add = self._totals(access, leaves, here, into)
 
         def layer(totals: Any, x: Any) -> tuple[Any, None]:
-            number, saved, left, xs, here = x
+            number, one, other, xs, here = x
+            one = one if stash is None else stash.at(number)
+            other = other if left_in is None else dataclasses.replace(left, values=left_in.at(number))
             known = pick(self.unit.held, [*consts, *([None] * self.carry), *xs])
             full = self._fetched(access, leaves, pick(left.halves.fetched[1], self.slices), start + number)
-            ct_full = left.halves.weights(full, known, saved, left)
+            ct_full = left.halves.weights(full, known, one, other)
             ct_full = ct_full if here is None else _where(here, ct_full, [0] * len(ct_full))
             return add(totals, ct_full, start + number), None
 
-        every = (jnp.arange(self.length), saved, left, xs, real)
+        read = (saved if stash is None else None, left if left_in is None else None)
+        every = (jnp.arange(self.length), *read, xs, real)
         totals, _ = lax.scan(layer, totals, every, length=self.length, reverse=not self.reverse)
         return [totals[i] for i in self.unit.leaves]
 

@@ -131,7 +131,7 @@ class Local:
 
     def _piped(self, piped: Piped, seed: jax.Array | None) -> tuple[list[Any], Sums]:
         """Accumulated gradients, and the sums of each metric over all rows."""
-        grads, sums = piped.pipeline(seed).run()
+        grads, sums = piped.run(seed)
         sums = jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums)
         return grads, self.total(sums, piped.rows)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from ..model.model import Replicated
 from ..parallel.pipeline.chunks import shareable
+from ..parallel.pipeline.outside import Outside, outside
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
 from ..slicing.program import Program
@@ -48,7 +49,15 @@ class Piped:
         summed = range(len(jax.tree.leaves(traced.outputs[0])))
         schedule = schedule if seeds is not None else schedule.forwards
         engine = Slots if schedule.branches else Pipeline
-        return engine(traced.program, schedule, self.loss.access, stored, self._values, summed, seeds, shared, part)
+        access = Outside(self.loss.access, outside(traced.program))
+        leaves = access.ahead(stored)
+        return engine(traced.program, schedule, access, leaves, self._values, summed, seeds, shared, part)
+
+    def run(self, seed: jax.Array | None) -> tuple[list[jax.Array | None], list[jax.Array]]:
+        """Accumulated gradients, None where there are none, and this rank's part of the summed outputs."""
+        pipeline = self.pipeline(seed)
+        grads, sums = pipeline.run()
+        return pipeline.access.after(grads), sums
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         at = lambda x: x[microbatch]

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
+from ..parallel.pipeline.chunks import padded
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
+_PADDED = 1.25  # times the layers' work; less is said by `explain` alone
 _LARGE = 1 << 20  # bytes that tensor ranks gather
 
 
@@ -67,6 +69,13 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
                 f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
                 "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
             )
+
+
+def warn_padded(layers: int, ranks: int, chunks: int) -> None:
+    """Say so where chunks of layers have much more room than the model has layers."""
+    stages = ranks * chunks
+    if -(-layers // stages) * stages > _PADDED * layers:
+        warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
 
 
 def check_remat(program: Program, remat: Any) -> None:

@@ -35,6 +35,7 @@ from .refusals import (
     check_remat,
     warn_gathered,
     warn_no_rule,
+    warn_padded,
     warn_precision,
 )
 
@@ -253,6 +254,8 @@ class Tracing:
         self.layout.loops.update(described(program, self.layout.kept))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
+            if program.main is not None:
+                warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy.remat)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))

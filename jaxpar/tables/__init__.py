@@ -41,20 +41,23 @@ class Recipe(NamedTuple):
         there is none for these.
       planned: whether `jp.plan` tries it; no need where another has the same bubble and keeps less.
       placement: which stages a rank's chunks are.
+      near: whether `jp.plan` tries it in place of the schedule of the fastest pipeline that it has found: it is faster
+        where microbatches are few, and slower where they are many.
     """
 
     words: str
     table: Callable[[int, int, int], Table]
     planned: bool = True
     placement: Placement = "loop"
+    near: bool = False
 
 
 SCHEDULES = {
     "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
     "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),
-    "zb-h1": Recipe("1f1b whose bubble is filled with gradients of weights", zb_h1, planned=False),
+    "zb-h1": Recipe("1f1b whose bubble is filled with gradients of weights", zb_h1, planned=False, near=True),
     "zb-h2": Recipe("the same with twice the memory", zb_h2, planned=False),
-    "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, planned=False, placement="V"),
+    "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, False, "V", near=True),
     "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V"),
     "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V"),
     "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V"),

@@ -197,7 +197,7 @@ def test_collectives_across_hosts() -> None:
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
 @pytest.mark.parametrize("way", [Reach(8, 1, 8), Reach(16, 2, 8), Reach(512, 64, 8), Reach(64, 64, 1)])
-def test_more_bytes_take_longer_by_whatever_protocol(kind: str, way: Way) -> None:
+def test_more_bytes_take_longer_by_whatever_protocol(kind: str, way: Reach) -> None:
     times = [collective_seconds(kind, 4**power, way, H100)[0] for power in range(3, 17)]
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times))
 

@@ -12,9 +12,11 @@ import numpy as np
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
+from ...parallel.pipeline.chunks import padded
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ...step.tracing import Traced
 from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
@@ -52,7 +54,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     kept, traced = step.layout.kept, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
-    remarks += [*_remarks(step, found, known, moved), *unasked, *_elsewhere(step, batch)]
+    remarks += [*_layers(step, traced), *_remarks(step, found, known, moved), *unasked, *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
@@ -136,6 +138,13 @@ def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> I
         most = f"{moved[0].count} x {size(moved[0].bytes)}"
         why = cause(step, moved[0])
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
+
+
+def _layers(step: Step, traced: Traced) -> Iterator[str]:
+    """What a pipeline computes and drops."""
+    main = traced.program.main
+    if step.schedule and main and (why := padded(main.length, step.schedule.ranks, step.schedule.chunks)):
+        yield f"{why}."
 
 
 def _elsewhere(step: Step, batch: Any) -> Iterator[str]:

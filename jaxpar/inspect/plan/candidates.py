@@ -146,12 +146,13 @@ class _Facts:
 @dataclass(frozen=True)
 class _Held:
     """Of the layout under one strategy: bytes at rest; elements of parameters that a rank computes with, and of these
-    those that are trained.
+    those that are trained; and both of what no stage of a pipeline owns.
     """
 
     bytes: dict[str, int]
     elements: int
     trained: int
+    outside: tuple[int, int]
 
 
 @dataclass
@@ -211,10 +212,14 @@ class Estimator:
         step = self._step(strategy, self.target.devices)
         ranks = step.mesh.shape["pipe"]
         counts = [
-            (math.prod(leaf.local.stored) // (1 if leaf.layers is None else ranks), leaf.trainable)
+            (math.prod(leaf.local.stored) // (1 if leaf.layers is None else ranks), leaf.trainable, leaf.layers is None)
             for leaf in step.layout.leaves
         ]
-        return _Held(step.layout.bytes, sum(n for n, _ in counts), sum(n for n, trained in counts if trained))
+        outside = [(n, trained) for n, trained, alone in counts if alone and ranks > 1]
+        trained = [sum(n for n, on, *_ in some if on) for some in (counts, outside)]
+        return _Held(
+            step.layout.bytes, sum(n for n, *_ in counts), trained[0], (sum(n for n, _ in outside), trained[1])
+        )
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
@@ -241,15 +246,15 @@ class Estimator:
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves as one, which is used
-        once forwards and once backwards.
+        once forwards and once backwards; of those that no stage of a pipeline owns, once a step.
         """
-        m = s.microbatches
+        m, (alone, alone_trained) = s.microbatches, held.outside
         # How often it fetches them: idle ranks do too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
         uses = Uses(
             elements=held.trained,
-            fetched=(Times(2 * ticks, held.elements),),
-            given=(Times(m, held.trained),),
+            fetched=_some(Times(2 * ticks, held.elements - alone), Times(1, alone)),
+            given=_some(Times(m, held.trained - alone_trained), Times(1, alone_trained)),
             updated=(Times(1, held.trained),),
             last=False,
             shard=("fsdp",) if shape["fsdp"] > 1 else (),
@@ -270,6 +275,10 @@ class Estimator:
         local = max(1, min(shape[axis], self.target.per_host // inner))
         way = Reach(shape[axis], -(-shape[axis] // local), local)
         return collective_seconds(kind, int(size), way, self.target.hardware)[0]
+
+
+def _some(*times: Times) -> tuple[Times, ...]:
+    return tuple(each for each in times if each.elements)
 
 
 def _computed(s: Strategy) -> Any:

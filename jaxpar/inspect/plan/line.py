@@ -13,6 +13,8 @@ from .candidates import Estimate
 
 # Of a device's memory, for what is in no program: CUDA's context, NCCL's buffers, fragmentation. Ours, not measured.
 RESERVE = 0.08
+# Three published runs took so much longer than predicted (docs/predict.md).
+SLOWER = (1.08, 1.24)
 _SLIGHT = 0.005  # of the best's seconds: a part that costs less is not named
 
 
@@ -30,7 +32,7 @@ class Line:
       links: bytes that a device sends by "link" (within a host) and "network".
       exposed: seconds in which kernels wait for collectives, by axes.
       sent: [kind, axes, bytes by the closed form, bytes found in the program].
-      bubble: the part of the kernels' time in which a rank of the pipeline does masked work.
+      bubble: the part of the kernels' time in which a rank of the pipeline does masked work; where ranks branch none.
       compile_seconds: it took to build and compile.
       cached: whether that was before.
       least: FLOPs outside the bubble of the plan's line that computes fewest: what is more is recomputation.
@@ -62,6 +64,10 @@ class Line:
         """Of a step, predicted."""
         return self.prediction["seconds"]
 
+    def ties(self, best: Line) -> bool:
+        """Whether it may be as fast as `best`, by what predictions were off."""
+        return self.fits and self.seconds * SLOWER[0] <= best.seconds * SLOWER[1]
+
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -77,10 +83,11 @@ class Line:
         idle = self.bubble * multiplied
         again = (multiplied - idle) * (1 - self.least / self.useful) if self.least else 0.0
         other = found["compute"] - multiplied
+        waits = max(0.0, found["seconds"] - found["compute"] - sum(self.exposed.values()))  # in slots, for other ranks
         return {
             "matmuls and attention": multiplied - idle - again,
             "recomputation": again,
-            "the pipeline's bubble": idle,
+            "the pipeline's bubble": idle + waits,
             "memory-bound kernels": other,
             **{f"exposed collectives over {axes}": seconds for axes, seconds in self.exposed.items()},
         }
@@ -116,4 +123,6 @@ def _whys(line: Line, best: Line, at: int) -> Iterator[str]:
     named = sorted(more.items(), key=lambda item: -item[1])
     causes = [f"{1e3 * s:+,.0f} ms {name}" for name, s in named[:3] if s > _SLIGHT * best.seconds]
     saved = [f"{1e3 * s:+,.0f} ms {name}" for name, s in named[::-1][:1] if s < -_SLIGHT * best.seconds]
-    yield f"{line.seconds / best.seconds - 1:.1%} slower: {', '.join([*causes, *saved]) or 'a little of everything'}"
+    within = ", within the error" if line.ties(best) else ""
+    why = ", ".join([*causes, *saved]) or "a little of everything"
+    yield f"{line.seconds / best.seconds - 1:.1%} slower{within}: {why}"

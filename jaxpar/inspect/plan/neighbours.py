@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ...strategy import AXES, PER_RANK, ROWS, Strategy
+from ...tables import SCHEDULES
 from ..targets.devices import Target
 from .candidates import REMATS
 
@@ -29,9 +30,9 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strategy]:
-    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce` or
-    `zero`, or in that all replicas are plain or all are sharded; and that the devices and the rows of a global batch
-    allow. `strategy`'s sizes are numbers.
+    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce`,
+    `zero` or a pipeline's schedule, or in that all replicas are plain or all are sharded; and that the devices and the
+    rows of a global batch allow. `strategy`'s sizes are numbers.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
@@ -39,6 +40,11 @@ def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strate
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
     if pipe > 1:
         changes += [{"chunks": 2 * chunks}, {"chunks": chunks // 2}]
+        changes += [
+            {"schedule": name, "chunks": 2 if recipe.placement == "V" else chunks if recipe.planned else 1}
+            for name, recipe in SCHEDULES.items()
+            if recipe.planned or recipe.near
+        ]
     if strategy.fsdp > 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
     shape = strategy.sizes(n, target.hosts)

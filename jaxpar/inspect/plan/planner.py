@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
+from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
 from ...text import size
@@ -317,6 +318,9 @@ class _Planner:
             links[part.way] = links.get(part.way, 0) + part.bytes
             exposed[axes] = exposed.get(axes, 0.0) + part.exposed
         numbers = {k: v for k, v in found.json().items() if k != "parts"}
+        main, schedule = step.traced(self.batch).program.main, step.schedule
+        if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
+            numbers["notes"].append(f"{why}.")
         return {
             "memory": dataclasses.asdict(memory),
             "prediction": numbers,
@@ -324,7 +328,7 @@ class _Planner:
             "links": links,
             "exposed": exposed,
             "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
-            "bubble": float(step.schedule.bubble) if step.schedule else 0.0,
+            "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
             "compile_seconds": seconds,
         }
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import WIDTH, size
-from .line import RESERVE, Line
+from .line import RESERVE, SLOWER, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
 _DAY = 86_400  # seconds
-_SLOWER = "8 to 24%"  # docs/predict.md, against published throughput
 _SHOWN = 4  # reasons of those that were not compiled
 
 
@@ -111,8 +110,9 @@ def _row(plan: Plan, number: int, line: Line, common: bool) -> Iterator[str]:
     speed = found["rows_per_second"] * (plan.length or 1)
     mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
     sent = [f"{line.links.get(way, 0) / 1e9:.1f}" for way in ("link", "network")]
+    tie = "~" if number > 1 and line.ties(plan.lines[0]) else " "
     numbers = (
-        f"{number:>2}  {line.memory['total'] / 1e9:>5.1f}{' ' if line.fits else '!'} {1e3 * line.seconds:>8,.1f} "
+        f"{number:>2}{tie} {line.memory['total'] / 1e9:>5.1f}{' ' if line.fits else '!'} {1e3 * line.seconds:>8,.1f} "
         f"{_speed(speed):>10} {mfu:>6} {sent[0]:>8} {sent[1]:>7}  "
     )
     strategy = dataclasses.replace(line.strategy, precision="f32") if common else line.strategy  # its default
@@ -154,8 +154,8 @@ def _left(plan: Plan) -> Iterator[str]:
     yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
         "does not fit. GB link and GB net: what each device sends within a host and across. ms by the model of "
-        f"jaxpar.inspect.predict.prediction, of the compiled program; three published runs took {_SLOWER} longer, so "
-        "that lines which differ by little may change places.",
+        "jaxpar.inspect.predict.prediction, of the compiled program; three published runs took "
+        f"{SLOWER[0] - 1:.0%} to {SLOWER[1] - 1:.0%} longer. ~ may be as fast as 1: so little is no ranking.",
         2,
     )
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):
@@ -252,6 +252,8 @@ def _part(name: str, line: Line) -> str:
     return {
         "matmuls and attention": "of compute, products",
         "recomputation": f"of compute, products beyond the {line.least:.4g} FLOPs of the line with fewest",
-        "the pipeline's bubble": f"of compute, {line.bubble:.1%} of products: ranks idle by the schedule",
+        "the pipeline's bubble": f"of compute, {line.bubble:.1%} of products: ranks idle by the schedule"
+        if line.bubble
+        else "ranks wait for others' operations in their slots",
         "memory-bound kernels": "of compute, the rest",
     }.get(name, "of exposed")

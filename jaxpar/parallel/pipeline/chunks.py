@@ -22,6 +22,24 @@ from .schedules import Schedule
 AXIS = "pipe"
 
 
+def padded(layers: int, ranks: int, chunks: int) -> str:
+    """What the layers by which chunks have more room than the stack has cost, in a sentence; "" where they fill it.
+
+    >>> padded(126, ranks=16, chunks=7)
+    '126 layers in 16 x 7 chunks of 2 take the time and the memory of 224; with chunks=4, of 128'
+    """
+
+    def room(chunks: int) -> int:
+        return -(-layers // (ranks * chunks)) * ranks * chunks
+
+    if room(chunks) == layers:
+        return ""
+    best = min(range(chunks, 0, -1), key=room)
+    less = f"; with chunks={best}, of {room(best)}" if room(best) < room(chunks) else ""
+    chunk = f"{ranks} x {chunks} chunks of {room(chunks) // ranks // chunks}"
+    return f"{layers} layers in {chunk} take the time and the memory of {room(chunks)}{less}"
+
+
 def before(program: Program) -> tuple[Any, ...]:
     """The prologue: what runs before the stack that is cut."""
     return program.pieces[: program.pieces.index(program.main)]  # type: ignore[arg-type]

@@ -14,7 +14,9 @@ from ... import collectives
 from ...jaxprs import jaxpr as jx
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
+from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, after, before
+from .outside import Outside
 
 
 class _Masked:
@@ -41,8 +43,9 @@ class Engine(Cut):
 
     Attributes:
       program, schedule: the loss on the rows of one microbatch, and its schedule.
-      access: how parameters are fetched and gradients given.
-      leaves: what this rank stores; of stages' own leaves its layers, chunk by chunk, on dim 0.
+      access: how parameters are fetched and gradients given (`outside.py`).
+      leaves: what this rank stores, or of leaves that no stage owns what was fetched; of stages' own its layers, chunk
+        by chunk, on dim 0.
       values: `values(microbatch)`, those of the program's inputs.
       summed: positions of the outputs to add up.
       seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
@@ -50,7 +53,7 @@ class Engine(Cut):
         values as `values`.
     """
 
-    access: Access
+    access: Outside
     leaves: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
     summed: Sequence[int]
@@ -58,9 +61,11 @@ class Engine(Cut):
     shared: Program | None = None
     part: Callable[[jax.Array], list[Any]] | None = None
 
-    def forward(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
-        """One chunk of layers on a message: the next message, and what the backward needs."""
-        return self.chunk(env, op, self.entered(env, op, message), grad)
+    def forward(
+        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+    ) -> tuple[Message, Any]:
+        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forward`."""
+        return self.chunk(env, op, self.entered(env, op, message), grad, stash)
 
     def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
         """A message, or in the first stage what the prologue made."""
@@ -68,12 +73,14 @@ class Engine(Cut):
         first = self._stage(op) == 0
         return Message([jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
 
-    def chunk(self, env: dict[Any, Any], op: Any, message: Message, grad: bool) -> tuple[Message, Any]:
+    def chunk(
+        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+    ) -> tuple[Message, Any]:
         """One chunk of layers on a message that is there, in the first stage too."""
         k, first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._inputs(env, op)
         outs, saved = self.stage.forward(
-            self.access, self.leaves, [*consts, *message.carry, *xs], grad, *self.layers(op)
+            self.access, self.leaves, [*consts, *message.carry, *xs], grad, *self.layers(op), stash
         )
         by_layer = []
         for j, buffer in zip(self.collected, message.by_layer, strict=True):
@@ -114,9 +121,11 @@ class Engine(Cut):
         return grads, sums, made
 
     def backward(
-        self, env: dict[Any, Any], op: Any, saved: Any, cts: Message, grads: list[Any]
+        self, env: dict[Any, Any], op: Any, saved: Any, stash: Stash, cts: Message, grads: list[Any]
     ) -> tuple[list[Any], Message, dict[Any, Any]]:
-        """Gradients, cotangents for the rank before, and those of what the prologue made."""
+        """Gradients, cotangents for the rank before, and those of what the prologue made. What the forward saved is in
+        the stash; `saved` is its structure.
+        """
         own = self.stack.unit.leaves
         totals, ct_in = self.stage.backward(
             _Masked(self.access, op["valid"]),
@@ -126,6 +135,7 @@ class Engine(Cut):
             self.given(op, cts),
             [grads[i] for i in own],
             *self.layers(op),
+            stash,
         )
         grads = with_totals(grads, own, totals)
         ct_consts, ct_carry, ct_xs = self.parts(ct_in)

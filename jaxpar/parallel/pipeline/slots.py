@@ -35,6 +35,7 @@ from ...inspect.compiled import shares
 from ...jaxprs import jaxpr as jx
 from ...slicing.halves import Left, merge, pick
 from ...slicing.program import backward, forward
+from ...slicing.stash import Stash
 from ...tables.orders import orders_of
 from .buffers import CODES
 from .chunks import AXIS, Message, before
@@ -273,10 +274,12 @@ class Slots(Engine):
         carry = merge(linear.carry, cotangents.carry, others.carry)
         return Message(carry, merge(linear.by_layer, cotangents.by_layer, others.by_layer))
 
-    def inputs(self, env: Any, op: Any, saved: Any, cts: Message) -> tuple[list[Any], Left]:
-        """The gradient of a chunk's inputs, and what is left for that of its weights."""
+    def inputs(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
+        """The gradient of a chunk's inputs, and what is left for that of its weights; `stashes` as for
+        `Stack.backward_inputs`.
+        """
         known, given = self.known(env, op), self.given(op, cts)
-        return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op))
+        return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op), *stashes)
 
     def _no_extras(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Zeros for cotangents of what layers read beside the carry."""
@@ -302,33 +305,32 @@ class _Operations:
 
     def forward(self, number: jax.Array, carry: Any) -> Any:
         (message, stash), op = carry, self._op(number)
-        outs, new = self.of.chunk(self.env, op, message, self.of.seeds is not None)
-        return outs, stash if new is None else _put(stash, new.values, op["stash"])
+        grad = self.of.seeds is not None
+        outs, new = self.of.chunk(self.env, op, message, grad, Stash(stash, op["stash"]) if grad else None)
+        return outs, new if grad else stash
 
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         (message, _, grads), op, of = carry, self._op(number), self.of
-        saved, own = dataclasses.replace(self.saved, values=_at(stash, op["stash"])), of.stack.unit.leaves
+        saved, own = Stash(stash, op["stash"]), of.stack.unit.leaves
         given, into = of.given(op, message.where(of.linear)), [grads[i] for i in own]
         totals, cts = of.stage.backward(
-            of.access, of.leaves, of.known(self.env, op), saved, given, into, *of.layers(op)
+            of.access, of.leaves, of.known(self.env, op), self.saved, given, into, *of.layers(op), saved
         )
         return *self._back(message, cts), with_totals(grads, own, totals)
 
     def inputs(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         (message, _, kept), op = carry, self._op(number)
-        saved = dataclasses.replace(self.saved, values=_at(stash, op["stash"]))
-        cts, left = self.of.inputs(self.env, op, saved, message.where(self.of.linear))
-        return *self._back(message, cts), _put(kept, left.values, op["kept"])
+        stashes = Stash(stash, op["stash"]), Stash(kept, op["kept"])
+        cts, kept = self.of.inputs(self.env, op, self.saved, message.where(self.of.linear), *stashes)
+        return *self._back(message, cts), kept
 
     def weights(self, stash: list[jax.Array], kept: list[jax.Array], number: jax.Array, grads: Any) -> Any:
         op, of = self._op(number), self.of
         assert self.left is not None
         own = of.stack.unit.leaves
-        saved = _at(pick(self.left.halves.saved, stash), op["stash"])
-        left = dataclasses.replace(self.left, values=_at(kept, op["kept"]))
-        totals = of.stage.backward_weights(
-            of.access, of.leaves, of.known(self.env, op), saved, left, [grads[i] for i in own], *of.layers(op)
-        )
+        known, into = of.known(self.env, op), [grads[i] for i in own]
+        stashes = Stash(pick(self.left.halves.saved, stash), op["stash"]), Stash(kept, op["kept"])
+        totals = of.stage.backward_weights(of.access, of.leaves, known, [], self.left, into, *of.layers(op), *stashes)
         return with_totals(grads, own, totals)
 
     def _back(self, message: Message, cts: list[Any]) -> tuple[Message, Any]:

@@ -31,6 +31,7 @@ from jax import lax
 from ... import collectives
 from ...jaxprs import jaxpr as jx
 from ...slicing.program import backward, forward
+from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, before
 from .ranks import Engine
 from .schedules import Kind, Phase
@@ -158,12 +159,10 @@ class Pipeline(Engine):
             op = _op("F", row)
             env = program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            outs, new = self.forward(env, op, message, bool(self.seeds))
-            if self.seeds:
-                stash = [
-                    lax.dynamic_update_index_in_dim(a, x, row["write"], axis=0)
-                    for a, x in zip(stash, new.values, strict=True)
-                ]
+            outs, new = self.forward(
+                env, op, message, bool(self.seeds), Stash(stash, row["write"]) if self.seeds else None
+            )
+            stash = new if self.seeds else stash
             if phase.epilogue:
                 grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
                 if late is not None:
@@ -179,10 +178,8 @@ class Pipeline(Engine):
             ends = last & (op["chunk"] == self.schedule.chunks - 1)
             if made is not None:
                 cotangents = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cotangents)
-            here = dataclasses.replace(
-                saved, values=[lax.dynamic_index_in_dim(a, row["read"], keepdims=False) for a in stash]
-            )
-            grads, sent, of_prologue = self.backward(env, op, here, cotangents, grads)
+            here = Stash(stash, row["read"])
+            grads, sent, of_prologue = self.backward(env, op, saved, here, cotangents, grads)
             for v, ct in zip(self.side(), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
