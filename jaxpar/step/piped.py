@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..model.model import Replicated
+from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.chunks import shareable
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
@@ -30,12 +31,14 @@ class Piped:
     rows: Any
     keys: jax.Array | None
 
-    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots:
+    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots | FlatPipeline:
         """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
         without one, of an evaluation: forwards alone.
         """
         schedule, traced = self.tracing.schedule, self.loss.traced
         assert schedule is not None
+        if self.tracing.layout.kept.cut:
+            return self._cut(seed)
         seeds = None if seed is None else {traced.total: seed}
         shared, part = self._shared(schedule.ranks)
         if shared is not None and seeds and not traced.counts:
@@ -49,6 +52,29 @@ class Piped:
         schedule = schedule if seeds is not None else schedule.forwards
         engine = Slots if schedule.branches else Pipeline
         return engine(traced.program, schedule, self.loss.access, stored, self._values, summed, seeds, shared, part)
+
+    def run(self, seed: jax.Array | None) -> tuple[list[Any], list[jax.Array], Any]:
+        """Gradients as accumulated, this rank's part of the summed outputs, and new variables; `seed` as for
+        `pipeline`.
+        """
+        pipeline = self.pipeline(seed)
+        if not isinstance(pipeline, FlatPipeline):
+            return *pipeline.run(), self.variables
+        grads, sums, variables = pipeline.run()
+        return grads, sums, jax.tree.unflatten(jax.tree.structure(self.variables), variables)
+
+    def _cut(self, seed: jax.Array | None) -> FlatPipeline:
+        """That of stages which are parts of the program."""
+        schedule, traced = self.tracing.schedule, self.loss.traced
+        assert schedule is not None
+        sums, changed = (jax.tree.leaves(part) for part in traced.outputs)
+        stored = [x.astype(leaf.dtype) for x, leaf in zip(self.loss.stored, traced.leaves, strict=True)]
+        variables = jax.tree.leaves(self.variables)
+        seeds = None if seed is None else {traced.total: seed}
+        schedule = schedule if seed is not None else schedule.forwards
+        return FlatPipeline(
+            traced.program, schedule, self.loss.access, stored, self._values, variables, sums, changed, seeds
+        )
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         at = lambda x: x[microbatch]

@@ -211,7 +211,7 @@ class Estimator:
         step = self._step(strategy, self.target.devices)
         ranks = step.mesh.shape["pipe"]
         counts = [
-            (math.prod(leaf.local.stored) // (1 if leaf.layers is None else ranks), leaf.trainable)
+            (math.prod(leaf.local.stored) // (ranks if leaf.of_a_stage else 1), leaf.trainable)
             for leaf in step.layout.leaves
         ]
         return _Held(step.layout.bytes, sum(n for n, _ in counts), sum(n for n, trained in counts if trained))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
+from ...parallel.flat.engine import rows_of
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
 from ...step.piped import Piped
@@ -167,7 +168,8 @@ def slot_bytes(step: Step, batch: Any) -> int:
     `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
     """
     assert step.schedule is not None
-    return _held_bytes(step, batch)[0] // step.schedule.slots
+    slots = rows_of(step.schedule).stashes if step.layout.kept.cut else step.schedule.slots
+    return _held_bytes(step, batch)[0] // slots
 
 
 def held_bytes(step: Step, batch: Any) -> int:
