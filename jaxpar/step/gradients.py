@@ -20,7 +20,7 @@ from ..data.contents import shares_outside
 from ..model.batches import microbatches
 from ..parallel import rule_of
 from ..parallel.access import Access
-from ..parallel.flat.access import SpreadAccess
+from ..parallel.spread import SpreadAccess
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 

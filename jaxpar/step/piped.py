@@ -12,13 +12,26 @@ from jax import lax
 
 from ..model.model import Replicated
 from ..parallel.flat.engine import FlatPipeline
+from ..parallel.pipeline.buffers import Rows, Walk
 from ..parallel.pipeline.chunks import shareable
+from ..parallel.pipeline.schedules import Schedule
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
 from ..slicing.program import Program
 from .tracing import Loss, Tracing
 
 Values = Callable[[jax.Array], list[Any]]  # of a program's inputs, for the number of a microbatch
+
+
+def rows_of(schedule: Schedule) -> Rows:
+    """What slots of one operation a rank look up: of a table in lockstep, a tick's forwards and then its backwards."""
+    parts = [
+        tuple(tuple(op for op in ops if op.kind == kind) for ops in column)
+        for column in schedule.table()
+        for kind in "FB"
+    ]
+    slots = tuple(part for part in parts if any(part))
+    return Walk(slots, schedule.placement, schedule.chunks, schedule.forwards_only).rows()
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,8 @@ class Piped:
         variables = jax.tree.leaves(self.variables)
         seeds = None if seed is None else {traced.total: seed}
         schedule = schedule if seed is not None else schedule.forwards
-        return FlatPipeline(
-            traced.program, schedule, self.loss.access, stored, self._values, variables, sums, changed, seeds
-        )
+        given = (self.loss.access, stored, self._values, variables)
+        return FlatPipeline(traced.program, schedule, rows_of(schedule), *given, sums, changed, seeds)
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         at = lambda x: x[microbatch]

@@ -35,12 +35,14 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
         index, why = next(iter(uneven.items()))
         raise ValueError(
             f"pipe={ranks} spreads layers that are the same program, and those of {layout.leaves[index].path} "
-            f"differ: {why}; make them alike, or use data or fsdp for pipe"
+            f"differ: {why}; make them alike, or use stages='cut', which makes stages of any program, or data or fsdp for "
+            "pipe"
         )
     if program.main is None:
         raise ValueError(
             f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
-            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use data or fsdp for pipe"
+            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use "
+            "stages='cut', which makes stages of any program, or data or fsdp for pipe"
         )
     length, rounds = program.main.length, max(s.stride for s in program.main.slices)
     if rounds > 1 and length % stages:

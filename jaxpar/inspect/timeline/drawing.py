@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
-from ...parallel.flat.engine import rows_of
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
-from ...step.piped import Piped
+from ...step.piped import Piped, rows_of
 from ...tables.operations import TIME, WORDS, Kind
 from ...text import size as bytes_of
 from .svg import INK, kinds_of, tint

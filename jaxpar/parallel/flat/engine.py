@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from jax import lax
 
 from ... import collectives
 from ...inspect.compiled import shares
+from ...layout.leaves import Leaf
+from ...slicing.pieces import Access
 from ...slicing.program import Program
-from ..pipeline.buffers import CODES, Rows, Walk
-from ..pipeline.schedules import Schedule
-from .access import AXIS, Exchange, SpreadAccess
+from ...tables.operations import KINDS, Place
+from .exchange import AXIS, Exchange
 from .packing import Buffers, Packing, plain, widest, zeros
 from .stages import Run, Stage, is_linear, run, stages
 
@@ -56,7 +57,7 @@ class State:
 jax.tree_util.register_dataclass(State, [f.name for f in dataclasses.fields(State)], [])
 
 
-def used(program: Program, schedule: Schedule) -> list[list[int]]:
+def used(program: Program, schedule: Order) -> list[list[int]]:
     """The leaves that each rank's stages read, in order."""
     found: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
     for number, piece in enumerate(program.pieces):
@@ -64,14 +65,30 @@ def used(program: Program, schedule: Schedule) -> list[list[int]]:
     return [list(some) for some in found]
 
 
-def rows_of(schedule: Schedule) -> Rows:
-    """The slots of a schedule: of a table in lockstep, a tick's forwards and then its backwards."""
-    parts = [
-        tuple(tuple(op for op in ops if op.kind == kind) for ops in column)
-        for column in schedule.table()
-        for kind in "FB"
-    ]
-    return Walk(tuple(p for p in parts if any(p)), schedule.placement, schedule.chunks, schedule.forwards_only).rows()
+class Spread(Access, Protocol):
+    """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
+    is a number (`parallel/spread.py`).
+    """
+
+    leaves: Sequence[Leaf]
+
+
+class Order(Protocol):
+    """A schedule, as far as it is asked (`parallel/pipeline/schedules.py`)."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step has."""
+        ...
+
+    def place(self, stage: int) -> Place:
+        """The rank and the chunk of a stage."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class FlatPipeline:
 
     Attributes:
       program, schedule: the loss on the rows of one microbatch, cut into p v segments, and its schedule.
+      rows: what its slots look up (`parallel/pipeline/buffers.Rows`), one operation a rank in each.
       access: how parameters are fetched and gradients given.
       parts: what this rank stores of every leaf, in the compute dtype.
       values: `values(microbatch)`, those of the program's inputs, of which the first are `variables`.
@@ -90,8 +108,9 @@ class FlatPipeline:
     """
 
     program: Program
-    schedule: Schedule
-    access: SpreadAccess
+    schedule: Order
+    rows: Any
+    access: Spread
     parts: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
     variables: list[jax.Array]
@@ -139,11 +158,6 @@ class FlatPipeline:
     def stages(self) -> list[Stage]:
         """In the order of the program."""
         return stages(self.program)
-
-    @functools.cached_property
-    def rows(self) -> Rows:
-        """The slots."""
-        return rows_of(self.schedule)
 
     @property
     def forwards(self) -> bool:
@@ -248,7 +262,7 @@ class FlatPipeline:
     def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
         rank, chunk = self.schedule.place(stage.number)
-        here = (row["kind"] == CODES[kind]) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
+        here = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
         more = lambda state: state[0] < here.astype(jnp.int32)
         m, ticks = self.schedule.microbatches, len(self.rows.kind)
         with jax.named_scope(shares.name_of(m, m, ticks)):

@@ -1,4 +1,4 @@
-"""How the stages of a cut program reach parameters: at rest spread over `pipe`, in a step each leaf where it is used.
+"""Weights on their way to the stages that use them, and gradients back.
 
     at rest         rank 0: a/4 b/4 c/4    rank 1: a/4 b/4 c/4   ...      a stage of its own has no leaf: all have 1/p
     all-to-all      rank 0: a b            rank 1: c             ...      once a step; and of gradients, the way back
@@ -18,52 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
-from ...layout.layout import Layout
-from ...strategy import summed_over
-from .. import DDP, Rule, Use
 from .packing import Buffers, Packing, widest
 
 AXIS = "pipe"
-
-
-class SpreadAccess:
-    """A rule applied to the leaves of a layout that are spread over `pipe`.
-
-    In a stage, a leaf is [pipe, ...], every rank's part of it; one that is not spread is whole on every rank.
-    """
-
-    def __init__(self, layout: Layout, rule: Rule):
-        self.leaves, self.policy, self.ranks = layout.kept.leaves, layout.policy, layout.mesh.shape[AXIS]
-        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
-
-    def _use(self, index: int, lead: int) -> Use:
-        leaf = self.leaves[index]
-        shard = leaf.shard if leaf.dim is not None and self.rules[index].sharded else ()
-        rest = tuple(a for a in summed_over(leaf.of_a_stage) if a not in shard)
-        return Use((leaf.dim or 0) + lead, shard, rest, False, self.policy.reduced(leaf.dtype))
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf."""
-        leaf = self.leaves[index]
-        if leaf.dim is None:
-            return value
-        parts = jnp.moveaxis(self.rules[index].fetch(value, self._use(index, 1)), 0, leaf.dim)
-        return leaf.unpad(parts.reshape(leaf.stored))
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What is accumulated of one use's gradient [pipe, ...]; None for a frozen leaf."""
-        leaf = self.leaves[index]
-        if not leaf.trainable:
-            return None
-        if leaf.dim is None:
-            return self.rules[index].give(cotangent, self._use(index, 0))
-        shape, d = leaf.stored, leaf.dim
-        parts = leaf.pad(cotangent).reshape(*shape[:d], self.ranks, shape[d] // self.ranks, *shape[d + 1 :])
-        return self.rules[index].give(jnp.moveaxis(parts, d, 0), self._use(index, 1))
-
-    def finish(self, index: int, gradient: jax.Array) -> jax.Array:
-        """The gradient of this rank's part that the update gets."""
-        return self.rules[index].finish(gradient, self._use(index, 0))
 
 
 @dataclass(frozen=True)
