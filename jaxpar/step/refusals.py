@@ -35,8 +35,8 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
         index, why = next(iter(uneven.items()))
         raise ValueError(
             f"pipe={ranks} spreads layers that are the same program, and those of {layout.leaves[index].path} "
-            f"differ: {why}; make them alike, or use stages='cut', which makes stages of any program, or data or fsdp for "
-            "pipe"
+            f"differ: {why}; make them alike, or use stages='cut', which makes stages of any program, or data or "
+            "fsdp for pipe"
         )
     if program.main is None:
         raise ValueError(
