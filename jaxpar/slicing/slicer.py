@@ -133,7 +133,8 @@ def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Callable[[Sequence
         pieces.insert(0, piece)
     uses = tuple(tuple(False for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses)
+    cut = tuple(map(tuple, parts))
+    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, groups=cut)
 
 
 def _scanned(scans: Sequence[Any], known: _Known, how: Slicing) -> tuple[dict[int, Reads], Any]:

@@ -12,8 +12,11 @@ import numpy as np
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
+from ...parallel.flat import stages
+from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.core import Step
+from ...step.piped import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
 from ...text import size
 from ..check.promises import SCALARS
@@ -49,7 +52,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     kept, traced = step.layout.kept, step.traced(batch)
-    remarks += [*_remarks(step, found, known, moved), *_elsewhere(step, batch)]
+    remarks += [*_remarks(step, traced.program, found, known, moved), *_elsewhere(step, batch)]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
@@ -106,9 +109,16 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
     return "data parallel"
 
 
-def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
+def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
     schedule = step.schedule
-    if schedule is not None:
+    if schedule is not None and step.layout.kept.cut:
+        held = [math.prod(leaf.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
+        yield (
+            f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
+            f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "
+            "Collectives inside of stages are those of all stages together, and a rank runs its own."
+        )
+    elif schedule is not None:
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
             f"layers; idle {float(schedule.bubble):.1%} of the time."

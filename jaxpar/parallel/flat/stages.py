@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from ...jaxprs import jaxpr as jx
 from ...slicing.pieces import Access, Segment
 from ...slicing.program import Program, backward, forward, read
+from ...text import size
+from .cut import bytes_of, times
 from .packing import Packing
 
 
@@ -55,6 +57,22 @@ def stages(program: Program) -> list[Stage]:
     for position, atom in enumerate(program.outputs):
         results[-1 if jx.is_literal(atom) else home.get(atom, -1)].append(position)  # the last has the program's inputs
     return [Stage(at, piece, live(at), live(at + 1), tuple(results[at])) for at, piece in enumerate(pieces)]
+
+
+def described(program: Program, held: Sequence[int]) -> str:
+    """The stages in numbers: their parts of the predicted time, their weights, and the messages between them. `held`
+    are the bytes of each leaf.
+    """
+    each = [float(times(group).sum()) for group in program.groups]
+    every = stages(program)
+    weights = [size(sum(held[i] for i in dict.fromkeys(stage.piece.unit.leaves))) for stage in every]
+    carried = [sum(bytes_of(v) for v in stage.incoming if v in stage.outgoing) for stage in every]
+    parts = ", ".join(f"{x / sum(each):.0%}" for x in each)
+    return (
+        f"the program is cut into {len(every)} stages of {parts} of the predicted time, with {', '.join(weights)} of "
+        f"weights; the largest message has {size(max(stage.before.bytes for stage in every))}, and skips carry "
+        f"{size(sum(carried))} of a microbatch through stages that do not make them"
+    )
 
 
 def is_linear(program: Program, v: Any) -> bool:
