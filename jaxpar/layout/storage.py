@@ -277,11 +277,12 @@ def _lacks_stack(kept: Kept, pipe: Pipe) -> bool:
     """Whether no stack is most of a model: it has none, or lists of blocks most of which are not alike, or too short.
 
     A stack that the model scans is one, however short it is: its program cannot be cut within. Kernels of square
-    convolutions, [k, k, in, out], are none.
+    convolutions, [k, k, in, out], are none, nor matrices that share a dim.
     """
     own = [leaf for leaf in kept.leaves if leaf.layers is not None]
     if not own or not all(leaf.rolled for leaf in own):
-        return all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in own)
+        kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in own)
+        return kernels or all(len(leaf.logical) < 3 for leaf in own)
     blocks = sum(leaf.layers or 0 for leaf in own)
     return 2 * blocks < len(kept.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
 
