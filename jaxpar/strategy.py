@@ -71,6 +71,7 @@ _CHOICES = {
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots"),
     "attention": ("auto", "gather", "ulysses", "ring"),
+    "stages": ("auto", "layers", "cut"),
 }
 
 
@@ -88,6 +89,9 @@ class Strategy:
         "gpipe", or one with backwards in halves, as "zb-h1".
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
+      stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
+        without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
+        names and shapes tell.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
         (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
       attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
@@ -125,6 +129,7 @@ class Strategy:
     pipe: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    stages: str = "auto"
     context: int = 1
     attention: str = "auto"
     tensor: int = 1
@@ -171,6 +176,8 @@ class Strategy:
                 raise ValueError(f"{name}={count} is more than a step can have; use a whole number from 1 to {MOST:,}")
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
+        if self.stages != "auto" and self.pipe == 1:
+            raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):

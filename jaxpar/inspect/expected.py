@@ -20,7 +20,11 @@ import jax.numpy as jnp
 
 from ..layout.leaves import Leaf
 from ..parallel import DDP, Sent, rule_of
+from ..parallel.flat.engine import used as used_by
+from ..parallel.fsdp import ZERO3
+from ..parallel.zero import ZERO2
 from ..step.core import Step
+from ..step.tracing import Traced
 from .ledger import Collective, Ledger
 from .uses import Runs, count, uses
 
@@ -41,6 +45,8 @@ def expected(step: Step, batch: Any) -> Ledger:
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
         found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
+    if step.layout.kept.cut:
+        found += _exchanged(step, traced)
     rows = tuple(traced.summed)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:
@@ -50,6 +56,30 @@ def expected(step: Step, batch: Any) -> Ledger:
         if counted.counts and rows:
             found.append(_entry(Sent("all-reduce", rows, jnp.float32, 1, 1), sizes))
     return Ledger(found)
+
+
+def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
+    """What the stages of a cut program send once a step: an all-to-all of weights, and one of gradients back, as large
+    as p times what the largest stage has of one rank.
+    """
+    layout, schedule = step.layout, traced.schedule
+    assert schedule is not None
+    ranks, rule = schedule.ranks, rule_of(step.strategy)
+    for sharded, dtype, only in (
+        ("params" in rule.sharded, step.policy.computed, False),
+        (rule in (ZERO2, ZERO3), step.policy.reduced, True),
+    ):
+        most: dict[str, int] = {}
+        for some in used_by(traced.program, schedule):
+            sent: dict[str, int] = {}
+            for leaf in (layout.leaves[i] for i in some if layout.leaves[i].dim is not None):
+                if leaf.trainable or not only:
+                    shards = math.prod(step.mesh.shape[axis] for axis in leaf.shard) if sharded else 1
+                    name = jnp.dtype(dtype(leaf.dtype)).name
+                    sent[name] = sent.get(name, 0) + math.prod(leaf.stored) // (ranks * shards)
+            most |= {name: max(n, most.get(name, 0)) for name, n in sent.items()}
+        for name, elements in most.items():
+            yield _entry(Sent("all-to-all", ("pipe",), name, 1, ranks * elements), step.mesh.shape)
 
 
 def _entry(one: Sent, sizes: Mapping[str, int]) -> Collective:

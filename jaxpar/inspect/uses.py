@@ -23,6 +23,7 @@ from ..collectives import scatter_pieces
 from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
+from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.schedules import Phase
 from ..parallel.pipeline.slots import Slots
 from ..step.core import Step
@@ -78,17 +79,18 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
 def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
     leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
-    of_a_stage = leaf.layers is not None
+    of_a_stage = leaf.of_a_stage
     ranks = shape["pipe"] if of_a_stage else 1
     compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
     stored = math.prod(leaf.stored)
     elements, layer = stored // ranks, stored // max(1, _layers(leaf, dim))
+    all_parts = stored if leaf.spread else elements  # a stage has every rank's part of it
     given, updated = (), ()
     if leaf.trainable:
         n = math.prod(shape[a] for a in leaf.shard)
         whole, sliced = runs.given
         made = reduce if outside else compute
-        given = (Times(whole, elements, _pieces(leaf, None, n, made, reduce) if whole else 1),)
+        given = (Times(whole, all_parts, _pieces(leaf, None, n, made, reduce) if whole else 1),)
         given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
     if leaf.trainable and leaf.dim is not None and index < len(step.layout.leaves):  # not the layers of a kept stack
         parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
@@ -96,7 +98,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
     shard = leaf.shard if leaf.dim is not None else ()
     return Uses(
         elements=elements,
-        fetched=_some(Times(runs.fetched[0], elements), Times(runs.fetched[1], layer)),
+        fetched=_some(Times(runs.fetched[0], all_parts), Times(runs.fetched[1], layer)),
         given=_some(*given),
         updated=updated,
         last=last,
@@ -122,12 +124,14 @@ _MARK.def_abstract_eval(lambda x, **_: x)
 
 
 class _Marker:
-    def __init__(self, leaves: tuple[Leaf, ...]):
-        self.leaves = [leaf.local for leaf in leaves]
+    def __init__(self, leaves: tuple[Leaf, ...], ranks: int):
+        self.leaves, self.ranks = [leaf.local for leaf in leaves], ranks
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
         leaf = self.leaves[index]
+        if leaf.spread and leaf.dim is not None:  # one of each rank's
+            return value[0]
         whole = sliced or leaf.layers is None
         return value if whole else jnp.broadcast_to(value[:1], leaf.logical)
 
@@ -136,6 +140,8 @@ class _Marker:
         if not leaf.trainable:
             return None
         cotangent = _MARK.bind(cotangent, what="given", index=index, sliced=sliced)
+        if leaf.spread and leaf.dim is not None:
+            return jnp.stack([cotangent] * self.ranks)
         return cotangent if sliced or leaf.layers is None else cotangent[: _layers(leaf)]
 
 
@@ -152,7 +158,7 @@ def _plain(step: Step, traced: Traced) -> Counted:
     """One microbatch after another."""
 
     def run(leaves: list[Any], *inputs: Any) -> Any:
-        loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+        loss = Loss(traced, _Marker(step.layout.kept.units, step.mesh.shape["pipe"]), leaves)
         *outs, tape = loss.forward(*inputs)
         return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
 
@@ -171,18 +177,23 @@ def _piped(step: Step, traced: Traced) -> Counted:
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
     # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
-    times = [] if schedule.branches else [schedule.messages("F") - m, schedule.messages("B") - m, m]
+    times = (
+        [] if schedule.branches or step.layout.kept.cut else [schedule.messages("F") - m, schedule.messages("B") - m, m]
+    )
     once: dict[int, Runs] = {}
 
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """One with a forward, one with a backward, and one with both and an epilogue between them."""
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-        loss = Loss(traced, _Marker(step.layout.kept.units), leaves)
+        loss = Loss(traced, _Marker(step.layout.kept.units, step.mesh.shape["pipe"]), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
-        if isinstance(pipeline, Slots):
+        if isinstance(pipeline, Slots | FlatPipeline):
             parts = pipeline.alone()
             times[:] = [n for n, _ in parts]
-            found, grads = [part for _, part in parts], parts[0][1][0].grads
+            found = [part for _, part in parts]
+            if isinstance(pipeline, FlatPipeline):
+                return found  # every leaf is some stage's
+            grads = found[0][0].grads
         else:
             phases = [Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)]
             found = pipeline.once(phases)

@@ -163,7 +163,7 @@ class Layout:
 
     def stored(self, leaf: Leaf, kind: str = "params") -> tuple[int, ...]:
         """The shape of a leaf's master at rest: padded only where it is sharded."""
-        return leaf.stored if self.spec(leaf, kind) == leaf.spec() else leaf.shape
+        return leaf.stored if leaf.spread or self.spec(leaf, kind) == leaf.spec() else leaf.shape
 
     def unflatten(self, values: Iterable[Any]) -> Any:
         """One value for each leaf, in their tree."""
@@ -249,7 +249,7 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
         leaf = next((found for found in ends if found is not None and seen[found.path] == tuple(x.shape)), None)
         if leaf is None:
             return Stored(tuple(x.shape), x.dtype, PartitionSpec(), None)
-        return Stored(leaf.stored if sharded else leaf.shape, x.dtype, leaf.spec(sharded), leaf)
+        return Stored(leaf.stored if sharded or leaf.spread else leaf.shape, x.dtype, leaf.spec(sharded), leaf)
 
     return jax.tree_util.tree_map_with_path(stored, state)
 

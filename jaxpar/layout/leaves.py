@@ -130,6 +130,7 @@ class Leaf:
       shard: the mesh axes over which `dim` is sharded.
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
+      spread: whether `dim` is over `pipe` too, whatever ZeRO shards: of a model whose program is cut into stages.
     """
 
     path: str
@@ -143,6 +144,12 @@ class Leaf:
     shard: tuple[str, ...] = ("fsdp",)
     tensor: int | None = None
     ranks: int = 1
+    spread: bool = False
+
+    @property
+    def of_a_stage(self) -> bool:
+        """Whether each rank of a pipeline holds a part of its own."""
+        return self.layers is not None or (self.spread and self.dim is not None)
 
     @property
     def layers(self) -> int | None:
@@ -187,9 +194,9 @@ class Leaf:
             axes[self.stage] = "pipe"
         if self.tensor is not None:
             axes[self.tensor] = "tensor"
-        if sharded and self.dim is not None:
-            one, *more = self.shard
-            axes[self.dim] = self.shard if more else one
+        if self.dim is not None and (sharded or self.spread):
+            one, *more = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
+            axes[self.dim] = (one, *more) if more else one
         while axes and axes[-1] is None:
             axes.pop()
         return PartitionSpec(*axes)
@@ -197,7 +204,7 @@ class Leaf:
     @property
     def by_layer(self) -> bool:
         """Whether a sharded leaf may be a stack of layers, to be moved one after the other."""
-        return self.dim != 0 and (not isinstance(self.form, Whole) or may_stack(self.shape))
+        return self.dim != 0 and not self.spread and (not isinstance(self.form, Whole) or may_stack(self.shape))
 
     def inner(self, sliced: bool, layers: int = 0) -> int:
         """The sharded dim, in one layer of the leaf if it is sliced; its layers are on dim `layers`."""
@@ -216,7 +223,7 @@ class Leaf:
     def unpad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
         """The reverse of `pad`."""
         dim = self.dim if dim is None else dim
-        if self.dim is None or dim is None or x.shape[dim] == self.shape[self.dim]:
+        if self.dim is None or dim is None or x.shape[dim] != self.padded:  # of a leaf that is spread, a rank's part
             return x
         return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=dim)
 
@@ -224,13 +231,14 @@ class Leaf:
 @dataclass(frozen=True)
 class Pipe:
     """What the layout needs to know of a pipeline: its ranks, the chunks that each holds, whether odd chunks lie on the
-    ranks in reverse; and the axes over which ZeRO shards.
+    ranks in reverse; the axes over which ZeRO shards; and what becomes a stage (`Strategy.stages`).
     """
 
     ranks: int = 1
     chunks: int = 1
     turns: bool = False
     shard: tuple[str, ...] = ("fsdp",)
+    stages: str = "auto"
 
     def held(self, layers: int) -> tuple[int, ...]:
         """The dims that the layers of a stack fill in whole stages."""
@@ -262,6 +270,8 @@ def place(
     if isinstance(form, Staged):
         shape, first_dim = (*form.held, *shape[1:]), len(form.held)
         tensor = None if tensor is None else tensor + first_dim - 1
+    elif pipe.stages == "cut":
+        shards *= pipe.ranks
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", *pipe.shard)
     rolled = isinstance(form, Stacked)
@@ -283,7 +293,9 @@ def place(
             note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
     ranks = 1 if tensor is None else ranks
-    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks)
+    return Leaf(
+        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, pipe.stages == "cut"
+    )
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:

@@ -96,6 +96,8 @@ class KeptLeaves:
       tree: their tree: the model's own, unless layers of a Python loop are kept as stacks.
       models: the model's leaves, placed one by one, in the order of `model_tree`.
       origin: for each kept leaf, the positions among the model's of what it holds.
+      cut: whether the stages of a pipeline are parts of the model's program, and no layers of a stack; then each leaf
+        is the model's own, spread over `pipe`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -103,6 +105,7 @@ class KeptLeaves:
     models: tuple[Leaf, ...]
     model_tree: Any
     origin: tuple[tuple[int, ...], ...]
+    cut: bool = False
 
     @functools.cached_property
     def units(self) -> tuple[Leaf, ...]:
@@ -259,7 +262,31 @@ def make_leaves(
         as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
     )
-    return KeptLeaves(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
+    kept = KeptLeaves(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
+    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(kept, pipe)):
+        return kept
+    cut = replace(pipe, stages="cut")
+    every = enumerate(zip(names, shapes, trains, strict=True))
+    models = tuple(
+        place(name, tuple(x.shape), x.dtype, shards, t, cut, tensor=dims.get(i)) for i, (name, x, t) in every
+    )
+    return KeptLeaves(
+        models, kept.model_tree, models, kept.model_tree, tuple((i,) for i in range(len(models))), cut=True
+    )
+
+
+def _lacks_stack(kept: KeptLeaves, pipe: Pipe) -> bool:
+    """Whether no stack is most of a model: it has none, or lists of blocks most of which are not alike, or too short.
+
+    A stack that the model scans is one, however short it is: its program cannot be cut within. Kernels of square
+    convolutions, [k, k, in, out], are none, nor matrices that share a dim.
+    """
+    own = [leaf for leaf in kept.leaves if leaf.layers is not None]
+    if not own or not all(leaf.rolled for leaf in own):
+        kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in own)
+        return kernels or all(len(leaf.logical) < 3 for leaf in own)
+    blocks = sum(leaf.layers or 0 for leaf in own)
+    return 2 * blocks < len(kept.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
 
 
 def list_name(leaf: Leaf) -> str:

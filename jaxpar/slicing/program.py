@@ -21,7 +21,7 @@ class Program:
 
     `uses` has for each parameter leaf one entry a use: whether a stack slices it there. `main` is the stack that a
     pipeline cuts; `loops` what became of Python loops over layers; `coupled` says whether the loss of a row depends on
-    other rows.
+    other rows; `groups` has, of a program that was cut, the equations of each piece.
     """
 
     pieces: tuple[Segment | Stack, ...]
@@ -34,6 +34,7 @@ class Program:
     main: Stack | None = None
     loops: tuple[RolledLoop, ...] = ()
     coupled: bool = False
+    groups: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def unrolled(self) -> tuple[tuple[int, str], ...]:

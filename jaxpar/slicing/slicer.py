@@ -12,7 +12,7 @@ is kept from one piece to another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,36 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
     return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut)
 
 
+def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Callable[[Sequence[Any]], list[list[Any]]]) -> Program:
+    """Cut a program into one segment for each of the groups into which `groups` divides its equations, in order.
+
+    What follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each segment
+    that reads it; `groups` gets the other equations. A segment of which nobody reads anything has no outputs.
+    """
+    eqns = jx.live(flat.eqns, flat.outvars)
+    leaves = flat.invars[: len(params)]
+    index = {v: i for i, v in enumerate(leaves)}
+    given = [*flat.constvars, *flat.invars[len(leaves) :]]
+    floating = _floating(eqns, given, lambda eqn: eqn.primitive.name not in _DEAR) | _floating(eqns, leaves)
+    known = _Known(index, jx.depends(eqns, leaves), floating, set(flat.constvars))
+    parts = groups([e for e in eqns if not any(v in floating for v in e.outvars)])
+    pieces: list[Segment | Stack] = []
+    wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
+    for number in reversed(range(len(parts))):
+        defined = {v for e in parts[number] for v in e.outvars}
+        last = number == len(parts) - 1
+        outputs = [v for v in wanted if v in defined or (last and (v in index or v in floating))]
+        piece = _segment(parts[number], outputs, known, False, empty=True)
+        assert piece is not None
+        wanted = {v: None for v in wanted if v not in set(piece.outputs)}
+        wanted.update((v, None) for v in piece.inputs)
+        pieces.insert(0, piece)
+    uses = tuple(tuple(False for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
+    inputs = (*flat.constvars, *flat.invars[len(leaves) :])
+    cut = tuple(map(tuple, parts))
+    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, groups=cut)
+
+
 def _scanned(scans: Sequence[Any], known: _Known, how: Slicing) -> tuple[dict[int, Reads], Any]:
     """What each scan, by the id of its equation, reads of leaves; and the scan whose layers are a pipeline's."""
     own = how.own or [False] * len(how.params)
@@ -129,20 +159,23 @@ def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequenc
     return sum(math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if own[s.leaf])
 
 
-def _floating(eqns: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, Any]:
-    """The equations that need parameters (and literals) alone, by the variables that they define."""
+_DEAR = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "custom_call", "pure_callback")
+
+
+def _floating(eqns: Sequence[Any], leaves: Sequence[Any], may: Callable[[Any], bool] = lambda eqn: True) -> Any:
+    """The equations that `may` and need parameters (and literals) alone, by the variables that they define."""
     known = set(leaves)
     floating = {}
     for eqn in eqns:
-        if all(v in known for v in eqn.invars if not jx.is_literal(v)) and not eqn.effects:
+        if all(v in known for v in eqn.invars if not jx.is_literal(v)) and not eqn.effects and may(eqn):
             known.update(eqn.outvars)
             floating.update((v, eqn) for v in eqn.outvars)
     return floating
 
 
-def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool) -> Segment | None:
+def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, empty: bool = False) -> Segment | None:
     index, active, floating = known.leaves, known.active, known.floating
-    if not outputs:
+    if not outputs and not empty:
         return None
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
     eqns = [*closure([*jx.free(eqns), *outputs], floating), *eqns]

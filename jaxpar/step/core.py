@@ -35,6 +35,7 @@ from ..strategy import ROWS, SHARDS, Strategy
 from .checks import Intake, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import FirstState
+from .refusals import check_cut
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -72,7 +73,11 @@ class Step(FirstState, Intake):
         order = functools.partial(creation_order, model.create)
         split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
         turns = schedule is not None and schedule.placement == "V"
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over), split, parts)
+        kept = make_leaves(
+            params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over, strategy.stages), split, parts
+        )
+        if schedule is not None and kept.cut:
+            check_cut(schedule, mesh.shape)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

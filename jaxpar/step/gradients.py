@@ -20,6 +20,7 @@ from ..data.contents import shares_outside
 from ..model.batches import microbatches
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess
+from ..parallel.spread import SpreadAccess
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 
@@ -60,10 +61,10 @@ class Local:
         """The loss on what this device stores, and its rows as microbatches [m, r, ...]."""
         layout, strategy = self.tracing.layout, self.tracing.strategy
         rows = microbatches(batch, strategy.microbatches)
-        traced = self.tracing(variables, first(rows), key)
-        return Loss(
-            traced, RuleAccess(layout, rule_of(strategy), traced.program, strategy), layout.kept.unit_values(stored)
-        ), rows
+        traced, rule = self.tracing(variables, first(rows), key), rule_of(strategy)
+        cut = layout.kept.cut
+        access = SpreadAccess(layout, rule) if cut else RuleAccess(layout, rule, traced.program, strategy)
+        return Loss(traced, access, layout.kept.unit_values(stored)), rows
 
     def keys(self, key: jax.Array, step: jax.Array) -> jax.Array:
         """The keys of this device's microbatches [m]."""
@@ -75,7 +76,7 @@ class Local:
         """The sums of each metric over all rows, without dropout and without updates."""
         loss, rows = self.bound(stored, variables, batch, None)
         if self.tracing.schedule is not None:
-            return self._piped(Piped(self.tracing, loss, variables, rows, None), None)[1]
+            return self._piped(Piped(self.tracing, loss, variables, rows, None), None)[2]
         sums = lax.map(lambda rows: loss.forward(variables, rows, None, grad=False)[0], rows)
         return self.total(added(sums), rows)
 
@@ -89,7 +90,7 @@ class Local:
         keys = self.keys(key, step)
         seed = scale / self._count(loss, variables, rows, keys)
         if self.tracing.schedule is not None:
-            grads, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)
+            grads, variables, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)
             return self.finished(loss, grads), variables, sums
 
         def micro(carry: Any, block: Any) -> tuple[Any, Sums]:
@@ -129,11 +130,11 @@ class Local:
                 finished[i] = sum(parts[1:], parts[0]) if parts else finish(i, shape)
         return finished
 
-    def _piped(self, piped: Piped, seed: jax.Array | None) -> tuple[list[Any], Sums]:
-        """Accumulated gradients, and the sums of each metric over all rows."""
-        grads, sums = piped.run(seed)
+    def _piped(self, piped: Piped, seed: jax.Array | None) -> tuple[list[Any], Any, Sums]:
+        """Accumulated gradients, new variables, and the sums of each metric over all rows."""
+        grads, sums, variables = piped.run(seed)
         sums = jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums)
-        return grads, self.total(sums, piped.rows)
+        return grads, variables, self.total(sums, piped.rows)
 
     def _count(self, loss: Loss, variables: Any, rows: Any, keys: jax.Array) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""

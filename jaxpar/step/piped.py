@@ -11,14 +11,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..model.model import Replicated
+from ..parallel.flat.engine import FlatPipeline
+from ..parallel.pipeline.buffers import SlotTables, Walk
 from ..parallel.pipeline.chunks import shareable
 from ..parallel.pipeline.outside import Outside, outside
+from ..parallel.pipeline.schedules import Schedule
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
 from ..slicing.program import Program
 from .tracing import Loss, Tracing
 
 Values = Callable[[jax.Array], list[Any]]  # of a program's inputs, for the number of a microbatch
+
+
+def rows_of(schedule: Schedule) -> SlotTables:
+    """What slots of one operation a rank look up: of a table in lockstep, a tick's forwards and then its backwards."""
+    parts = [
+        tuple(tuple(op for op in ops if op.kind == kind) for ops in column)
+        for column in schedule.table()
+        for kind in "FB"
+    ]
+    slots = tuple(part for part in parts if any(part))
+    return Walk(slots, schedule.placement, schedule.chunks, schedule.forwards_only).rows()
 
 
 @dataclass(frozen=True)
@@ -31,12 +45,14 @@ class Piped:
     rows: Any
     keys: jax.Array | None
 
-    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots:
+    def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots | FlatPipeline:
         """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
         without one, of an evaluation: forwards alone.
         """
         schedule, traced = self.tracing.schedule, self.loss.traced
         assert schedule is not None
+        if self.tracing.layout.kept.cut:
+            return self._cut(seed)
         seeds = None if seed is None else {traced.total: seed}
         shared, part = self._shared(schedule.ranks)
         if shared is not None and seeds and not traced.counts:
@@ -53,11 +69,28 @@ class Piped:
         leaves = access.ahead(stored)
         return engine(traced.program, schedule, access, leaves, self._values, summed, seeds, shared, part)
 
-    def run(self, seed: jax.Array | None) -> tuple[list[jax.Array | None], list[jax.Array]]:
-        """Accumulated gradients, None where there are none, and this rank's part of the summed outputs."""
+    def run(self, seed: jax.Array | None) -> tuple[list[Any], list[jax.Array], Any]:
+        """Gradients as accumulated, this rank's part of the summed outputs, and new variables; `seed` as for
+        `pipeline`.
+        """
         pipeline = self.pipeline(seed)
-        grads, sums = pipeline.run()
-        return pipeline.access.after(grads), sums
+        if not isinstance(pipeline, FlatPipeline):
+            grads, sums = pipeline.run()
+            return pipeline.access.after(grads), sums, self.variables
+        grads, sums, variables = pipeline.run()
+        return grads, sums, jax.tree.unflatten(jax.tree.structure(self.variables), variables)
+
+    def _cut(self, seed: jax.Array | None) -> FlatPipeline:
+        """That of stages which are parts of the program."""
+        schedule, traced = self.tracing.schedule, self.loss.traced
+        assert schedule is not None
+        sums, changed = (jax.tree.leaves(part) for part in traced.outputs)
+        stored = [x.astype(leaf.dtype) for x, leaf in zip(self.loss.stored, traced.leaves, strict=True)]
+        variables = jax.tree.leaves(self.variables)
+        seeds = None if seed is None else {traced.total: seed}
+        schedule = schedule if seed is not None else schedule.forwards
+        given = (self.loss.access, stored, self._values, variables)
+        return FlatPipeline(traced.program, schedule, rows_of(schedule), *given, sums, changed, seeds)
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         at = lambda x: x[microbatch]

@@ -14,6 +14,7 @@ from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..parallel.pipeline.chunks import padded
+from ..parallel.pipeline.schedules import Schedule
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
@@ -27,18 +28,23 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     """Raises ValueError where a pipeline cannot run the model; `variables` are the positions of its new variables."""
     ranks = layout.mesh.shape["pipe"]
     chunks = strategy.chunks
+    if layout.kept.cut:
+        check_variables(program, jax.tree_util.tree_leaves_with_path(variables), ranks)
+        return
     stages = ranks * chunks
     uneven = {i: why for i, why in program.unrolled if layout.kept.units[i].layers is not None or program.main is None}
     if uneven:
         index, why = next(iter(uneven.items()))
         raise ValueError(
             f"pipe={ranks} spreads layers that are the same program, and those of {layout.leaves[index].path} "
-            f"differ: {why}; make them alike, or use data or fsdp for pipe"
+            f"differ: {why}; make them alike, or use stages='cut', which makes stages of any program, or data or "
+            "fsdp for pipe"
         )
     if program.main is None:
         raise ValueError(
             f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
-            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use data or fsdp for pipe"
+            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use "
+            "stages='cut', which makes stages of any program, or data or fsdp for pipe"
         )
     length, rounds = program.main.length, max(s.stride for s in program.main.slices)
     if rounds > 1 and length % stages:
@@ -76,6 +82,35 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
     stages = ranks * chunks
     if -(-layers // stages) * stages > _PADDED * layers:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
+
+
+def check_cut(schedule: Schedule, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError where a pipeline whose stages are parts of a program cannot be on a mesh of these `sizes`."""
+    why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
+    for axis in ("tensor", "context"):
+        if sizes[axis] > 1:
+            raise ValueError(f"{axis}={sizes[axis]}: {why}, whose parts {axis} does not split; use data or fsdp for it")
+    if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:
+        raise ValueError(
+            f"schedule={schedule.kind!r} runs backwards in halves ({', '.join(sorted(halves))}), and {why}, whose "
+            "backwards are whole; use schedule='1f1b' or 'gpipe'"
+        )
+
+
+def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], ranks: int) -> None:
+    """Raises ValueError where a stage changes a variable that another one reads: they run different microbatches."""
+    homes = {v: at for at, piece in enumerate(program.pieces) for v in piece.outputs}
+    inputs = program.inputs[len(program.consts) :]
+    for number, (path, at) in enumerate(variables):
+        old, new = inputs[number], program.outputs[at]
+        home = len(program.pieces) - 1 if jx.is_literal(new) else homes.get(new, len(program.pieces) - 1)
+        read = [i for i, piece in enumerate(program.pieces) if old in piece.inputs and i != home]
+        if new is not old and read:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"variable {name} is changed in stage {home} of pipe={ranks} and read in stage {read[0]}, which runs "
+                "another microbatch at that time; use data or fsdp for pipe, or freeze it"
+            )
 
 
 def check_remat(program: Program, remat: Any) -> None:

@@ -21,12 +21,13 @@ from ..model.model import Mean, Model, couplings
 from ..model.paths import name_of
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Way, choose, split_sequence
+from ..parallel.flat.cut import stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
-from ..slicing.slicer import Slicing, slice_program
+from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
 from .refusals import (
@@ -177,8 +178,11 @@ class Tracing:
             whole, out = self._trace((variables, rows, key), self.axes)
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         local = self._localised(self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0]))))
-        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
-        program = slice_program(local, how)
+        if self.layout.kept.cut:
+            program = cut_program(local, self._params, self._cut)
+        else:
+            how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+            program = slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
@@ -186,6 +190,17 @@ class Tracing:
         inputs = (self._leaves, variables, rows, key)
         axes = (self.axes, self.summed, self.traced_axes)
         return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered)
+
+    def _cut(self, eqns: Sequence[Any]) -> list[list[Any]]:
+        """Equations as the stages of a pipeline."""
+        assert self.schedule is not None
+        ranks, chunks = self.schedule.ranks, self.schedule.chunks
+        if len(eqns) < ranks * chunks:
+            raise ValueError(
+                f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "
+                "operations; use fewer, or data or fsdp for pipe"
+            )
+        return stages_of(eqns, ranks * chunks)
 
     @property
     def _params(self) -> list[jax.ShapeDtypeStruct]:

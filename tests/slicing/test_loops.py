@@ -238,7 +238,8 @@ def test_a_pipeline_names_blocks_of_unequal_width() -> None:
             x = x + jnp.tanh(x @ block["up"]) @ block["down"]
         return (x**2).mean()
 
-    step = jp.make_train_step(jp.Model(uneven, run), optax.sgd(0.1), "pipe=4,microbatches=2", mesh=jax.devices()[:4])
+    text = "pipe=4,microbatches=2,stages=layers"
+    step = jp.make_train_step(jp.Model(uneven, run), optax.sgd(0.1), text, mesh=jax.devices()[:4])
     differs = r"layers/2/down is \[16, 6\] and layers/0/down is \[8, 6\]"
     assert "layers/2/down is [16, 6]" in str(step.layout)
     with pytest.raises(ValueError, match=f"2 layers; use at most 2 stages, or make its blocks alike: {differs}"):

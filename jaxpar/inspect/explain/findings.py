@@ -12,9 +12,12 @@ import numpy as np
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
+from ...parallel.flat import stages
 from ...parallel.pipeline.chunks import padded
+from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.core import Step
+from ...step.piped import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
 from ...step.tracing import Traced
 from ...text import size
@@ -54,7 +57,12 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     kept, traced = step.layout.kept, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
-    remarks += [*_layers(step, traced), *_remarks(step, found, known, moved), *unasked, *_elsewhere(step, batch)]
+    remarks += [
+        *_layers(step, traced),
+        *_remarks(step, traced.program, found, known, moved),
+        *unasked,
+        *_elsewhere(step, batch),
+    ]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
@@ -111,9 +119,16 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
     return "data parallel"
 
 
-def _remarks(step: Step, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
+def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
     schedule = step.schedule
-    if schedule is not None:
+    if schedule is not None and step.layout.kept.cut:
+        held = [math.prod(leaf.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
+        yield (
+            f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
+            f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "
+            "Collectives inside of stages are those of all stages together, and a rank runs its own."
+        )
+    elif schedule is not None:
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
             f"layers; idle {float(schedule.bubble):.1%} of the time."

@@ -212,7 +212,7 @@ class Estimator:
         step = self._step(strategy, self.target.devices)
         ranks = step.mesh.shape["pipe"]
         counts = [
-            (math.prod(leaf.local.stored) // (1 if leaf.layers is None else ranks), leaf.trainable, leaf.layers is None)
+            (math.prod(leaf.local.stored) // (ranks if leaf.of_a_stage else 1), leaf.trainable, not leaf.of_a_stage)
             for leaf in step.layout.leaves
         ]
         outside = [(n, trained) for n, trained, alone in counts if alone and ranks > 1]

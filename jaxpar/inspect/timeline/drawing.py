@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
-from ...step.piped import Piped
+from ...step.piped import Piped, rows_of
 from ...tables.operations import TIME, WORDS, Kind
 from ...text import size as bytes_of
 from .svg import INK, kinds_of, tint
@@ -167,7 +167,8 @@ def slot_bytes(step: Step, batch: Any) -> int:
     `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
     """
     assert step.schedule is not None
-    return _held_bytes(step, batch)[0] // step.schedule.slots
+    slots = rows_of(step.schedule).stashes if step.layout.kept.cut else step.schedule.slots
+    return _held_bytes(step, batch)[0] // slots
 
 
 def held_bytes(step: Step, batch: Any) -> int:

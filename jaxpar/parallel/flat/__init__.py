@@ -1,0 +1,1 @@
+"""Pipelines of models without one stack of layers: stages are parts of the program of the loss."""

@@ -1,0 +1,343 @@
+"""A pipeline whose stages are different programs: in a slot each rank runs its own stage's F or B, or none.
+
+    one slot    F of stage 0 | F of stage 1 | ... | B of stage 0 | B of stage 1 | ... -> messages
+
+One scan goes over the slots of the table. A stage's forward stands in the program once, and so does its backward,
+each in a loop of one iteration on the rank whose operation it is, and of none on the others; why loops, and not
+`lax.switch`, is said in `parallel/pipeline/slots.py`. Collectives over `pipe` stand outside of these loops: the
+all-to-alls of weights and gradients at both ends of a step, and messages behind every slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ... import collectives
+from ...inspect.compiled import shares
+from ...layout.leaves import Leaf
+from ...slicing.pieces import Access
+from ...slicing.program import Program
+from ...tables.operations import KINDS, Place
+from .exchange import AXIS, Exchange
+from .packing import Buffers, Packing, plain, widest, zeros
+from .stages import Run, Stage, is_linear, run, stages
+
+_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "read", "below", "above", "here")
+
+
+@dataclass(frozen=True)
+class State:
+    """What one slot hands to the next.
+
+    Attributes:
+      buffers: messages and cotangents that wait, [buffers, width].
+      stash: what backwards need of forwards, [stashes, width].
+      grads: accumulated gradients of the leaves that move, [pipe, width], and `small`, of those that all ranks have.
+      sums: outputs of the loss, added up over microbatches.
+      variables: the model's variables after the microbatches so far, right on the rank that changes them.
+    """
+
+    buffers: Buffers
+    stash: Buffers
+    grads: Buffers
+    small: dict[int, jax.Array]
+    sums: list[jax.Array]
+    variables: list[jax.Array]
+
+
+jax.tree_util.register_dataclass(State, [f.name for f in dataclasses.fields(State)], [])
+
+
+def used(program: Program, schedule: Order) -> list[list[int]]:
+    """The leaves that each rank's stages read, in order."""
+    found: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
+    for number, piece in enumerate(program.pieces):
+        found[schedule.place(number).rank].update(dict.fromkeys(piece.unit.leaves))
+    return [list(some) for some in found]
+
+
+class Spread(Access, Protocol):
+    """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
+    is a number (`parallel/spread.py`).
+    """
+
+    leaves: Sequence[Leaf]
+
+
+class Order(Protocol):
+    """A schedule, as far as it is asked (`parallel/pipeline/schedules.py`)."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step has."""
+        ...
+
+    def place(self, stage: int) -> Place:
+        """The rank and the chunk of a stage."""
+        ...
+
+
+@dataclass(frozen=True)
+class FlatPipeline:
+    """One cut loss under one schedule, to be run inside `shard_map`.
+
+    Attributes:
+      program, schedule: the loss on the rows of one microbatch, cut into p v segments, and its schedule.
+      rows: what its slots look up (`parallel/pipeline/buffers.SlotTables`), one operation a rank in each.
+      access: how parameters are fetched and gradients given.
+      parts: what this rank stores of every leaf, in the compute dtype.
+      values: `values(microbatch)`, those of the program's inputs, of which the first are `variables`.
+      variables: their values before the step.
+      summed: positions of the outputs to add up.
+      changed: positions of the outputs that are the variables' new values.
+      seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
+    """
+
+    program: Program
+    schedule: Order
+    rows: Any
+    access: Spread
+    parts: Sequence[jax.Array]
+    values: Callable[[jax.Array], list[Any]]
+    variables: list[jax.Array]
+    summed: Sequence[int]
+    changed: Sequence[int]
+    seeds: dict[int, jax.Array] | None = None
+
+    def run(self) -> tuple[list[jax.Array | None], list[jax.Array], list[jax.Array]]:
+        """This rank's part of the gradient of each leaf, None where there is none, of the summed outputs, and the new
+        variables.
+        """
+        weights = self.weights.dispatch(self.parts)
+        state, _ = lax.scan(lambda state, row: (self.slot(state, row, weights), None), self.first(), self.lookups())
+        grads: list[jax.Array | None] = [None] * len(self.parts)
+        if self.seeds is not None:
+            grads = self.gradients.collect(state.grads, len(self.parts))
+            for i, x in state.small.items():
+                grads[i] = x
+        return grads, state.sums, self._everywhere(state.variables)
+
+    def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W, which is nothing."""
+        return list(self.first().stash.values()), []
+
+    def alone(self) -> list[tuple[int, Any]]:
+        """A step as so many slots without operations, and of each stage its forwards, its backwards, and what stands
+        outside of the slots, each alone: what they make of zeros, to look at. Not the all-to-alls.
+        """
+        row = {name: x[0] for name, x in self.lookups().items()}
+        state, weights = self.first(), zeros(self.weights.widths, self.schedule.ranks)
+        message = {name: x[0] for name, x in state.buffers.items()}
+        found: list[tuple[int, Any]] = [(len(self.rows.kind), self._sent(message, state.buffers, row))]
+        m, number = self.schedule.microbatches, jnp.int32(0)
+        for stage, made in zip(self.stages, self.runs, strict=True):
+            ahead = (message, state.stash, state.sums, state.variables)
+            found.append((m, self._forward(stage, made, row, weights, number, ahead)))
+            if not self.forwards:
+                back = (message, state.grads, state.small)
+                found.append((m, self._backward(stage, made, row, weights, state.stash, number, back)))
+        return [*found, (1, self._everywhere(state.variables))]
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
+        """In the order of the program."""
+        return stages(self.program)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether this is an evaluation."""
+        return self.seeds is None
+
+    def lookups(self) -> dict[str, jax.Array]:
+        """What each slot of this rank looks up."""
+        rank = lax.axis_index(AXIS)
+        return {name: jnp.asarray(getattr(self.rows, name))[:, rank] for name in _LOOKED_UP}
+
+    def _used(self) -> list[list[int]]:
+        return used(self.program, self.schedule)
+
+    @functools.cached_property
+    def weights(self) -> Exchange:
+        """How weights move."""
+        moved = [
+            None if leaf.dim is None else jax.typeof(x) for leaf, x in zip(self.access.leaves, self.parts, strict=True)
+        ]
+        return Exchange.of(self._used(), moved)
+
+    def _stored(self, index: int) -> jax.ShapeDtypeStruct:
+        """A leaf as a stage has it."""
+        x = self.parts[index]
+        lead = () if self.access.leaves[index].dim is None else (self.schedule.ranks,)
+        return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
+
+    @functools.cached_property
+    def given(self) -> dict[int, jax.ShapeDtypeStruct]:
+        """Gradients as they accumulate, of the leaves that have one."""
+        out = {}
+        for i in sorted({i for some in self._used() for i in some}):
+            if self.access.leaves[i].trainable:
+                one = lambda x, i=i: self.access.give(i, self.access.fetch(i, x, False), False)
+                out[i] = jax.eval_shape(one, self._stored(i))
+        return out
+
+    @functools.cached_property
+    def gradients(self) -> Exchange:
+        """How gradients move."""
+        moved: list[Any] = [None] * len(self.parts)
+        for i, x in self.given.items():
+            if self.access.leaves[i].dim is not None:
+                moved[i] = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return Exchange.of(self._used(), moved)
+
+    @functools.cached_property
+    def runs(self) -> list[Run]:
+        """The stages' forwards and backwards."""
+        inputs = jax.eval_shape(self.values, jax.ShapeDtypeStruct((), jnp.int32))
+        changing = set(self._changing)
+        fixed = [at not in changing for at in range(len(inputs))]
+        of = lambda stage: [self._stored(i) for i in stage.piece.unit.leaves]
+        return [run(s, self.program, self.access, of(s), inputs, fixed, self.seeds) for s in self.stages]
+
+    @functools.cached_property
+    def _changing(self) -> list[int]:
+        """The variables that the loss changes, by their number."""
+        consts = len(self.program.consts)
+        olds = self.program.inputs[consts : consts + len(self.variables)]
+        return [
+            at for at, (old, i) in enumerate(zip(olds, self.changed, strict=True)) if self.program.outputs[i] is not old
+        ]
+
+    @functools.cached_property
+    def width(self) -> dict[str, int]:
+        """Of messages, whichever stages they are between."""
+        return widest(stage.before for stage in self.stages)
+
+    def first(self) -> State:
+        """The state before the first slot."""
+        stash = widest(r.stash for r in self.runs) if not self.forwards else {}
+        given = {} if self.forwards else self.given
+        small = {i: jnp.zeros(x.shape, x.dtype) for i, x in given.items() if self.access.leaves[i].dim is None}
+        grads = {} if self.forwards else zeros(self.gradients.widths, self.schedule.ranks)
+        sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
+        return State(
+            zeros(self.width, self.rows.buffers),
+            zeros(stash, self.rows.stashes),
+            grads,
+            small,
+            sums,
+            list(self.variables),
+        )
+
+    # -- one slot ------------------------------------------------------------------------------------------------------
+
+    def slot(self, state: State, row: Any, weights: Buffers) -> State:
+        """Every stage's operation, if it is this rank's now; then messages."""
+        message = {name: lax.dynamic_index_in_dim(x, row["read"], keepdims=False) for name, x in state.buffers.items()}
+        stash, grads, small, sums, variables = state.stash, state.grads, state.small, state.sums, state.variables
+        for stage, made in zip(self.stages, self.runs, strict=True):
+            ahead = functools.partial(self._forward, stage, made, row, weights)
+            message, stash, sums, variables = self._once("F", stage, row, ahead, (message, stash, sums, variables))
+        if not self.forwards:
+            for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
+                back = functools.partial(self._backward, stage, made, row, weights, stash)
+                message, grads, small = self._once("B", stage, row, back, (message, grads, small))
+        return State(self._sent(message, state.buffers, row), stash, grads, small, sums, variables)
+
+    def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
+        rank, chunk = self.schedule.place(stage.number)
+        here = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
+        more = lambda state: state[0] < here.astype(jnp.int32)
+        m, ticks = self.schedule.microbatches, len(self.rows.kind)
+        with jax.named_scope(shares.name_of(m, m, ticks)):
+            return lax.while_loop(more, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
+
+    def _read(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:
+        """The leaves of a stage."""
+        rank = self.schedule.place(stage.number).rank
+        spread = lambda i: self.access.leaves[i].dim is not None
+        return [
+            self.weights.read(weights, rank, i, number) if spread(i) else self.parts[i] for i in stage.piece.unit.leaves
+        ]
+
+    def _forward(self, stage: Stage, made: Run, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
+        message, stash, sums, variables = carry
+        inputs = self.values(row["microbatch"] + number)
+        inputs[: len(variables)] = variables
+        outs, found, stashed = made.forward(self._read(stage, weights, number), inputs, stage.before.unpack(message))
+        results = dict(zip(stage.results, found, strict=True))
+        sums = [s + results[i].astype(s.dtype) if i in results else s for s, i in zip(sums, self.summed, strict=True)]
+        new = list(variables)
+        for at in self._changing:
+            new[at] = results.get(self.changed[at], variables[at])
+        if not self.forwards:
+            stash = made.stash.put(stash, row["stash"] + number, stashed)
+        return stage.behind.pack(outs, self.width), stash, sums, new
+
+    def _backward(
+        self, stage: Stage, made: Run, row: Any, weights: Buffers, stash: Buffers, number: jax.Array, carry: Any
+    ) -> Any:
+        message, grads, small = carry
+        inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank
+        given = [
+            x for v, x in zip(stage.outgoing, stage.behind.unpack(message), strict=True) if is_linear(self.program, v)
+        ]
+        stashed = made.stash.at(stash, row["stash"] + number)
+        found, cts = made.backward(self._read(stage, weights, number), inputs, stashed, given)
+        small = dict(small)
+        for i, x in zip(stage.piece.unit.leaves, found, strict=True):
+            if x is not None and i in small:
+                small[i] = small[i] + x
+            elif x is not None:
+                grads = self.gradients.add(grads, rank, i, x, number)
+        cts = iter(cts)
+        outs = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
+        return stage.before.pack(outs, self.width), grads, small
+
+    def _sent(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
+        """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
+        below, above, here, _ = map(bool, np.any(self.rows.sent, axis=0))
+        out = dict(buffers)
+        for name, x in message.items():
+            for used, way, by in ((below, "below", 1), (above, "above", -1)):
+                if used:
+                    moved = collectives.shift(x, AXIS, by)
+                    out[name] = lax.dynamic_update_index_in_dim(out[name], moved, row[way], axis=0)
+            if here:
+                out[name] = lax.dynamic_update_index_in_dim(out[name], x, row["here"], axis=0)
+        return out
+
+    def _everywhere(self, variables: list[jax.Array]) -> list[jax.Array]:
+        """The variables on every rank, from the ranks that change them."""
+        homes = {i: self.schedule.place(stage.number).rank for stage in self.stages for i in stage.results}
+        out = list(variables)
+        if not self._changing:
+            return out
+        news = [variables[at] for at in self._changing]
+        rank = lax.axis_index(AXIS)
+        mine = [
+            jnp.where(rank == homes[self.changed[at]], plain(x), jnp.zeros_like(plain(x)))
+            for at, x in zip(self._changing, news, strict=True)
+        ]
+        packing = Packing.of(jax.typeof(x) for x in mine)
+        summed = {name: collectives.all_reduce(x, [AXIS]) for name, x in packing.pack(mine, packing.widths).items()}
+        for at, x, old in zip(self._changing, packing.unpack(summed), news, strict=True):
+            keys = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+            out[at] = jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if keys else x
+        return out
