@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from ...jaxprs import jaxpr as jx
 from ..tensor.localiser import Localiser, Placed
 from ..tensor.primitives import ELEMENTWISE
+from .split import Split
 
 _SAME = frozenset(ELEMENTWISE)
 
 
-def pushed(work: Localiser, positions: Callable[[int], jax.Array], x: Placed, dim: int) -> jax.Array | None:
-    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n)` are this rank's of n."""
+def pushed(work: Localiser, positions: Callable[[int, int], jax.Array], x: Placed, dim: Split) -> jax.Array | None:
+    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, rows)` are this rank's of
+    n.
+    """
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name
@@ -27,13 +30,13 @@ def pushed(work: Localiser, positions: Callable[[int], jax.Array], x: Placed, di
         dims, shape = eqn.params["broadcast_dimensions"], work.local(x.shape, dim)
         (y,) = inputs
         at = dims.index(dim) if dim in dims else -1
-        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, at)
+        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, Split(at, dim.rows))
         return jax.lax.broadcast_in_dim(small, shape, dims)
     if name == "iota" and not inputs:
         value = jax.lax.broadcasted_iota(eqn.params["dtype"], work.local(x.shape, dim), eqn.params["dimension"])
         if dim != eqn.params["dimension"]:
             return value
-        places = jnp.minimum(positions(x.shape[dim]), x.shape[dim] - 1).astype(value.dtype)
+        places = positions(x.shape[dim], dim.rows).astype(value.dtype)
         return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
     return None
 

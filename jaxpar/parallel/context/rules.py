@@ -16,10 +16,11 @@ from ...jaxprs import jaxpr as jx
 from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, outermost, shape_of, without
+from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
 from .partial import PARTIAL
+from .split import Split, reshaped
 from .ways import AXIS
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
@@ -54,16 +55,13 @@ def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 @rule("reshape")
 def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Positions stay a dim of their own, or become the outermost of one, or of several."""
+    """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
     x, *_ = inputs
     assert x.dim is not None
-    shape, dim = shape_of(eqn), outermost(eqn, x)
-    if dim is None:
+    if eqn.params["dimensions"] is not None:
         return None
-    parts = work.way.parts(work.ranks)
-    if shape[dim] != x.shape[x.dim] and (shape[dim] % parts or x.shape[x.dim] % parts):
-        return None
-    return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+    dim = reshaped(x.shape, work.split(x.dim), shape_of(eqn), work.way.parts(work.ranks))
+    return None if dim is None else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape_of(eqn), dim))[0], dim)]
 
 
 @rule("slice")
@@ -77,17 +75,18 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
         list(eqn.params["limit_indices"]),
         eqn.params["strides"],
     )
-    start, limit = starts[dim], limits[dim]
-    size, chunk = work.size(x.shape[dim]), work.chunk(x.shape[dim])
+    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
+    size, chunk = work.size(n), work.chunk(n)
     if strides and strides[dim] != 1:
         return None
-    if start == 0 and work.size(limit) == size:  # what is beyond is left out of sums
-        limits[dim] = size
+    if start == 0 and (limit == x.shape[dim] or (work.rows == 1 and work.size(limit) == size)):
+        limits[dim] = size * work.rows  # what is beyond is left out of sums
         return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
     if limit - start == 1:
         held = order_of(work.ranks, work.way.order)
-        owner, slot = divmod(held.index(start // chunk), work.way.parts(1))
-        starts[dim] = slot * chunk + start % chunk
+        row, place = divmod(start, n)
+        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
+        starts[dim] = row * size + slot * chunk + place % chunk
         limits[dim] = starts[dim] + 1
         (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
         return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
@@ -132,7 +131,8 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return "free", dim
 
     split = [side for side in (0, 1) if inputs[side].dim is not None]
-    if len(split) == 2 and role(0) == role(1) and role(0)[0] != "free":
+    rows = [1 if (d := inputs[side].dim) is None else work.split(d).rows for side in (0, 1)]
+    if len(split) == 2 and (*role(0), rows[0]) == (*role(1), rows[1]) and role(0)[0] != "free":
         kind, at = role(0)
         if kind == "contracted":
             return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
@@ -144,11 +144,11 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     kind, at = role(keep)
     mine, other = inputs[keep], inputs[1 - keep]
     if kind == "contracted":
-        own, others, dim = work.kept(mine), work.part(other, contracted[1 - keep][at]), PARTIAL
+        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], rows[keep])), PARTIAL
     elif kind == "batch":
-        own, others, dim = mine.value, work.part(other, batch[1 - keep][at]), at
+        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], rows[keep])), Split(at, rows[keep])
     else:
-        own, others, dim = mine.value, work.whole(other), _place(eqn, keep, at)
+        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), rows[keep])
     return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
 
 
