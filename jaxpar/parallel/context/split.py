@@ -54,6 +54,8 @@ def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int
     (0, 3)
     >>> reshaped((24, 5), at, (3, 8, 5), parts=2).rows
     1
+    >>> reshaped((24, 5), at, (4, 6, 5), parts=2) is None
+    True
     """
     outside, length = math.prod(before[:dim]) * dim.rows, before[dim] // dim.rows
     for d, n in enumerate(after):

@@ -157,7 +157,6 @@ REFUSED = {
     "convolution": (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), "mixes its positions"),
     "cumulative sum": (lambda x: jnp.cumsum(x, axis=1), "cumsum at"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
-    "torn from rows": (lambda x: nn.Dense(8)(x.reshape(12, -1, 8)).reshape(x.shape), "reshape at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
 }
 
