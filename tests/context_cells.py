@@ -205,6 +205,7 @@ def flattened(shift: bool = False) -> jp.Model:
         one = jax.nn.one_hot(labels, VOCAB)
         smooth = -(one * 0.9 + 0.1 / VOCAB) * jax.nn.log_softmax(logits)
         nats = jnp.where(valid, optax.softmax_cross_entropy_with_integer_labels(logits, labels) + smooth.sum(-1), 0)
+        nats = nats - 0.5 * jnp.square(logits[jnp.arange(labels.size), labels])
         worst = jnp.max(jnp.where(valid, nats, 0).reshape(tokens.shape[0], -1), axis=1).sum()
         right = (logits.argmax(-1) == labels).astype(jnp.float32).mean()
         return jp.Mean(jnp.sum(nats * weights) + 0.1 * worst, jnp.sum(weights * valid)), {"right": right}

@@ -155,9 +155,8 @@ def _of_rows(
     if at.kind == "whole" and all(d in whole and to[d] is not None for d in x.dims):
         return x.moved(to) or coupled([x, at], Note.at(eqn, "a lookup may tear rows apart", certain=False))
     found = _met(x, at, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    # Where indices are batched with rows, as those of take_along_axis, these may be merged with what is within them.
-    whole_rows = shapes(eqn)[0][x.dim] if x.dim in numbers.operand_batching_dims else x.outer * x.count
-    if found is not None and x.span == 1 and shape_of(eqn)[batch[found]] == whole_rows:
+    alike = at.kind == "whole" or at.outer == x.outer  # where rows are merged with what is within them, too
+    if found is not None and x.span == 1 and alike and shape_of(eqn)[batch[found]] == shapes(eqn)[0][x.dim]:
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole
@@ -171,7 +170,7 @@ def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int]
     """The dim of the indices that goes with the rows of an operand: row i is looked up at indices i."""
     if x.dim in batching:
         dim = of_indices[list(batching).index(x.dim)]
-        return dim if at.kind == "whole" or (at.dim, at.outer) == (dim, x.outer) else None
+        return dim if at.kind == "whole" or at.dim == dim else None
     if x.dim in mapped and list(mapped).index(x.dim) in at.columns:
         dim = at.counts if at.kind == "whole" else at.dim
         return dim

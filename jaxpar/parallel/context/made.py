@@ -44,3 +44,20 @@ def pushed(work: Localiser, positions: Callable[[int, int], jax.Array], x: Place
 def alike(x: Placed, dim: int) -> bool:
     """Whether a whole value is the same for all positions along a dim, where it meets others by broadcasting."""
     return not x.shape or x.shape[dim] == 1
+
+
+def counts(x: Placed) -> int | None:
+    """The dim along which a whole value is 0, 1, 2, ..., whatever else it has; None where it is not known to be."""
+    if x.made is None:
+        return None
+    eqn, inputs = x.made
+    name = eqn.primitive.name
+    if name == "iota":
+        return eqn.params["dimension"]
+    if name == "select_n" and len(inputs) == 3 and (sign := inputs[0].made) is not None:
+        # An index below 0 counts from the end: none is.
+        return counts(inputs[1]) if sign[0].primitive.name == "lt" and counts(sign[1][0]) is not None else None
+    dim = counts(inputs[0]) if name in ("convert_element_type", "broadcast_in_dim", "copy") else None
+    if dim is None or inputs[0].shape[dim] == 1:
+        return None
+    return eqn.params["broadcast_dimensions"][dim] if name == "broadcast_in_dim" else dim

@@ -19,6 +19,7 @@ from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
+from .made import counts
 from .partial import PARTIAL
 from .split import Split, reshaped
 from .ways import AXIS
@@ -166,7 +167,27 @@ def _place(eqn: Any, side: int, dim: int) -> int:
 
 @rule("gather")
 def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    table, _ = inputs
+    table, indices = inputs
     if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
-        return None  # positions are looked up
+        return _own(work, eqn, table, indices)
     return TENSOR["gather"](work, eqn, inputs)
+
+
+def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | None:
+    """`logits[jnp.arange(n), labels]`: something of each position, at its own place."""
+    numbers = eqn.params["dimension_numbers"]
+    column = list(numbers.start_index_map).index(table.dim)
+    if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+        return None
+    joined, columns = indices.made
+    if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
+        return None
+    at = counts(columns[column])
+    if at is None or indices.shape[at] != table.shape[table.dim]:
+        return None  # other places
+    held = work.part(indices, at)
+    places = jnp.expand_dims(jnp.arange(held.shape[at], dtype=held.dtype), [*range(1, len(held.shape) - 1 - at)])
+    held = held.at[..., column].set(jnp.broadcast_to(places, held.shape[:-1]))
+    (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
+    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
+    return [(value, batch[at])]
