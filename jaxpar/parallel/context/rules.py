@@ -177,7 +177,7 @@ def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | N
     """`logits[jnp.arange(n), labels]`: something of each position, at its own place."""
     numbers = eqn.params["dimension_numbers"]
     column = list(numbers.start_index_map).index(table.dim)
-    if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+    if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
     joined, columns = indices.made
     if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
