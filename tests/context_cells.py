@@ -16,7 +16,7 @@ from tensor_cells import SGD, STEPS
 from zoo import random_tokens
 
 import jaxpar as jp
-from jaxpar.models import gpt, llama
+from jaxpar.models import gpt, llama, named
 from jaxpar.ops.cross_entropy import cross_entropy
 
 VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
@@ -218,6 +218,12 @@ def flattened_shifted() -> jp.Model:
     return flattened(shift=True)
 
 
+def mixture() -> jp.Model:
+    """Experts that drop nothing: each rank's tokens in slots of its own, and what overflows these."""
+    sizes = {"dim": DIM, "layers": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "experts": 4, "z": 0.01, "balance": 0.5}
+    return named("mixtral-tiny", vocab=VOCAB, **sizes).model
+
+
 MODELS = {
     f.__name__: f
     for f in (
@@ -232,6 +238,7 @@ MODELS = {
         chunked,
         flattened,
         flattened_shifted,
+        mixture,
     )
 }
 KERNELS = (
@@ -242,6 +249,7 @@ KERNELS = (
     "chunked",
     "flattened",
     "flattened_shifted",
+    "mixture",
 )  # those whose attention is jp.attention, for all three ways
 
 

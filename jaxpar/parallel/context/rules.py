@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...ops import routes
 from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
@@ -30,9 +32,7 @@ optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim t
 unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
 dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
 """.split()
-RULES: dict[str, Rule] = {
-    name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS, *jx.CUSTOM) if name in TENSOR
-}
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -92,6 +92,35 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
         (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
         return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
     return None
+
+
+# -- functions that put tokens into another order ----------------------------------------------------------------------
+
+
+@rule(*jx.CUSTOM)
+def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A route (`ops/routes.py`) takes each rank's own tokens, in slots of its own."""
+    route = routes.of(eqn)
+    if route is None:
+        return TENSOR[eqn.primitive.name](work, eqn, inputs)
+    where, parts = jx.where(eqn), work.way.parts(work.ranks)
+    if route.part is None:
+        raise ValueError(
+            f"context={work.ranks} splits the tokens of a row, and {where} gives them slots in their order: a capacity "
+            "drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for context"
+        )
+    slots = [v.aval.shape[1] for v, kind in zip(eqn.outvars, route.outs, strict=True) if kind == "routed"]
+    if any(n % parts for n in slots):
+        raise ValueError(
+            f"context={work.ranks} splits the {slots[0]} slots of an expert at {where} into {parts} parts, which do "
+            "not divide them; use another number of positions, or data, fsdp or tensor for context"
+        )
+    tokens = next((x.dim for x in inputs if x.dim == 0), None)
+    if tokens is None:
+        return None
+    dims = {"rows": tokens, "routed": Split(1), "whole": None}
+    values = route.part(work.ranks)(*(x.value for x in inputs))
+    return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------

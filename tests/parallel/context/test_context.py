@@ -15,6 +15,7 @@ from flax import linen as nn
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
 from jaxpar.parallel.context.ways import choose
 
@@ -25,6 +26,7 @@ FIRST = (
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
 )
+LAYERS = ("llama_gqa", "gpt2", "mixture")
 BESIDE = (
     "context=2",
     "context=4,fsdp=2,zero=1",
@@ -42,9 +44,9 @@ def battery() -> list[Any]:
     found = []
     for name in cells.MODELS:
         for text in BESIDE:
-            if ("pipe" in text or "remat" in text) and name not in ("llama_gqa", "gpt2"):
+            if ("pipe" in text or "remat" in text) and name not in LAYERS:
                 continue  # nothing to scan, or blocks that differ
-            if "tensor" in text and name not in ("llama_gqa", "gpt2"):
+            if "tensor" in text and name not in LAYERS:
                 text = text.replace("tensor=2", "data=2").replace(",sequence=true", "")
             ways = ("gather", "ulysses", "ring") if name in cells.KERNELS else ("auto",)
             for way in ways:
@@ -188,6 +190,20 @@ def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: s
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
     with pytest.raises(ValueError, match=said):
         step.traced(cells.batch_of(4, length))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"capacity": 0.8}, r"model\.py:\d+.*use capacity=None, which drops nothing"),
+        ({"experts": 7}, "splits the 23 slots of an expert .* into 4 parts"),
+    ],
+)
+def test_slots_that_ranks_do_not_share_are_refused(sizes: dict[str, Any], said: str) -> None:
+    model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, **sizes).model
+    step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
+    with pytest.raises(ValueError, match=said):
+        step.traced(cells.batch_of(4))
 
 
 def test_a_loss_without_a_sequence_is_refused() -> None:
