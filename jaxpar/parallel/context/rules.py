@@ -61,8 +61,18 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     assert x.dim is not None
     if eqn.params["dimensions"] is not None:
         return None
-    dim = reshaped(x.shape, work.split(x.dim), shape_of(eqn), work.way.parts(work.ranks))
-    return None if dim is None else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape_of(eqn), dim))[0], dim)]
+    parts, shape = work.way.parts(work.ranks), shape_of(eqn)
+    dim = reshaped(x.shape, work.split(x.dim), shape, parts)
+    if dim is not None:
+        return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+    if math.prod(x.shape) <= work.cheap:
+        return None
+    raise ValueError(
+        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and reshape at "
+        f"{jx.where(eqn) or 'a function of JAX'} to {list(shape)} cuts through them; keep rows and positions as dims "
+        f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
+        f"jp.cross_entropy by a chunk= {work.ranks} times as large"
+    )
 
 
 @rule("slice")

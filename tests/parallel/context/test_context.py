@@ -137,6 +137,13 @@ def test_ranks_that_branch_have_no_ring() -> None:
     assert (found.name, "not in one layer at one time" in found.why) == ("gather", True)
 
 
+def test_heads_that_tensor_does_not_divide_are_whole() -> None:
+    """It said that context divides 2 and 0 heads of a tensor rank."""
+    q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
+    flat, _ = jx.trace(jp.attention, q, k, k)
+    assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +188,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("alibi", "context=2,attention=ring", 16, "the loss calls no jp.attention"),
+        ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
         ("llama_gqa", "context=2,pipe=2,microbatches=2,schedule=zb-h1,attention=ring", 16, "use attention='gather'"),
     ],
