@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from cells import OneDevice, check
 from flax import linen as nn
 from flax import nnx
@@ -15,7 +16,7 @@ from tensor_cells import SGD, STEPS
 from zoo import random_tokens
 
 import jaxpar as jp
-from jaxpar.models import gpt, llama
+from jaxpar.models import gpt, llama, named
 from jaxpar.ops.cross_entropy import cross_entropy
 
 VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
@@ -184,13 +185,71 @@ def chunked() -> jp.Model:
     return jp.Model(init=model.init, loss=loss)
 
 
-MODELS = {f.__name__: f for f in (llama_gqa, gpt2, loop, encoder_decoder, alibi, t5, window, packed, chunked)}
+def flattened(shift: bool = False) -> jp.Model:
+    """Tokens of all rows in one dim, as most losses have them: before the feed-forward, and in the loss."""
+    model = window()
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jp.Mean, Any]:
+        tokens, targets, weights = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"]
+        x = params["table"][tokens]
+        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
+        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+        every = x.reshape(-1, DIM)
+        every = every / jnp.sqrt(jnp.square(every).mean(-1, keepdims=True) + 1e-6)
+        x = x + jax.nn.relu(every @ params["up"]).reshape(x.shape) @ params["down"]
+        logits = x @ params["head"]
+        if shift:
+            logits, targets, weights = logits[:, :-1], targets[:, :-1], weights[:, 1:]
+        logits, labels, weights = logits.reshape(-1, VOCAB), targets.reshape(-1), weights.reshape(-1)
+        valid = labels != 3
+        one = jax.nn.one_hot(labels, VOCAB)
+        smooth = -(one * 0.9 + 0.1 / VOCAB) * jax.nn.log_softmax(logits)
+        nats = jnp.where(valid, optax.softmax_cross_entropy_with_integer_labels(logits, labels) + smooth.sum(-1), 0)
+        nats = nats - 0.5 * jnp.square(logits[jnp.arange(labels.size), labels])
+        worst = jnp.max(jnp.where(valid, nats, 0).reshape(tokens.shape[0], -1), axis=1).sum()
+        right = (logits.argmax(-1) == labels).astype(jnp.float32).mean()
+        return jp.Mean(jnp.sum(nats * weights) + 0.1 * worst, jnp.sum(weights * valid)), {"right": right}
+
+    return jp.Model(init=model.init, loss=loss)
+
+
+def flattened_shifted() -> jp.Model:
+    """As transformers writes it: one position fewer, which ranks do not divide, merged with rows."""
+    return flattened(shift=True)
+
+
+def mixture() -> jp.Model:
+    """Experts that drop nothing: each rank's tokens in slots of its own, and what overflows these."""
+    sizes = {"dim": DIM, "layers": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "experts": 4, "z": 0.01, "balance": 0.5}
+    return named("mixtral-tiny", vocab=VOCAB, **sizes).model
+
+
+MODELS = {
+    f.__name__: f
+    for f in (
+        llama_gqa,
+        gpt2,
+        loop,
+        encoder_decoder,
+        alibi,
+        t5,
+        window,
+        packed,
+        chunked,
+        flattened,
+        flattened_shifted,
+        mixture,
+    )
+}
 KERNELS = (
     "llama_gqa",
     "gpt2",
     "window",
     "packed",
     "chunked",
+    "flattened",
+    "flattened_shifted",
+    "mixture",
 )  # those whose attention is jp.attention, for all three ways
 
 

@@ -155,7 +155,8 @@ def _of_rows(
     if at.kind == "whole" and all(d in whole and to[d] is not None for d in x.dims):
         return x.moved(to) or coupled([x, at], Note.at(eqn, "a lookup may tear rows apart", certain=False))
     found = _met(x, at, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    if found is not None and x.span == 1 and shape_of(eqn)[batch[found]] == x.outer * x.count:
+    alike = at.kind == "whole" or at.outer == x.outer  # where rows are merged with what is within them, too
+    if found is not None and x.span == 1 and alike and shape_of(eqn)[batch[found]] == shapes(eqn)[0][x.dim]:
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole

@@ -286,8 +286,10 @@ def attention(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def merged(w: jax.Array, batch: Batch) -> jax.Array:
-    """[B, T] -> [B T], through chunks of it, and back."""
+    """[B, T] -> [B T], through chunks of it, and back; and what each token of it has at its label."""
     x = w[batch["tokens"]].reshape(-1, WIDTH)
+    labels = batch["tokens"].reshape(-1) % WIDTH
+    x = x - (optax.softmax_cross_entropy_with_integer_labels(x, labels) + x[jnp.arange(labels.size), labels])[:, None]
     x = jax.lax.map(jnp.tanh, x.reshape(4, -1, WIDTH)).reshape(-1, 7, WIDTH)
     return x.mean(1).mean()
 

@@ -97,6 +97,7 @@ def dispatch(
     groups: int,
     by_weight: bool,
     couples: str,
+    drops: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens in the buffers of their experts.
 
@@ -106,15 +107,16 @@ def dispatch(
       weights: float [N, k]: which choices get a slot, with `by_weight`; no gradient comes from that.
       slots: C, a multiple of `groups`, which are equal parts of the tokens with slots of their own.
       couples: what of it depends on other rows, if anything does.
+      drops: whether what finds no slot is dropped, so that it matters which tokens share them.
 
     Returns [E, C, D], zeros in empty slots; the slot of each choice, int32 [N, k]; the choice in each slot, int32
     [E, C].
     """
-    return _dispatch(experts, slots, groups, by_weight, couples)(x, ids, weights)
+    return _dispatch(experts, slots, groups, by_weight, couples, drops)(x, ids, weights)
 
 
 @functools.cache
-def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: str) -> Callable[..., Any]:
+def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: str, drops: bool) -> Callable[..., Any]:
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         slot, choice = _places(ids, weights, experts, slots, groups, by_weight)
         return _rows(x, choice // ids.shape[1]), slot, choice
@@ -128,8 +130,25 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
         total = _added(_rows(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
         return total.astype(flat.dtype), None, None
 
-    name = "dispatch_of_rows" if couples else "dispatch"
-    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples)
+    def part(ranks: int) -> Callable[..., Any]:
+        """Each rank's tokens in slots of its own."""
+
+        def local(*given: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            rows, slot, choice = _dispatch(experts, slots // ranks, 1, False, "", False)(*given)
+            return rows, _renumbered(slot, experts, slots // ranks, slots), choice
+
+        return local
+
+    if drops:
+        name = "dispatch_of_rows" if couples else "dispatch_and_drop"
+        return route(name, ("routed", "rows", "routed"), run, forward, backward, couples)
+    name = f"dispatch_{experts}_{slots}_{groups}_{by_weight}"
+    return route(name, ("routed", "rows", "routed"), run, forward, backward, part=part)
+
+
+def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.Array:
+    """Slots where each expert has `slots` as they are called where it has `others`."""
+    return jnp.where(slot < experts * slots, slot // slots * others + slot % slots, experts * others)
 
 
 def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
@@ -145,7 +164,17 @@ def _combine_backward(saved: tuple[jax.Array, ...], given: jax.Array) -> tuple[A
     return None, of_out.astype(out.dtype), jnp.stack(of_weights, axis=-1), None
 
 
-_combined = route("combine", ("rows",), _combine, lambda *given: (_combine(*given), given), _combine_backward)
+def _combine_part(ranks: int) -> Callable[..., Any]:
+    def local(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
+        experts, slots, _ = out.shape
+        return _combined(_renumbered(slot, experts, slots * ranks, slots), out, weights, choice)
+
+    return local
+
+
+_combined = route(
+    "combine", ("rows",), _combine, lambda *given: (_combine(*given), given), _combine_backward, part=_combine_part
+)
 
 
 def combine(out: jax.Array, weights: jax.Array, slot: jax.Array, choice: jax.Array) -> jax.Array:

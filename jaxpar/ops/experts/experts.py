@@ -68,7 +68,8 @@ def experts(
     arXiv:1701.06538; Mixtral: Jiang et al. 2024, arXiv:2401.04088, section 2.1).
 
     Without a capacity no token is dropped: each expert computes its first C = 1.25 N k / E tokens in one batched
-    matmul, and what overflows follows in blocks, as many as there are. With one, C = capacity T k / E of each row (or
+    matmul, and what overflows follows in blocks, as many as there are. Under `context` each rank does so with its own
+    tokens. With one, C = capacity T k / E of each row (or
     capacity N k / E of all), and what overflows is dropped: it keeps nothing but its residual connection, and its
     `shared` experts. Communicates nothing, but what `jp.all_rows` gathers for balance="global": float32 [B, E].
 
@@ -125,7 +126,8 @@ def experts(
     each = min(per, math.ceil((FIRST if capacity is None else capacity) * per * k / count))
     couples = _COUPLES if capacity is not None and drop_within == "microbatch" and each < per else ""
     by_weight = capacity is not None and drop == "probability"
-    rows, slot, choice = dispatch(tokens, flat_ids, flat_gates, count, parts * each, parts, by_weight, couples)
+    drops = capacity is not None and each < per
+    rows, slot, choice = dispatch(tokens, flat_ids, flat_gates, count, parts * each, parts, by_weight, couples, drops)
     beyond = None
     if capacity is None and each < per:
         beyond, weights = overflow(expert, tokens, flat_ids, flat_gates, weights, each)

@@ -10,6 +10,7 @@ Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from ..routes import route
 from .dispatch import Order, order, wide
 
+_numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
 
 
@@ -150,4 +152,9 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
         return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
-    return route("overflow", ("rows", "whole"), run, forward, backward)
+    def part(ranks: int) -> Callable[..., Any]:
+        """Of each rank's tokens what its own slots do not hold."""
+        return _overflow(expert, tree, slots // ranks, block_size(slots // ranks))
+
+    # What the route says of ranks holds for this one function.
+    return route(f"overflow_{next(_numbers)}", ("rows", "whole"), run, forward, backward, part=part)

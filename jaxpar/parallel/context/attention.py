@@ -22,7 +22,7 @@ from .ways import AXIS, options_of
 def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
     options = options_of(eqn)
-    if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+    if options is None or inputs[0].dim != 1 or work.rows > 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
     if any(n % work.way.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None

@@ -33,15 +33,20 @@ from ...ops.context import from_zigzag, order_of, positions
 from ..tensor.localiser import Localiser, Placed
 from .made import pushed
 from .partial import PARTIAL, linear
+from .split import Split, by_row
 from .starts import FirstSplit, starts
 from .ways import AXIS, GATHER, Way
+
+# Their inputs need not be split alike: they hold programs, or treat each input by itself.
+MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
 
 
 @dataclass
 class Positions(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
     of a rule, `way` how attention reaches all keys, `tensor` the number of ranks that share heads,
-    and `eqns` the program that is being rewritten.
+    and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows` is what a
+    plain number means in the rule of the equation at hand: the rows of its inputs.
     """
 
     begin: dict[int, FirstSplit] = field(default_factory=dict)
@@ -49,6 +54,7 @@ class Positions(Localiser):
     way: Way = GATHER
     tensor: int = 1
     eqns: Sequence[Any] = ()
+    rows: int = 1
 
     # -- whole, split, partial -----------------------------------------------------------------------------------------
 
@@ -56,9 +62,12 @@ class Positions(Localiser):
         """All of it, on every rank."""
         if x.partial:
             return x.once("whole", lambda: lax.psum(x.value, AXIS))
-        if (dim := x.dim) is None:
+        if x.dim is None:
             return x.value
-        return x.once("whole", lambda: self._gathered(x.value, dim, x.shape[dim]))
+        dim = self.split(x.dim)
+        return x.once(
+            "whole", lambda: by_row(lambda y, d: self._gathered(y, d, x.shape[dim] // dim.rows), x.value, dim)
+        )
 
     def _gathered(self, value: jax.Array, dim: int, n: int) -> jax.Array:
         every = lax.all_gather(value, AXIS, axis=dim, tiled=True)
@@ -70,18 +79,26 @@ class Positions(Localiser):
         """The same: no edge is needed where cotangents are partial sums."""
         return self.whole(x)
 
+    def split(self, dim: int) -> Split:
+        """A dim, and how many rows are merged in it."""
+        return dim if isinstance(dim, Split) else Split(dim, self.rows)
+
     def part(self, x: Placed, dim: int) -> jax.Array:
         """This rank's part along a dim."""
-        if x.dim == dim and not x.partial:
+        at = self.split(dim)
+        if x.dim is not None and not x.partial and (x.dim, self.split(x.dim).rows) == (at, at.rows):
             return x.value
-        return x.once(("part", dim), lambda: self._part(x, dim))
+        return x.once(("part", at, at.rows), lambda: self._part(x, at))
 
     def _part(self, x: Placed, dim: int) -> jax.Array:
-        made = pushed(self, self.positions, x, dim) if x.made is not None else None
+        made = pushed(self, self.positions, x, self.split(dim)) if x.made is not None else None
         return self.take(self.whole(x), dim) if made is None else made
 
     def take(self, value: jax.Array, dim: int) -> jax.Array:
         """This rank's part of a value that it has whole; beyond its end the last position again."""
+        return by_row(self._taken, value, self.split(dim))
+
+    def _taken(self, value: jax.Array, dim: int) -> jax.Array:
         n, size = value.shape[dim], self.size(value.shape[dim])
         if size * self.ranks > n:
             value = jnp.pad(value, [(0, size * self.ranks - n if d == dim else 0) for d in range(value.ndim)], "edge")
@@ -102,22 +119,29 @@ class Positions(Localiser):
         """How many of n positions a rank has, those beyond the end included."""
         return self.chunk(n) * self.way.parts(1)
 
-    def positions(self, n: int) -> jax.Array:
-        """The positions that this rank has of n, those beyond the end included: int32 [size(n)]."""
-        return positions(self.size(n), AXIS, self.way.order)
+    def positions(self, n: int, rows: int = 1) -> jax.Array:
+        """Where in a dim of n, which consists of so many rows, the positions are that this rank has: int32. Those
+        beyond the end of a row are its last.
+        """
+        per = n // rows
+        each = jnp.minimum(positions(self.size(per), AXIS, self.way.order), per - 1)
+        return (jnp.arange(rows, dtype=jnp.int32)[:, None] * per + each).reshape(-1)
 
     def kept(self, x: Placed) -> jax.Array:
         """The part of a split value, zeros beyond the end."""
         assert x.dim is not None
-        if self.size(x.shape[x.dim]) * self.ranks == x.shape[x.dim]:
+        dim = self.split(x.dim)
+        n = x.shape[dim] // dim.rows
+        if self.size(n) * self.ranks == n:
             return x.value
-        inside = self.positions(x.shape[x.dim]) < x.shape[x.dim]
-        inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != x.dim])
+        inside = jnp.tile(positions(self.size(n), AXIS, self.way.order) < n, dim.rows)
+        inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != dim])
         return jnp.where(inside, x.value, jnp.zeros_like(x.value))
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return tuple(self.size(n) if d == dim else n for d, n in enumerate(shape))
+        rows = 1 if dim is None else self.split(dim).rows
+        return tuple(rows * self.size(n // rows) if d == dim else n for d, n in enumerate(shape))
 
     def shared(self, x: Placed) -> jax.Array:
         """A partial sum: of what every rank has whole, its share."""
@@ -144,6 +168,14 @@ class Positions(Localiser):
 
     def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
         """What becomes of one equation."""
+        rows = {self.split(x.dim).rows for x in inputs if x.dim is not None}
+        outer, self.rows = self.rows, max(rows) if len(rows) == 1 else 1
+        try:
+            return self._equation(eqn, inputs, mixed=len(rows) > 1)
+        finally:
+            self.rows = outer
+
+    def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
         name = eqn.primitive.name
         found = None
         if (start := self.begin.get(id(eqn))) is not None:
@@ -153,7 +185,7 @@ class Positions(Localiser):
             if found is None:
                 inputs = [Placed(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
-        if found is None and split and name in self.rules:
+        if found is None and split and name in self.rules and not (mixed and name not in MIXING):
             found = self.rules[name](self, eqn, inputs)
         if found is None:
             for x in inputs:
@@ -164,8 +196,8 @@ class Positions(Localiser):
         outs = []
         for v, (value, dim) in zip(eqn.outvars, found, strict=True):
             moves = active and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            outs.append(Placed(value, None if dim == PARTIAL else dim, v.aval.shape, moves, weight))
-            outs[-1].partial = dim == PARTIAL
+            at = None if dim is None or dim == PARTIAL else self.split(dim)
+            outs.append(Placed(value, at, v.aval.shape, moves, weight, partial=dim == PARTIAL))
         if len(outs) == 1 and not split and not outs[0].partial and outs[0].dim is None:
             outs[0].made = eqn, inputs
         return outs

@@ -9,17 +9,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...ops import routes
 from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, outermost, shape_of, without
+from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
+from .made import counts
 from .partial import PARTIAL
+from .split import Split, reshaped
 from .ways import AXIS
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
@@ -28,9 +32,7 @@ optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim t
 unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
 dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
 """.split()
-RULES: dict[str, Rule] = {
-    name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS, *jx.CUSTOM) if name in TENSOR
-}
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -54,16 +56,23 @@ def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 @rule("reshape")
 def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Positions stay a dim of their own, or become the outermost of one, or of several."""
+    """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
     x, *_ = inputs
     assert x.dim is not None
-    shape, dim = shape_of(eqn), outermost(eqn, x)
-    if dim is None:
+    if eqn.params["dimensions"] is not None:
         return None
-    parts = work.way.parts(work.ranks)
-    if shape[dim] != x.shape[x.dim] and (shape[dim] % parts or x.shape[x.dim] % parts):
+    parts, shape = work.way.parts(work.ranks), shape_of(eqn)
+    dim = reshaped(x.shape, work.split(x.dim), shape, parts)
+    if dim is not None:
+        return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+    if math.prod(x.shape) <= work.cheap:
         return None
-    return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+    raise ValueError(
+        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and reshape at "
+        f"{jx.where(eqn) or 'a function of JAX'} to {list(shape)} cuts through them; keep rows and positions as dims "
+        f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
+        f"jp.cross_entropy by a chunk= {work.ranks} times as large"
+    )
 
 
 @rule("slice")
@@ -77,21 +86,51 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
         list(eqn.params["limit_indices"]),
         eqn.params["strides"],
     )
-    start, limit = starts[dim], limits[dim]
-    size, chunk = work.size(x.shape[dim]), work.chunk(x.shape[dim])
+    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
+    size, chunk = work.size(n), work.chunk(n)
     if strides and strides[dim] != 1:
         return None
-    if start == 0 and work.size(limit) == size:  # what is beyond is left out of sums
-        limits[dim] = size
+    if start == 0 and (limit == x.shape[dim] or (work.rows == 1 and work.size(limit) == size)):
+        limits[dim] = size * work.rows  # what is beyond is left out of sums
         return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
     if limit - start == 1:
         held = order_of(work.ranks, work.way.order)
-        owner, slot = divmod(held.index(start // chunk), work.way.parts(1))
-        starts[dim] = slot * chunk + start % chunk
+        row, place = divmod(start, n)
+        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
+        starts[dim] = row * size + slot * chunk + place % chunk
         limits[dim] = starts[dim] + 1
         (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
         return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
     return None
+
+
+# -- functions that put tokens into another order ----------------------------------------------------------------------
+
+
+@rule(*jx.CUSTOM)
+def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A route (`ops/routes.py`) takes each rank's own tokens, in slots of its own."""
+    route = routes.of(eqn)
+    if route is None:
+        return TENSOR[eqn.primitive.name](work, eqn, inputs)
+    where, parts = jx.where(eqn), work.way.parts(work.ranks)
+    if route.part is None:
+        raise ValueError(
+            f"context={work.ranks} splits the tokens of a row, and {where} gives them slots in their order: a capacity "
+            "drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for context"
+        )
+    slots = [v.aval.shape[1] for v, kind in zip(eqn.outvars, route.outs, strict=True) if kind == "routed"]
+    if any(n % parts for n in slots):
+        raise ValueError(
+            f"context={work.ranks} splits the {slots[0]} slots of an expert at {where} into {parts} parts, which do "
+            "not divide them; use another number of positions, or data, fsdp or tensor for context"
+        )
+    tokens = next((x.dim for x in inputs if x.dim == 0), None)
+    if tokens is None:
+        return None
+    dims = {"rows": tokens, "routed": Split(1), "whole": None}
+    values = route.part(work.ranks)(*(x.value for x in inputs))
+    return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -132,7 +171,8 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return "free", dim
 
     split = [side for side in (0, 1) if inputs[side].dim is not None]
-    if len(split) == 2 and role(0) == role(1) and role(0)[0] != "free":
+    rows = [1 if (d := inputs[side].dim) is None else work.split(d).rows for side in (0, 1)]
+    if len(split) == 2 and (*role(0), rows[0]) == (*role(1), rows[1]) and role(0)[0] != "free":
         kind, at = role(0)
         if kind == "contracted":
             return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
@@ -144,11 +184,11 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     kind, at = role(keep)
     mine, other = inputs[keep], inputs[1 - keep]
     if kind == "contracted":
-        own, others, dim = work.kept(mine), work.part(other, contracted[1 - keep][at]), PARTIAL
+        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], rows[keep])), PARTIAL
     elif kind == "batch":
-        own, others, dim = mine.value, work.part(other, batch[1 - keep][at]), at
+        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], rows[keep])), Split(at, rows[keep])
     else:
-        own, others, dim = mine.value, work.whole(other), _place(eqn, keep, at)
+        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), rows[keep])
     return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
 
 
@@ -166,7 +206,27 @@ def _place(eqn: Any, side: int, dim: int) -> int:
 
 @rule("gather")
 def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    table, _ = inputs
+    table, indices = inputs
     if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
-        return None  # positions are looked up
+        return _own(work, eqn, table, indices)
     return TENSOR["gather"](work, eqn, inputs)
+
+
+def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | None:
+    """`logits[jnp.arange(n), labels]`: something of each position, at its own place."""
+    numbers = eqn.params["dimension_numbers"]
+    column = list(numbers.start_index_map).index(table.dim)
+    if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+        return None
+    joined, columns = indices.made
+    if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
+        return None
+    at = counts(columns[column])
+    if at is None or indices.shape[at] != table.shape[table.dim]:
+        return None  # other places
+    held = work.part(indices, at)
+    places = jnp.expand_dims(jnp.arange(held.shape[at], dtype=held.dtype), [*range(1, len(held.shape) - 1 - at)])
+    held = held.at[..., column].set(jnp.broadcast_to(places, held.shape[:-1]))
+    (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
+    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
+    return [(value, batch[at])]

@@ -96,6 +96,8 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: s
                 "causal=, window= and segment_ids= of jp.attention, or attention='gather'"
             )
         return Way("gather", why)
+    divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))
+    tensor = tensor if divided else 1  # else each tensor rank computes all heads
     heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
     odd = [pair for pair in heads if pair[0] % ranks]
     shared = f" of a tensor rank (tensor={tensor})" if tensor > 1 else ""

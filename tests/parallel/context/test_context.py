@@ -15,6 +15,7 @@ from flax import linen as nn
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
 from jaxpar.parallel.context.ways import choose
 
@@ -23,7 +24,9 @@ FIRST = (
     ("llama_gqa", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
     ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2,schedule=zb-h1"),
     ("alibi", "context=4,data=2,attention=gather"),
+    ("flattened_shifted", "context=4,data=2,attention=ring"),
 )
+LAYERS = ("llama_gqa", "gpt2", "mixture")
 BESIDE = (
     "context=2",
     "context=4,fsdp=2,zero=1",
@@ -41,9 +44,9 @@ def battery() -> list[Any]:
     found = []
     for name in cells.MODELS:
         for text in BESIDE:
-            if ("pipe" in text or "remat" in text) and name not in ("llama_gqa", "gpt2"):
+            if ("pipe" in text or "remat" in text) and name not in LAYERS:
                 continue  # nothing to scan, or blocks that differ
-            if "tensor" in text and name in ("loop", "alibi", "t5", "window", "packed", "chunked", "encoder_decoder"):
+            if "tensor" in text and name not in LAYERS:
                 text = text.replace("tensor=2", "data=2").replace(",sequence=true", "")
             ways = ("gather", "ulysses", "ring") if name in cells.KERNELS else ("auto",)
             for way in ways:
@@ -134,6 +137,13 @@ def test_ranks_that_branch_have_no_ring() -> None:
     assert (found.name, "not in one layer at one time" in found.why) == ("gather", True)
 
 
+def test_heads_that_tensor_does_not_divide_are_whole() -> None:
+    """It said that context divides 2 and 0 heads of a tensor rank."""
+    q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
+    flat, _ = jx.trace(jp.attention, q, k, k)
+    assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +165,7 @@ REFUSED = {
     "recurrence": (lambda x: nn.RNN(nn.SimpleCell(8))(x), "scan at"),
     "convolution": (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), "mixes its positions"),
     "cumulative sum": (lambda x: jnp.cumsum(x, axis=1), "cumsum at"),
-    "merged with rows": (lambda x: nn.Dense(8)(x.reshape(-1, 8)).reshape(x.shape), "reshape at"),
+    "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
 }
 
@@ -178,6 +188,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("alibi", "context=2,attention=ring", 16, "the loss calls no jp.attention"),
+        ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
         ("llama_gqa", "context=2,pipe=2,microbatches=2,schedule=zb-h1,attention=ring", 16, "use attention='gather'"),
     ],
@@ -187,6 +198,20 @@ def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: s
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
     with pytest.raises(ValueError, match=said):
         step.traced(cells.batch_of(4, length))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"capacity": 0.8}, r"model\.py:\d+.*use capacity=None, which drops nothing"),
+        ({"experts": 7}, "splits the 23 slots of an expert .* into 4 parts"),
+    ],
+)
+def test_slots_that_ranks_do_not_share_are_refused(sizes: dict[str, Any], said: str) -> None:
+    model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, **sizes).model
+    step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
+    with pytest.raises(ValueError, match=said):
+        step.traced(cells.batch_of(4))
 
 
 def test_a_loss_without_a_sequence_is_refused() -> None:
