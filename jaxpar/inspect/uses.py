@@ -74,7 +74,8 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
 
 def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
-    leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
+    unit, shape, policy = step.layout.kept.units[index], step.mesh.shape, step.policy
+    leaf = unit.local
     of_a_stage = leaf.layers is not None
     ranks = shape["pipe"] if of_a_stage else 1
     compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
@@ -97,7 +98,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int) -> Uses:
         updated=updated,
         last=last,
         shard=tuple(a for a in shard if shape[a] > 1),
-        rest=tuple(a for a in summed_over(of_a_stage) if shape[a] > 1 and a not in shard),
+        rest=tuple(a for a in summed_over(unit.split) if shape[a] > 1 and a not in shard),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,

@@ -28,20 +28,29 @@ class Route:
         "routed" (the first two dims hold tokens in an order of their own: of each at most one row), or "whole" (no row
         reaches it); the last result's kind is that of all that follow.
       couples: what it makes of rows that depends on the others; empty where each result is its row's own.
+      spread: where experts are split over ranks, what it is on one of them: from the number of ranks a function of the
+        same arrays, of which those after the third, leaves [E, ...], are this rank's.
     """
 
     outs: tuple[Kind, ...]
     couples: str = ""
+    spread: Callable[[int], Callable[..., Any]] | None = None
 
 
 def route(
-    name: str, outs: tuple[Kind, ...], fun: Callable[..., Any], fwd: Any, bwd: Any, couples: str = ""
+    name: str,
+    outs: tuple[Kind, ...],
+    fun: Callable[..., Any],
+    fwd: Any,
+    bwd: Any,
+    couples: str = "",
+    spread: Callable[[int], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
 
     Args:
       name: of letters, the same for the same function.
-      outs, couples: see `Route`.
+      outs, couples, spread: see `Route`.
       fun, fwd, bwd: as `jax.custom_vjp` has them.
     """
     known = _PREFIX + name
@@ -50,7 +59,7 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
-    _routes[known] = Route(outs, couples)
+    _routes[known] = Route(outs, couples, spread)
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function

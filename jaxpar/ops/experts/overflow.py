@@ -10,6 +10,7 @@ Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from ..routes import route
+from .rounds import rounds
 from .dispatch import Order, order, wide
 
+_numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
 
 
@@ -150,4 +153,11 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
         return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
-    return route("overflow", ("rows", "whole"), run, forward, backward)
+    def spread(ranks: int) -> Callable[..., Any]:
+        """On one of so many ranks, which share the experts: each block is of the tokens of all."""
+        return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
+
+    # What the route says of ranks holds for this one function.
+    return route(f"overflow_{next(_numbers)}", ("rows", "whole"), run, forward, backward, spread=spread)
+
+
