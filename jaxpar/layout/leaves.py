@@ -295,20 +295,22 @@ def place(
     if shards > 1 and not math.prod(shape):
         note = f"replicated: {shape} has no elements"
     elif dim is None and shards > 1:
-        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks) * (1 if expert is None else experts):
+        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks) * (
+            1 if expert is None else experts
+        ):
             dim = max(dims, key=lambda d: shape[d])
             note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
         elif stacked and not rolled and 0 not in (tensor, expert) and shape[0] % shards == 0:
             dim = 0
         else:
-            taken = [f"{at}, which is on {axis}," for at, axis in ((tensor, "tensor"), (expert, "expert")) if at is not None]
+            taken = [
+                f"{at}, which is on {axis}," for at, axis in ((tensor, "tensor"), (expert, "expert")) if at is not None
+            ]
             rest = f"no dim but {' and '.join(taken)}" if taken else "no dim"
             note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
     ranks, experts = 1 if tensor is None else ranks, 1 if expert is None else experts
-    return Leaf(
-        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, expert, experts
-    )
+    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, expert, experts)
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:

@@ -251,7 +251,9 @@ def make_leaves(
             turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
             form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second), turned)
         second = second and path not in own
-        return place(path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second, expert, experts)
+        return place(
+            path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second, expert, experts
+        )
 
     leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
     for leaf in leaves:

@@ -76,7 +76,8 @@ class Step(Start, Intake):
         experts = mesh.shape["expert"]
         mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
-        kept = make_leaves(params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over), split, parts, mixed, experts)
+        pipe = Pipe(ranks, strategy.chunks, turns, over)
+        kept = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

@@ -83,7 +83,11 @@ def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
     parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.layers is not None else 1)
     if not sharded:
         return math.prod(leaf.shape) // parts
-    free = [d for d in range(len(leaf.shape)) if d not in (leaf.tensor, leaf.expert) and (leaf.layers is None or d > leaf.stage)]
+    free = [
+        d
+        for d in range(len(leaf.shape))
+        if d not in (leaf.tensor, leaf.expert) and (leaf.layers is None or d > leaf.stage)
+    ]
     small = math.prod(leaf.local.shape) < PAD_FROM or not free
     if leaf.dim is None and leaf.note and small:
         return math.prod(leaf.shape) // parts

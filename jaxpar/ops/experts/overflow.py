@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from ..routes import route
-from .rounds import rounds
 from .dispatch import Order, order, wide
+from .rounds import rounds
 
 _numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -159,5 +159,3 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
     # What the route says of ranks holds for this one function.
     return route(f"overflow_{next(_numbers)}", ("rows", "whole"), run, forward, backward, spread=spread)
-
-

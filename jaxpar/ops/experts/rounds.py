@@ -38,8 +38,8 @@ _taken.defvjp(
 
 
 def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> int:
-    """The most rounds of S = C E / e choices that there can be: all choices of a rank's tokens to one rank's experts, of
-    which at least one has filled its slots.
+    """The most rounds of S = C E / e choices that there can be: all choices of a rank's tokens go to one rank's
+    experts, of which at least one has filled its slots.
     """
     per = experts // ranks
     return -(-(tokens * min(k, per) - slots) // (slots * per))
@@ -48,9 +48,9 @@ def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> in
 @functools.lru_cache(maxsize=256)
 def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[..., Any]:
     """A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]: what experts
-    make of the choices beyond their first C of each rank, weighted and added up, [N, D] in the dtype of the weights; and
-    those leaves, as `overflow` returns them. Communicates over `expert`: int32 [], and in each round 2 [e, S, D] and
-    int32 [e, S]; in a backward 4 [e, S, D].
+    make of the choices beyond their first C of each rank, weighted and added up, [N, D] in the dtype of the weights;
+    and those leaves, as `overflow` returns them. Communicates over `expert`: int32 [], and in each round 2 [e, S, D]
+    and int32 [e, S]; in a backward 4 [e, S, D].
 
     Args:
       overflow: (x, ids, weights, *leaves) -> (out, *leaves), block by block, of one rank's experts.
@@ -59,8 +59,8 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
     """
 
     def places(by: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of a round the slot of each choice, int32 [N, k], e S for none; the choice in each slot, int32 [e, S], N k for
-        none; and which of its rank's experts it is for, E / e for none.
+        """Of a round the slot of each choice, int32 [N, k], e S for none; the choice in each slot, int32 [e, S], N k
+        for none; and which of its rank's experts it is for, E / e for none.
         """
         per, choices = by.load.size // ranks, ids.size
         size = slots * per

@@ -37,7 +37,9 @@ def apart(rules: Rules | None) -> tuple[dict[str, int | str | None], Rules | Non
     for key, value in rules.items():
         if isinstance(value, Mapping):
             if unknown := [axis for axis in value if axis not in (AXIS, "tensor")]:
-                raise ValueError(f"rules: {key!r}: {unknown[0]!r} is no axis that splits leaves; use 'expert', 'tensor'")
+                raise ValueError(
+                    f"rules: {key!r}: {unknown[0]!r} is no axis that splits leaves; use 'expert', 'tensor'"
+                )
             own.update({key: value[AXIS]} if AXIS in value else {})
             rest.update({key: value["tensor"]} if "tensor" in value else {})
         elif value == AXIS:
@@ -70,8 +72,8 @@ def expert_dims(
     for key, value in rules.items():
         if value == AXIS and key not in known:
             raise ValueError(
-                f"rules: {key!r}: 'expert' is for a name of dims, and the model's are {', '.join(sorted(known)) or 'none'};"
-                f" for a path give the dim: {{{key!r}: {{'expert': -3}}}}"
+                f"rules: {key!r}: 'expert' is for a name of dims, and the model's are "
+                f"{', '.join(sorted(known)) or 'none'}; for a path give the dim: {{{key!r}: {{'expert': -3}}}}"
             )
     chosen = _claimed(rules, shapes, strict=True)
     for path, dim in _claimed(own, shapes).items():
@@ -88,14 +90,14 @@ def expert_dims(
     if not dims:
         largest = sorted(shapes, key=lambda path: -len(shapes[path]))[0]
         raise ValueError(
-            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; say which dim is that "
-            f"of experts: rules={{{largest!r}: {{'expert': 0}}}}, or use fsdp or data for expert"
+            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; say which dim is "
+            f"that of experts: rules={{{largest!r}: {{'expert': 0}}}}, or use fsdp or data for expert"
         )
     for path, dim in dims.items():
         if shapes[path][dim] % ranks:
             raise ValueError(
-                f"{path} {list(shapes[path])} has {shapes[path][dim]} experts on dim {dim}, which expert={ranks} does not "
-                f"divide; use expert= a divisor of {shapes[path][dim]}"
+                f"{path} {list(shapes[path])} has {shapes[path][dim]} experts on dim {dim}, which expert={ranks} does "
+                f"not divide; use a divisor of {shapes[path][dim]}"
             )
     return dims
 
@@ -118,7 +120,9 @@ def _claimed(
         matches = pattern("rules", key).fullmatch
         found = [path for path in shapes if matches(path)]
         if strict and not found:
-            raise ValueError(f"rules: {key!r} matches the end of no parameter's path; the first is {next(iter(shapes))}")
+            raise ValueError(
+                f"rules: {key!r} matches the end of no parameter's path; the first is {next(iter(shapes))}"
+            )
         for path in found:
             n = len(shapes[path])
             if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n):
@@ -149,7 +153,10 @@ def _found(leaves: Leaves) -> Iterator[tuple[str, int]]:
             if alike:
                 count, depth = alike[0][1][-3], len(shape)
                 seen.update((path, len(s) - 3) for path, s in alike if s[-3] == count)
-                bias = lambda path, s: len(s) == depth and s[-2] == count and "bias" in path and s[:-2] == shape[:-2]
-                seen.update((path, len(s) - 2) for path, s in inside if bias(path, s))
+                seen.update(
+                    (path, len(s) - 2)
+                    for path, s in inside
+                    if "bias" in path and len(s) == depth and s[-2] == count and s[:-2] == shape[:-2]
+                )
                 break
     yield from sorted(seen)
