@@ -80,9 +80,9 @@ class Experts(Localiser):
             return x.value
         return x.once(("part", dim), lambda: self._slotwise(x, dim) if isinstance(dim, Slots) else self.take(x, dim))
 
-    def take(self, x: Any, dim: int) -> jax.Array:
+    def take(self, value: Any, dim: int) -> jax.Array:
         """This rank's experts of what every rank has."""
-        value = self.whole(x) if isinstance(x, Placed) else x
+        value = self.whole(value) if isinstance(value, Placed) else value
         size = value.shape[dim] // self.ranks
         return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
 

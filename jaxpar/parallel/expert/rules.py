@@ -97,7 +97,7 @@ def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
         if len(new) != 1 or eqn.params["dimensions"] is not None:
             return None
         found += new
-    to = Slots(*found)
+    to: Any = Slots(*found)
     return None if to.dim == to.slots else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, to))[0], to)]
 
 
