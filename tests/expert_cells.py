@@ -42,7 +42,7 @@ def _model(mixture: Callable[..., jax.Array]) -> jp.Model:
         nats = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["targets"])
         return jp.Mean(jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"]))
 
-    return jp.Model(init=init, loss=loss)
+    return jp.Model(init=init, loss=loss, rows="independent")
 
 
 def _expert(p: Any, x: jax.Array) -> jax.Array:
@@ -73,19 +73,15 @@ def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.A
 
 
 def _ragged(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
-    """Sorted by expert, each group its product."""
+    """Choices of all rows sorted by expert, each group its product."""
     gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
-
-    def row(x: jax.Array, gates: jax.Array, ids: jax.Array) -> jax.Array:
-        flat = ids.reshape(-1)
-        order = jnp.argsort(flat)
-        sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
-        hidden = jax.lax.ragged_dot(x[order // K], p["up"], sizes) + p["up_bias"][flat[order]]
-        out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
-        back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, -1)
-        return (back * gates[..., None]).sum(axis=1)
-
-    return jnp.stack([row(*one) for one in zip(x, gates, ids, strict=True)])
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
+    hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + p["up_bias"][flat[order]]
+    out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
+    back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, DIM)
+    return (back * gates[..., None]).sum(axis=2)
 
 
 def _dense(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
 from ..tensor import RULES as TENSOR
@@ -61,10 +63,22 @@ def _slots(inputs: Sequence[Placed]) -> Any:
 
 @rule(*(name for name in ELEMENTWISE if name in TENSOR))
 def _elementwise(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    to, shape = _slots(inputs), shape_of(eqn)
-    if any((x.shape != shape and not (x.weight and x.shape == ())) for x in inputs):
+    to = _slots(inputs)
+    values = [_aligned(work, x, to, shape_of(eqn)) for x in inputs]
+    return None if any(value is None for value in values) else [(jx.bind(eqn, values)[0], to)]
+
+
+def _aligned(work: Experts, x: Placed, to: Slots, shape: Sequence[int]) -> Any:
+    """An operand of one shape, with 1 in its place, or a scalar, for slots; None where that is not known."""
+    if not x.shape:
+        return work.whole(x) if x.weight else None
+    of_all, of_each = (x.shape[d] == 1 != shape[d] for d in (to.dim, to.slots))
+    if not of_all and not of_each:
+        return work.part(x, to)
+    if not x.weight or x.dim not in (None, to.dim):
         return None
-    return [(jx.bind(eqn, [work.part(x, to) if x.shape else work.whole(x) for x in inputs])[0], to)]
+    value = x.value if x.dim is not None or of_all else work.take(x, to.dim)
+    return value if of_each else jnp.concatenate([value] * work.ranks, axis=to.slots)
 
 
 @rule("optimization_barrier")
