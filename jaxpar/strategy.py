@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,29 +26,32 @@ class Axis:
 
     name: str
     rows: bool
-    sums: Literal["every leaf", "leaves of no stage", "no leaf"]
+    sums: Literal["every leaf", "leaves whole on it", "no leaf"]
 
 
 # Outermost to innermost.
 MESH = (
-    Axis("pipe", rows=False, sums="leaves of no stage"),
+    Axis("pipe", rows=False, sums="leaves whole on it"),
     Axis("data", rows=True, sums="every leaf"),
     Axis("fsdp", rows=True, sums="every leaf"),
+    Axis("expert", rows=True, sums="leaves whole on it"),  # experts get the tokens of all its ranks
     Axis("context", rows=False, sums="every leaf"),  # each rank has some of the positions of all rows
     Axis("tensor", rows=False, sums="no leaf"),  # the program of one rank sums what ranks have in parts
 )
 AXES = tuple(axis.name for axis in MESH)
 ROWS = tuple(axis.name for axis in MESH if axis.rows)  # those that share the rows of a batch
-SHARDS = ("fsdp", "context")  # those over which ZeRO shards
+SHARDS = ("fsdp", "expert", "context")  # those over which ZeRO shards; experts' own leaves not over `expert`
 
 
-def summed_over(of_a_stage: bool) -> tuple[str, ...]:
-    """The axes over which the gradient of a leaf is summed, where a stage of a pipeline owns it or not.
+def summed_over(split: Collection[str]) -> tuple[str, ...]:
+    """The axes over which the gradient of a leaf is summed, which is split over some: a stage's own over `pipe`, one of
+    experts over `expert`.
 
-    >>> summed_over(of_a_stage=False), summed_over(of_a_stage=True)
-    (('pipe', 'data', 'fsdp', 'context'), ('data', 'fsdp', 'context'))
+    >>> summed_over(split=()), summed_over(split=("pipe", "expert"))
+    (('pipe', 'data', 'fsdp', 'expert', 'context'), ('data', 'fsdp', 'context'))
     """
-    return tuple(axis.name for axis in MESH if axis.sums == "every leaf" or (axis.sums != "no leaf" and not of_a_stage))
+    summed = {"every leaf": lambda axis: True, "leaves whole on it": lambda axis: axis not in split}
+    return tuple(axis.name for axis in MESH if axis.sums != "no leaf" and summed[axis.sums](axis.name))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -81,7 +84,7 @@ class Strategy:
 
     Attributes:
       data: size of the mesh axis of plain replicas; `"hosts"` is the number of hosts (2 where there is one host).
-      fsdp: size of the axis over which ZeRO shards; rows are shared over `data` and `fsdp` alike.
+      fsdp: size of the axis over which ZeRO shards; rows are shared over `data`, `fsdp` and `expert` alike.
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
@@ -92,6 +95,8 @@ class Strategy:
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
         without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
         names and shapes tell.
+      expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
+        and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
         (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
       attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
@@ -115,7 +120,7 @@ class Strategy:
       remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
         "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a `jax.checkpoint` policy.
 
-    One of `pipe`, `data`, `fsdp`, `context` and `tensor` may be -1: what the others leave of the devices.
+    One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
     >>> Strategy.parse("zero2,microbatches=4")
     Strategy('fsdp=-1,zero=2,microbatches=4')
@@ -130,6 +135,7 @@ class Strategy:
     schedule: str = "1f1b"
     chunks: int = 1
     stages: str = "auto"
+    expert: int = 1
     context: int = 1
     attention: str = "auto"
     tensor: int = 1

@@ -78,7 +78,8 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
 
 def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
-    leaf, shape, policy = step.layout.kept.units[index].local, step.mesh.shape, step.policy
+    unit, shape, policy = step.layout.kept.units[index], step.mesh.shape, step.policy
+    leaf = unit.local
     of_a_stage = leaf.of_a_stage
     ranks = shape["pipe"] if of_a_stage else 1
     compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
@@ -103,7 +104,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
         updated=updated,
         last=last,
         shard=tuple(a for a in shard if shape[a] > 1),
-        rest=tuple(a for a in summed_over(of_a_stage) if shape[a] > 1 and a not in shard),
+        rest=tuple(a for a in summed_over(unit.split) if shape[a] > 1 and a not in shard),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,

@@ -131,6 +131,8 @@ class Leaf:
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
       spread: whether `dim` is over `pipe` too, whatever ZeRO shards: of a model whose program is cut into stages.
+      expert: the dim of experts, split over the ranks of `expert`, None where each holds the whole.
+      experts: the number of these ranks.
     """
 
     path: str
@@ -144,6 +146,8 @@ class Leaf:
     shard: tuple[str, ...] = ("fsdp",)
     tensor: int | None = None
     ranks: int = 1
+    expert: int | None = None
+    experts: int = 1
     spread: bool = False
 
     @property
@@ -172,10 +176,22 @@ class Leaf:
         return self.form in (Whole(), Staged(self.layers or 0, self.logical[:1]))
 
     @property
+    def split(self) -> tuple[str, ...]:
+        """The axes of which each rank has a part of the leaf that no other computes with, and so its whole gradient."""
+        return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
+
+    @property
+    def of_experts(self) -> Leaf:
+        """The leaf as one rank of `expert` has it."""
+        part = tuple(n // self.experts if d == self.expert else n for d, n in enumerate(self.shape))
+        return self if self.expert is None else replace(self, shape=part, expert=None, experts=1)
+
+    @property
     def local(self) -> Leaf:
-        """The leaf as one tensor rank has it: its part is a leaf like any other."""
-        part = tuple(n // self.ranks if d == self.tensor else n for d, n in enumerate(self.shape))
-        return self if self.tensor is None else replace(self, shape=part, tensor=None, ranks=1)
+        """The leaf as one rank of `expert` and `tensor` has it: its part is a leaf like any other."""
+        mine = self.of_experts
+        part = tuple(n // mine.ranks if d == mine.tensor else n for d, n in enumerate(mine.shape))
+        return mine if mine.tensor is None else replace(mine, shape=part, tensor=None, ranks=1)
 
     @property
     def logical(self) -> tuple[int, ...]:
@@ -194,6 +210,8 @@ class Leaf:
             axes[self.stage] = "pipe"
         if self.tensor is not None:
             axes[self.tensor] = "tensor"
+        if self.expert is not None:
+            axes[self.expert] = "expert"
         if self.dim is not None and (sharded or self.spread):
             one, *more = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
             axes[self.dim] = (one, *more) if more else one
@@ -260,41 +278,51 @@ def place(
     tensor: int | None = None,
     ranks: int = 1,
     second: bool = False,
+    expert: int | None = None,
+    experts: int = 1,
 ) -> Leaf:
     """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
 
-    `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`. Layers that are
-    on the `second` dim are split last.
+    `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`, its dim `expert`
+    over `experts`, which do not share the rest of it. Layers that are on the `second` dim are split last.
     """
     first_dim, axes = 0, pipe.shard
+    if expert is not None and "expert" in axes:
+        shards, axes = shards // experts, tuple(axis for axis in axes if axis != "expert")
     if isinstance(form, Staged):
         shape, first_dim = (*form.held, *shape[1:]), len(form.held)
-        tensor = None if tensor is None else tensor + first_dim - 1
+        tensor, expert = (None if at is None else at + first_dim - 1 for at in (tensor, expert))
     elif pipe.stages == "cut":
         shards *= pipe.ranks
     elif pipe.ranks > 1 and shards > 1:
-        shards, axes = shards * pipe.ranks, ("pipe", *pipe.shard)
+        shards, axes = shards * pipe.ranks, ("pipe", *axes)
     rolled = isinstance(form, Stacked)
     stacked = not isinstance(form, Staged) and not second and (rolled or may_stack(shape))
-    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d != tensor]
+    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
     dims.sort(key=lambda d: second and d == 1)
     dim = next((d for d in dims if shape[d] % shards == 0), None) if shards > 1 and math.prod(shape) else None
     note = ""
     if shards > 1 and not math.prod(shape):
         note = f"replicated: {shape} has no elements"
     elif dim is None and shards > 1:
-        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks):
+        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks) * (
+            1 if expert is None else experts
+        ):
             dim = max(dims, key=lambda d: shape[d])
             note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
-        elif stacked and not rolled and tensor != 0 and shape[0] % shards == 0:
+        elif stacked and not rolled and 0 not in (tensor, expert) and shape[0] % shards == 0:
             dim = 0
         else:
-            rest = "no dim" if tensor is None else f"no dim but {tensor}, which is on tensor,"
+            taken = [
+                f"{at}, which is on {axis}," for at, axis in ((tensor, "tensor"), (expert, "expert")) if at is not None
+            ]
+            rest = f"no dim but {' and '.join(taken)}" if taken else "no dim"
             note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
-    ranks = 1 if tensor is None else ranks
+    ranks, experts = 1 if tensor is None else ranks, 1 if expert is None else experts
+    spread = pipe.stages == "cut"
     return Leaf(
-        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, pipe.stages == "cut"
+        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, expert, experts, spread
     )
 
 

@@ -1,4 +1,4 @@
-"""Strategy + devices -> mesh. Every mesh has the five axes, outermost to innermost; unused ones have size 1."""
+"""Strategy + devices -> mesh. Every mesh has the six axes, outermost to innermost; unused ones have size 1."""
 
 from __future__ import annotations
 

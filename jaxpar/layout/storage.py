@@ -118,6 +118,7 @@ class KeptLeaves:
                 dim=at,
                 form=Whole(),
                 tensor=self.models[i].tensor,
+                expert=self.models[i].expert,
             )
             for leaf, members in zip(self.leaves, self.origin, strict=True)
             if leaf.rolled
@@ -182,9 +183,12 @@ def make_leaves(
     pipe: Pipe,
     split: Mapping[str, int] = MappingProxyType({}),
     ranks: int = 1,
+    mixed: Mapping[str, int] = MappingProxyType({}),
+    experts: int = 1,
 ) -> KeptLeaves:
-    """An abstract parameter tree, kept for `shards` devices, a pipeline, and `ranks` over which dims are `split` (by
-    path). Raises ValueError on a tree without any.
+    """An abstract parameter tree, kept for `shards` devices, a pipeline, `ranks` over which dims are `split` (by path),
+    and `experts`, ranks of that axis, over which the dims of experts in `mixed` are. Raises ValueError on a tree
+    without any leaf.
     """
     names, shapes, trains = [], [], []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -202,7 +206,8 @@ def make_leaves(
         needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
         raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
 
-    alike = [(name, (x.shape, x.dtype, t, split.get(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
+    kind = lambda name: (split.get(name), mixed.get(name))
+    alike = [(name, (x.shape, x.dtype, t, kind(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
     inside = _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)])
     # Paths with a slash of their own may be two parameters' at once.
     found = [] if len({*names}) < len(names) else families(alike, inside)
@@ -236,30 +241,46 @@ def make_leaves(
     on_second = {path for path, _, is_rolled in flat if not is_rolled and second(path) and not inside(path)}
     in_front = lambda path, shape: (shape[1], shape[0], *shape[2:]) if path in on_second else shape
     own = own_leaves([(path, in_front(path, shape), r) for path, shape, r in flat]) if pipe.ranks > 1 else frozenset()
-    dims = {at: split[name] for at, name in enumerate(names) if name in split}
+    dims, of_experts = ({at: by[name] for at, name in enumerate(names) if name in by} for by in (split, mixed))
 
     def placed(path: str, shape: tuple[int, ...], is_rolled: bool, at: int) -> Leaf:
-        tensor = dims[at] + is_rolled if at in dims else None
+        tensor, expert = (by[at] + is_rolled if at in by else None for by in (dims, of_experts))
         form: Form = Stacked() if is_rolled else Whole()
         second = path in on_second
         if path in own:
             if second:  # the stages take layers from dim 0
-                shape, tensor = in_front(path, shape), {0: 1, 1: 0}.get(tensor, tensor) if tensor is not None else None
+                shape = in_front(path, shape)
+                tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (tensor, expert))
             turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
             form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second), turned)
         second = second and path not in own
-        return place(path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second)
+        return place(
+            path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second, expert, experts
+        )
 
     leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
     for leaf in leaves:
-        if leaf.layers is not None and leaf.tensor == 0:
+        if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
+            axis, n = ("tensor", ranks) if leaf.tensor == leaf.stage else ("expert", experts)
             raise ValueError(
-                f"a rule puts tensor={ranks} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
+                f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
                 f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
     as_is = {at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if leaf.as_modelled}
     models = tuple(
-        as_is.get(i) or place(name, tuple(x.shape), x.dtype, shards, t, pipe, tensor=dims.get(i), ranks=ranks)
+        as_is.get(i)
+        or place(
+            name,
+            tuple(x.shape),
+            x.dtype,
+            shards,
+            t,
+            pipe,
+            tensor=dims.get(i),
+            ranks=ranks,
+            expert=of_experts.get(i),
+            experts=experts,
+        )
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
     )
     kept = KeptLeaves(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))

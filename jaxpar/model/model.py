@@ -72,7 +72,7 @@ class Model:
     wrap: Callable[[Any], Any] = lambda params: params
     unwrap: Callable[[Any], Any] = lambda tree: tree
     bind: Callable[[Any, Any], Any] | None = None
-    rules: Mapping[str, int | str | None] | None = None
+    rules: Mapping[str, int | str | Mapping[str, int | None] | None] | None = None
     names: Callable[[], Mapping[str, tuple[Any, ...]]] = dict
     rows: str | None = None
 

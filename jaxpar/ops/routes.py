@@ -30,11 +30,14 @@ class Route:
       couples: what it makes of rows that depends on the others; empty where each result is its row's own.
       part: where tokens are split over ranks, what it is on one of them: from the number of ranks a function of that
         rank's tokens, and of its slots along dim 1 of what is "routed"; None where tokens of a row may not be parted.
+      spread: where experts are split over ranks, what it is on one of them: from the number of ranks a function of the
+        same arrays, of which those after the third, leaves [E, ...], are this rank's.
     """
 
     outs: tuple[Kind, ...]
     couples: str = ""
     part: Callable[[int], Callable[..., Any]] | None = None
+    spread: Callable[[int], Callable[..., Any]] | None = None
 
 
 def route(
@@ -45,12 +48,13 @@ def route(
     bwd: Any,
     couples: str = "",
     part: Callable[[int], Callable[..., Any]] | None = None,
+    spread: Callable[[int], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
 
     Args:
       name: of letters and digits, the same for the same function.
-      outs, couples, part: see `Route`.
+      outs, couples, part, spread: see `Route`.
       fun, fwd, bwd: as `jax.custom_vjp` has them.
     """
     known = _PREFIX + name
@@ -59,7 +63,7 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
-    _routes[known] = Route(outs, couples, part)
+    _routes[known] = Route(outs, couples, part, spread)
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function

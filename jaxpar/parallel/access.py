@@ -20,6 +20,7 @@ class RuleAccess:
 
     def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy):
         self.leaves, self.policy = [leaf.local for leaf in layout.kept.units], layout.policy
+        self.split = [leaf.split for leaf in layout.kept.units]
         self.whole_at_rest = "params" not in rule.sharded
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
@@ -30,7 +31,7 @@ class RuleAccess:
 
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]
-        used_by = summed_over(leaf.layers is not None)
+        used_by = summed_over(self.split[index])
         sharded = leaf.dim is not None and self.rules[index].sharded
         rest = [a for a in used_by if a not in leaf.shard] if sharded else used_by
         if sliced:

@@ -25,7 +25,7 @@ class SpreadAccess:
     def _use(self, index: int, lead: int) -> Use:
         leaf = self.leaves[index]
         shard = leaf.shard if leaf.dim is not None and self.rules[index].sharded else ()
-        rest = tuple(a for a in summed_over(leaf.of_a_stage) if a not in shard)
+        rest = tuple(a for a in summed_over(leaf.split) if a not in shard)
         return Use((leaf.dim or 0) + lead, shard, rest, False, self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:

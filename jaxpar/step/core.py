@@ -28,6 +28,7 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
+from ..parallel.expert.dims import apart, expert_dims
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
@@ -71,11 +72,14 @@ class Step(FirstState, Intake):
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         parts = mesh.shape["tensor"]
         order = functools.partial(creation_order, model.create)
-        split = tensor_dims(flat, parts, rules, model.rules, model.names(), order) if parts > 1 else Dims()
+        mine, rules = apart(rules)
+        theirs, own = apart(model.rules)
+        split = tensor_dims(flat, parts, rules, own, model.names(), order) if parts > 1 else Dims()
+        experts = mesh.shape["expert"]
+        mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
-        kept = make_leaves(
-            params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over, strategy.stages), split, parts
-        )
+        pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
+        kept = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
         if schedule is not None and kept.cut:
             check_cut(schedule, mesh.shape)
         as_kept = sees_kept(self.optimizer, kept)

@@ -87,7 +87,7 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
 def check_cut(schedule: Schedule, sizes: Mapping[str, int]) -> None:
     """Raises ValueError where a pipeline whose stages are parts of a program cannot be on a mesh of these `sizes`."""
     why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
-    for axis in ("tensor", "context"):
+    for axis in ("tensor", "context", "expert"):
         if sizes[axis] > 1:
             raise ValueError(f"{axis}={sizes[axis]}: {why}, whose parts {axis} does not split; use data or fsdp for it")
     if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:

@@ -21,6 +21,8 @@ from ..model.model import Mean, Model, couplings
 from ..model.paths import name_of
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Way, choose, split_sequence
+from ..parallel.expert import RULES as EXPERT_RULES
+from ..parallel.expert import exchange_tokens
 from ..parallel.flat.cut import stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
@@ -123,8 +125,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`,
-    and `ways` has how context ranks attend, once a batch has been traced.
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`;
+    `ways` has how context ranks attend, `experts_gathered` where expert ranks gather experts in place of exchanging
+    tokens (and bytes of all of them), once a batch has been traced.
     """
 
     model: Model
@@ -134,6 +137,7 @@ class Tracing:
     schedule: Schedule | None = None
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     ways: dict[Way, None] = field(default_factory=dict, compare=False, repr=False)
+    experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -167,6 +171,7 @@ class Tracing:
         trace       jaxprs/             the model's code runs once and leaves its equations
         roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
         split       parallel/context/   the equations of one context rank, on its positions of the sequence
+        exchange    parallel/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
         localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
@@ -177,7 +182,8 @@ class Tracing:
         with couplings() as noted:
             whole, out = self._trace((variables, rows, key), self.axes)
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
-        local = self._localised(self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0]))))
+        positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
+        local = self._localised(self._exchanged(positions))
         if self.layout.kept.cut:
             program = cut_program(local, self._params, self._cut)
         else:
@@ -249,6 +255,20 @@ class Tracing:
         return jx.trace(
             fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
         )[0]
+
+    def _exchanged(self, flat: jx.Flat) -> jx.Flat:
+        """The program of one expert rank."""
+        ranks = self.layout.mesh.shape["expert"]
+        if ranks == 1:
+            return flat
+        units = self.layout.kept.units
+        dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in units]
+        fun, gathered = exchange_tokens(flat, dims, ranks, EXPERT_RULES)
+        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+        parts = [jax.ShapeDtypeStruct(leaf.of_experts.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
+        own, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
+        self.experts_gathered.update(gathered)
+        return own
 
     def _localised(self, flat: jx.Flat) -> jx.Flat:
         """The program of one tensor rank."""

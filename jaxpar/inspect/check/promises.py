@@ -80,10 +80,14 @@ def shares(step: Step, state: Any) -> list[Holding]:
 
 def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
     """What a device should hold of a leaf."""
-    parts = leaf.ranks * (sizes["pipe"] if leaf.of_a_stage else 1)
+    parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.of_a_stage else 1)
     if not sharded:
         return math.prod(leaf.stored if leaf.spread else leaf.shape) // parts
-    free = [d for d in range(len(leaf.shape)) if d != leaf.tensor and (leaf.layers is None or d > leaf.stage)]
+    free = [
+        d
+        for d in range(len(leaf.shape))
+        if d not in (leaf.tensor, leaf.expert) and (leaf.layers is None or d > leaf.stage)
+    ]
     small = math.prod(leaf.local.shape) < PAD_FROM or not free
     if leaf.dim is None and leaf.note and small:
         return math.prod(leaf.shape) // parts

@@ -112,6 +112,8 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return "tensor"
     if axes == ("context",) and kind != "all-reduce":
         return "context"
+    if axes == ("expert",) and kind != "all-reduce":
+        return "experts"
     if axes == ("pipe",):
         return "pipeline"
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
@@ -137,6 +139,11 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
+    for place, nbytes in step.tracing.experts_gathered.items():
+        yield (
+            f"expert={step.mesh.shape['expert']}: {place} gathers all experts, {size(nbytes)}, where tokens could go "
+            "to theirs: write the mixture by jp.experts, or as products [experts, slots, features] by one-hot."
+        )
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "

@@ -48,7 +48,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strate
     if strategy.fsdp > 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
     shape = strategy.sizes(n, target.hosts)
-    traded = [axis for axis in AXES if axis != "context"]  # not every loss has a sequence to split
+    traded = [axis for axis in AXES if axis not in ("context", "expert")]  # not every loss has what they split
     for fewer in traded:
         for more in traded:
             if fewer != more and shape[fewer] % 2 == 0:

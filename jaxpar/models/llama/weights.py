@@ -203,8 +203,11 @@ def _tensors(family: Family, config: Any, params: Any, dtype: Any) -> dict[str, 
         kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
         if kind.name not in SAFETENSORS:
             raise ValueError(f"{at} as {kind} has no form in safetensors; use float32, bfloat16 or float16")
+        layer = functools.partial(_layer, x)
+        if len(stacked) > 1:  # a layer is read once for all its experts
+            layer = functools.lru_cache(maxsize=1)(layer)
         for index, name in zip(np.ndindex(stacked), _each_name(family.names[at], stacked), strict=True):
-            part = functools.partial(_part, x, index, kind, turned < 0)
+            part = functools.partial(_part, layer, index, kind, turned < 0)
             tensors[name] = Tensor(shape[len(stacked) :][::turned], part, kind)
     return tensors
 
@@ -226,8 +229,12 @@ def _given(family: Family, config: Any, params: Any) -> dict[str, Any]:
     return given
 
 
-def _part(x: Any, index: tuple[int, ...], dtype: np.dtype, turned: bool) -> np.ndarray:
-    array = np.asarray(x[index[0]] if index else x)[index[1:]].astype(dtype, copy=False)
+def _layer(x: Any, *number: int) -> np.ndarray:
+    return np.asarray(x[number[0]] if number else x)
+
+
+def _part(layer: Callable[..., np.ndarray], index: tuple[int, ...], dtype: np.dtype, turned: bool) -> np.ndarray:
+    array = layer(*index[:1])[index[1:]].astype(dtype, copy=False)
     return array.T if turned else array
 
 

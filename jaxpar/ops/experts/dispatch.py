@@ -74,9 +74,16 @@ def _places(
     return slot, choice.swapaxes(0, 1).reshape(experts, slots)
 
 
-def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
+def rows_of(x: jax.Array, at: jax.Array) -> jax.Array:
     """x[at], zeros where `at` is beyond the last."""
     return x.at[at].get(mode="fill", fill_value=0)
+
+
+def summed(x: jax.Array, slot: jax.Array) -> jax.Array:
+    """The sum over a token's choices of what is in their slots: x [.., D], slot [N, k] -> [N, D]."""
+    flat = x.reshape(-1, x.shape[-1])
+    total = _added(rows_of(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
+    return total.astype(flat.dtype)
 
 
 def _added(parts: Iterable[jax.Array]) -> jax.Array:
@@ -119,16 +126,14 @@ def dispatch(
 def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: str, drops: bool) -> Callable[..., Any]:
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         slot, choice = _places(ids, weights, experts, slots, groups, by_weight)
-        return _rows(x, choice // ids.shape[1]), slot, choice
+        return rows_of(x, choice // ids.shape[1]), slot, choice
 
     def forward(*given: jax.Array) -> tuple[Any, Any]:
         out = run(*given)
         return out, out[1]
 
     def backward(slot: jax.Array, given: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
-        flat = given[0].reshape(-1, given[0].shape[-1])
-        total = _added(_rows(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
-        return total.astype(flat.dtype), None, None
+        return summed(given[0], slot), None, None
 
     def part(ranks: int) -> Callable[..., Any]:
         """Each rank's tokens in slots of its own."""
@@ -153,14 +158,14 @@ def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.A
 
 def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
     flat = out.reshape(-1, out.shape[-1])
-    return _added(weights[:, j, None] * _rows(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
+    return _added(weights[:, j, None] * rows_of(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
 
 
 def _combine_backward(saved: tuple[jax.Array, ...], given: jax.Array) -> tuple[Any, Any, Any, Any]:
     slot, out, weights, choice = saved
     flat, k = out.reshape(-1, out.shape[-1]), slot.shape[1]
-    of_weights = [(given * _rows(flat, slot[:, j]).astype(given.dtype)).sum(axis=-1) for j in range(k)]
-    of_out = _rows(weights.reshape(-1), choice)[..., None] * _rows(given, choice // k)
+    of_weights = [(given * rows_of(flat, slot[:, j]).astype(given.dtype)).sum(axis=-1) for j in range(k)]
+    of_out = rows_of(weights.reshape(-1), choice)[..., None] * rows_of(given, choice // k)
     return None, of_out.astype(out.dtype), jnp.stack(of_weights, axis=-1), None
 
 

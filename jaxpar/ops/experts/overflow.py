@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ..routes import route
 from .dispatch import Order, order, wide
+from .rounds import rounds
 
 _numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -156,5 +157,10 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
         """Of each rank's tokens what its own slots do not hold."""
         return _overflow(expert, tree, slots // ranks, block_size(slots // ranks))
 
+    def spread(ranks: int) -> Callable[..., Any]:
+        """On one of so many ranks, which share the experts: each block is of the tokens of all."""
+        return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
+
     # What the route says of ranks holds for this one function.
-    return route(f"overflow_{next(_numbers)}", ("rows", "whole"), run, forward, backward, part=part)
+    name = f"overflow_{next(_numbers)}"
+    return route(name, ("rows", "whole"), run, forward, backward, part=part, spread=spread)

@@ -32,7 +32,7 @@ from .pairs import found
 from .patterns import pattern
 from .presets import DIMS, ENDS, FUSED, HEADS, NORM, PAIRS, PRESETS
 
-Rules = Mapping[str, int | str | None]
+Rules = Mapping[str, int | str | Mapping[str, int | None] | None]  # the last: by axis, where `expert` has one too
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
 _Shapes = Mapping[str, tuple[int, ...]]
 

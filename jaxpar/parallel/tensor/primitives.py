@@ -71,6 +71,15 @@ def _over_other_axes(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Fou
     return [(jx.bind(eqn, [x.value])[0], x.dim)]
 
 
+@rule("all_to_all")
+def _exchanged(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Over other axes, of other dims."""
+    (x,) = inputs
+    if not eqn.params["tiled"] or x.dim in (eqn.params["split_axis"], eqn.params["concat_axis"]):
+        return None
+    return [(jx.bind(eqn, [x.value])[0], x.dim)]
+
+
 # -- shape -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,280 @@
+"""What the equation of each primitive becomes for one expert rank, where experts or slots are among its inputs.
+
+Of split leaves alone, the rules are `tensor`'s. A rule returns None where it does not know that each slot is computed
+for itself: then every input is as the model has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...jaxprs import jaxpr as jx
+from ...ops import routes
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import ELEMENTWISE, shape_of
+from .localiser import Experts, Slots
+
+Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
+RULES: dict[str, Rule] = {}
+_OF_LEAVES = """
+broadcast_in_dim reshape transpose squeeze concatenate stack unstack slice dynamic_slice split pad optimization_barrier
+""".split()
+
+
+def _of_leaves(rule: Any, work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Split leaves, beside what is equal on all ranks: each rank does the same with its experts."""
+    return rule(work, eqn, inputs) if all(x.weight for x in inputs) else None
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of some primitives where an input is slotwise; else that of leaves."""
+
+    def register(fun: Rule) -> Rule:
+        def chosen(name: str) -> Rule:
+            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if name in (*ELEMENTWISE, *_OF_LEAVES) else None
+
+            def run(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+                if any(isinstance(x.dim, Slots) for x in inputs):
+                    return fun(work, eqn, inputs)
+                return of_leaves(work, eqn, inputs) if of_leaves else None
+
+            return run
+
+        RULES.update((name, chosen(name)) for name in names)
+        return fun
+
+    return register
+
+
+def _slots(inputs: Sequence[Placed]) -> Any:
+    """The first that is slotwise says where experts and slots are."""
+    return next(x.dim for x in inputs if isinstance(x.dim, Slots))
+
+
+# -- each element for itself -------------------------------------------------------------------------------------------
+
+
+@rule(*(name for name in ELEMENTWISE if name in TENSOR))
+def _elementwise(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    to = _slots(inputs)
+    values = [_aligned(work, x, to, shape_of(eqn)) for x in inputs]
+    return None if any(value is None for value in values) else [(jx.bind(eqn, values)[0], to)]
+
+
+def _aligned(work: Experts, x: Placed, to: Slots, shape: Sequence[int]) -> Any:
+    """An operand of one shape, with 1 in its place, or a scalar, for slots; None where that is not known."""
+    if not x.shape:
+        return work.whole(x) if x.weight else None
+    of_all, of_each = (x.shape[d] == 1 != shape[d] for d in (to.dim, to.slots))
+    if not of_all and not of_each:
+        return work.part(x, to)
+    if not x.weight or x.dim not in (None, to.dim):
+        return None
+    value = x.value if x.dim is not None or of_all else work.take(x, to.dim)
+    return value if of_each else jnp.concatenate([value] * work.ranks, axis=to.slots)
+
+
+@rule("optimization_barrier")
+def _each(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
+
+
+# -- shape -------------------------------------------------------------------------------------------------------------
+
+
+@rule("broadcast_in_dim")
+def _broadcast(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, *_ = inputs
+    at: Any = x.dim
+    to, shape = at.moved(lambda d: eqn.params["broadcast_dimensions"][d]), shape_of(eqn)
+    if (shape[to.dim], shape[to.slots]) != (x.shape[at.dim], x.shape[at.slots]):
+        return None
+    return [(jx.bind(eqn, [x.value], shape=work.local(shape, to))[0], to)]
+
+
+@rule("reshape")
+def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Both dims stay dims of their own."""
+    x, *_ = inputs
+    at: Any = x.dim
+    shape, found = shape_of(eqn), []
+    for old in (at.dim, at.slots):
+        before = math.prod(x.shape[:old])
+        new = [d for d, n in enumerate(shape) if n == x.shape[old] and math.prod(shape[:d]) == before]
+        if len(new) != 1 or eqn.params["dimensions"] is not None:
+            return None
+        found += new
+    to: Any = Slots(*found)
+    return None if to.dim == to.slots else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, to))[0], to)]
+
+
+@rule("transpose")
+def _transpose(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    (x,) = inputs
+    return [(jx.bind(eqn, [x.value])[0], _slots(inputs).moved(list(eqn.params["permutation"]).index))]
+
+
+@rule("squeeze")
+def _squeeze(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _without(work, eqn, inputs, eqn.params["dimensions"])
+
+
+def _without(work: Experts, eqn: Any, inputs: Sequence[Placed], gone: Sequence[int]) -> Found | None:
+    """An equation after which some dims are gone."""
+    (x,) = inputs
+    at: Any = x.dim
+    if any(d in at for d in gone):
+        return None
+    to = at.moved(lambda dim: dim - sum(d < dim for d in gone))
+    return [(value, to) for value in jx.bind(eqn, [x.value])]
+
+
+@rule("concatenate")
+def _concatenate(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    to = _slots(inputs)
+    if eqn.params["dimension"] in to:
+        return None
+    return [(jx.bind(eqn, [work.part(x, to) for x in inputs])[0], to)]
+
+
+@rule("slice")
+def _slice(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    at: Any = x.dim
+    starts, limits, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    for d in (at.dim, at.slots):
+        if starts[d] != 0 or limits[d] != x.shape[d] or (strides and strides[d] != 1):
+            return None
+    own = work.local(x.shape, at)
+    limits = tuple(own[d] if d in at else n for d, n in enumerate(limits))
+    return [(jx.bind(eqn, [x.value], limit_indices=limits)[0], at)]
+
+
+@rule("split")
+def _split(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    at: Any = x.dim
+    return None if eqn.params["axis"] in at else [(value, at) for value in jx.bind(eqn, [x.value])]
+
+
+@rule("pad")
+def _pad(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, fill = inputs
+    at: Any = x.dim
+    widths = eqn.params["padding_config"]
+    if at is None or not fill.weight or any(tuple(widths[d]) != (0, 0, 0) for d in (at.dim, at.slots)):
+        return None
+    return [(jx.bind(eqn, [x.value, work.whole(fill)])[0], at)]
+
+
+for _name in _OF_LEAVES:
+    RULES.setdefault(_name, functools.partial(_of_leaves, TENSOR[_name]))
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+def _reduce(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    return _without(work, eqn, inputs, eqn.params["axes"])
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    at: Any = x.dim
+    return None if eqn.params["axis"] in at else [(jx.bind(eqn, [x.value])[0], at)]
+
+
+def _dot(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A product for each expert: here slots begin. One with what is equal on all ranks keeps them."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    of_leaf = [side for side in (0, 1) if isinstance(inputs[side].dim, int)]
+    slotwise = [side for side in (0, 1) if isinstance(inputs[side].dim, Slots)]
+    place = lambda side, d: _place(eqn, side, d)
+    if len(of_leaf) == 2:
+        at = [list(batch[side]).index(x.dim) if x.dim in batch[side] else None for side, x in enumerate(inputs)]
+        return [(jx.bind(eqn, [x.value for x in inputs])[0], at[0])] if None not in at and at[0] == at[1] else None
+    if len(slotwise) == 2:
+        return None
+    side = slotwise[0] if slotwise else 1 - of_leaf[0]
+    x, other = inputs[side], inputs[1 - side]
+    if other.dim is not None:  # experts
+        if other.dim not in batch[1 - side]:
+            return None
+        dim = batch[side][list(batch[1 - side]).index(other.dim)]
+        if x.dim is None:
+            if x.weight:
+                return None
+            free = [d for d in range(len(x.shape)) if d not in (*contracted[side], *batch[side])]
+            if not free:
+                return None
+            x = replace(x, dim=Slots(dim, max(free, key=lambda d: x.shape[d])))  # type: ignore[arg-type]
+        at: Any = x.dim
+        if at.dim != dim or at.slots in (*contracted[side], *batch[side]):
+            return None
+    elif not other.weight:
+        return None
+    at = x.dim
+    if any(d in contracted[side] for d in (at.dim, at.slots)):
+        return None
+    values: list[Any] = [None, None]
+    values[side] = work.part(inputs[side], at)
+    if other.dim is None and (at.dim in batch[side] or at.slots in batch[side]):
+        return None
+    values[1 - side] = other.value
+    return [(jx.bind(eqn, values)[0], at.moved(lambda d: place(side, d)))]
+
+
+RULES["dot_general"] = _dot
+
+
+def _place(eqn: Any, side: int, dim: int) -> int:
+    """The dim of a product that one of a side's becomes."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    if dim in batch[side]:
+        return list(batch[side]).index(dim)
+    ranks = [len(v.aval.shape) for v in eqn.invars]
+    free = [d for d in range(ranks[side]) if d not in (*contracted[side], *batch[side])]
+    before = len(batch[0]) + (ranks[0] - len(contracted[0]) - len(batch[0])) * side
+    return before + free.index(dim)
+
+
+# -- equations that hold programs --------------------------------------------------------------------------------------
+
+
+def _scan(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Layers by layers. What is carried may differ from rank to rank after a step."""
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+    given = list(inputs)
+    for i, x in enumerate(inputs):
+        if i >= n + k and (isinstance(x.dim, Slots) or x.dim == 0):  # step by step over experts, or slots
+            work.note(eqn, x)
+            given[i] = replace(x, value=work.whole(x), dim=None)
+        elif n <= i < n + k:
+            given[i] = replace(x, weight=False)
+    return TENSOR["scan"](work, eqn, given)
+
+
+def _custom(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    route = routes.of(eqn)
+    if route is not None and route.spread is not None:
+        values = [work.part(x, 0) if i > 2 else work.whole(x) for i, x in enumerate(inputs)]
+        outs = route.spread(work.ranks)(*values)
+        return [(value, None if i == 0 else 0) for i, value in enumerate(outs)]
+    if route is not None or any(isinstance(x.dim, int) for x in inputs):
+        return None  # its derivative reads all experts
+    return TENSOR[eqn.primitive.name](work, eqn, inputs)
+
+
+RULES |= {"scan": _scan, "cond": TENSOR["cond"]}
+RULES |= {name: TENSOR[name] for name in jx.REMATS if name in TENSOR}
+RULES |= {name: _custom for name in jx.CUSTOM if name in TENSOR}

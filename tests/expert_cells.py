@@ -1,0 +1,136 @@
+"""Mixtures in the ways that people write them, and what a cell of `expert` checks of one.
+
+Losses weigh every token by a number of its own: under a plain mean, tokens out of their places are not seen.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cells import OneDevice, check
+
+import jaxpar as jp
+
+EXPERTS, DIM, FFN, LAYERS, LENGTH, K, VOCAB = 8, 12, 10, 4, 6, 2, 31
+
+
+def _layer(p: Any, x: jax.Array, mixture: Callable[..., jax.Array]) -> jax.Array:
+    x = x + jnp.cumsum(x @ p["mix"], axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+    normed = x / jnp.sqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
+    return x + mixture(p["moe"], normed, 4 * normed @ p["moe"]["router"])
+
+
+def _model(mixture: Callable[..., jax.Array]) -> jp.Model:
+    def init(key: jax.Array) -> dict[str, Any]:
+        key = iter(jax.random.split(key, 8))
+        draw = lambda *shape: jax.random.normal(next(key), shape) * shape[-2] ** -0.5
+        moe = {
+            "router": draw(LAYERS, DIM, EXPERTS),
+            "up": draw(LAYERS, EXPERTS, DIM, FFN),
+            "up_bias": draw(LAYERS, EXPERTS, FFN),
+            "down": draw(LAYERS, EXPERTS, FFN, DIM),
+        }
+        return {"embed": draw(VOCAB, DIM), "layers": {"mix": draw(LAYERS, DIM, DIM), "moe": moe}}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["embed"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, p: (_layer(p, x, mixture), None), x, params["layers"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["targets"])
+        return jp.Mean(jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"]))
+
+    return jp.Model(init=init, loss=loss, rows="independent")
+
+
+def _expert(p: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ p["up"] + p["up_bias"]) @ p["down"]
+
+
+def _weights(p: Any) -> Any:
+    return {name: p[name] for name in ("up", "up_bias", "down")}
+
+
+def _jp(p: Any, x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:
+    y, _ = jp.experts(x, logits, _weights(p), k=K, expert=_expert, **options)
+    return y
+
+
+def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.Array:
+    """GShard's: dispatch [B, T, E, C] by one-hot, each row with slots of its own."""
+    gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
+    chosen = jax.nn.one_hot(ids, EXPERTS)  # [B, T, k, E]
+    flat = chosen.reshape(x.shape[0], -1, EXPERTS)
+    rank = ((jnp.cumsum(flat, axis=1) - 1) * flat).reshape(chosen.shape).astype(jnp.int32)
+    slot = jax.nn.one_hot(rank, capacity) * chosen[..., None]  # [B, T, k, E, C]
+    combine = (slot * gates[..., None, None]).sum(axis=2)
+    rows = jnp.einsum("btec,btd->ebcd", (combine > 0).astype(x.dtype), x)
+    hidden = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", rows, p["up"]) + p["up_bias"][:, None, None])
+    out = jnp.einsum("ebcf,efd->ebcd", hidden, p["down"])
+    return jnp.einsum("btec,ebcd->btd", combine, out)
+
+
+def _ragged(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
+    """Choices of all rows sorted by expert, each group its product."""
+    gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
+    hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + p["up_bias"][flat[order]]
+    out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
+    back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, DIM)
+    return (back * gates[..., None]).sum(axis=2)
+
+
+def _dense(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
+    """All experts on all tokens, as small models have it."""
+    every = jax.vmap(_expert, in_axes=(0, None), out_axes=2)(_weights(p), x)  # [B, T, E, D]
+    return (every * jax.nn.softmax(logits)[..., None]).sum(axis=2)
+
+
+FORMS: dict[str, Callable[..., jax.Array]] = {
+    "dropless": _jp,  # with so few tokens, several find no slot
+    "one_expert": lambda p, x, logits: _jp(p, x, logits.at[..., 3].add(100.0)),
+    "capacity": functools.partial(_jp, capacity=1.0),
+    "probability": functools.partial(_jp, capacity=0.7, drop="probability"),
+    "einsum": _einsum,
+    "ragged": _ragged,
+    "dense": _dense,
+}
+
+
+@functools.cache
+def built(name: str) -> jp.Model:
+    return _model(FORMS[name])
+
+
+@functools.cache
+def one_device(name: str) -> OneDevice:
+    return OneDevice(built(name))
+
+
+@functools.cache
+def reference(name: str, blocks: int) -> tuple[Any, Any]:
+    return one_device(name).train(optax.sgd(0.1, momentum=0.9), batch_of(), blocks, 3)
+
+
+@functools.cache
+def batch_of() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    ids = lambda: random.integers(0, VOCAB, (16, LENGTH)).astype(np.int32)
+    weights = random.uniform(0.5, 1.5, (16, LENGTH)).astype(np.float32)
+    return {"tokens": ids(), "targets": ids(), "weights": weights}
+
+
+def check_cell(name: str, text: str) -> Any:
+    """Gradients, three steps of SGD with momentum, bytes at rest, order and number of collectives; returns the step."""
+    strategy = jp.Strategy.parse(text)
+    sizes = {axis: getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+    devices = int(np.prod(list(sizes.values())))
+    blocks = sizes["data"] * sizes["fsdp"] * sizes["expert"] * strategy.microbatches
+    model = built(name)
+    step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategy, mesh=jax.devices()[:devices])
+    check(step, model, one_device(name).first, batch_of(), 3, *reference(name, blocks))
+    return step

@@ -1,0 +1,149 @@
+"""The expert axis trains mixtures that know nothing of it as one device does.
+
+A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import expert_cells as cells
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.ops.experts.rounds import most_rounds
+from jaxpar.parallel.expert.dims import apart, expert_dims
+
+FIRST = (
+    ("dropless", "pipe=2,expert=2,microbatches=2"),
+    ("einsum", "expert=2,tensor=2"),
+)
+BESIDE = (
+    "expert=2",
+    "expert=4,data=2",
+    "expert=8",
+    "expert=4,fsdp=2,zero=1,microbatches=2",
+    "expert=2,fsdp=2,zero=2,microbatches=2",
+    "expert=2,fsdp=2,data=2,remat=layer",
+    "expert=2,fsdp=2,tensor=2",
+    "pipe=2,expert=2,fsdp=2,microbatches=2",
+    "pipe=2,expert=2,tensor=2,microbatches=4",
+    "pipe=2,expert=4,microbatches=4,schedule=zb-h1",
+    "pipe=2,expert=2,fsdp=2,microbatches=4,schedule=zb-h1,remat=layer",
+)
+
+
+def battery() -> list[tuple[str, str]]:
+    return [(name, text) for name in cells.FORMS for text in BESIDE]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],
+    ids=lambda value: value.replace(",", "-"),
+)
+def test_cell(name: str, text: str) -> None:
+    cells.check_cell(name, text)
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+def traced(name: str, text: str) -> tuple[Any, Ledger]:
+    step = jp.make_train_step(cells.built(name), optax.sgd(0.1), text)
+    return step, Ledger.from_jaxpr(step.trace(cells.batch_of()), step.mesh)
+
+
+@pytest.mark.parametrize(("remat", "exchanges"), [("none", 4), ("layer", 6)])
+def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, exchanges: int) -> None:
+    _, ledger = traced("capacity", f"expert=4,fsdp=2,remat={remat}")
+    rows, slots = 16 // 8, 2  # of an expert in a row: 6 tokens, 2 of 8 experts, capacity 1
+    buffer = cells.EXPERTS * rows * slots * cells.DIM * 4
+    assert ledger.total(kind="all-to-all") == exchanges * cells.LAYERS * buffer
+    assert ledger.total("sent", kind="all-to-all") == exchanges * cells.LAYERS * buffer * 3 // 4
+
+
+def test_experts_that_meet_no_slots_are_gathered_and_explained() -> None:
+    step, ledger = traced("ragged", "expert=4,data=2")
+    assert ledger.total(kind="all-to-all") == 0
+    assert any("ragged_dot" in place and "expert_cells.py" in place for place in step.tracing.experts_gathered)
+    assert ledger.total(kind="all-gather", axes=("expert",)) > 0
+    step, ledger = traced("einsum", "expert=4,data=2")
+    assert step.tracing.experts_gathered == {}
+    assert ledger.total(kind="all-gather") == 0
+
+
+def test_rounds_are_as_many_as_the_worst_routing_needs() -> None:
+    assert most_rounds(tokens=8192, k=2, experts=8, ranks=8, slots=2560) == 3  # 8192 to one expert, 2560 of them done
+    assert most_rounds(tokens=12, k=2, experts=8, ranks=2, slots=12) == 1
+    assert most_rounds(tokens=4, k=1, experts=2, ranks=2, slots=4) == 0
+
+
+# -- which leaves ------------------------------------------------------------------------------------------------------
+
+LEAVES = (
+    ("layers/moe/router/kernel", (3, 16, 8)),
+    ("layers/moe/up", (3, 8, 16, 24)),
+    ("layers/moe/up_bias", (3, 8, 24)),
+    ("layers/moe/down", (3, 8, 24, 16)),
+    ("layers/moe/shared/up", (3, 16, 24)),
+    ("layers/attention/query/kernel", (3, 16, 16)),
+    ("head/kernel", (16, 8)),
+)
+
+
+def test_experts_are_the_leaves_beside_a_router() -> None:
+    found = expert_dims(LEAVES, 4, {}, {}, {})
+    assert found == {"layers/moe/up": 1, "layers/moe/up_bias": 1, "layers/moe/down": 1}
+
+
+def test_rules_and_annotations_come_first() -> None:
+    own, rest = apart({"moe/(up|down)": {"expert": -3, "tensor": -1}, "query/kernel": -1})
+    assert rest == {"moe/(up|down)": -1, "query/kernel": -1}
+    assert expert_dims(LEAVES, 4, own, {}, {}) == {"layers/moe/up": 1, "layers/moe/down": 1}
+    names = {"layers/moe/down": ("layers", "mine", "mlp", "embed")}
+    assert expert_dims(LEAVES, 4, {"mine": "expert"}, {}, names) == {"layers/moe/down": 1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rules", "says"),
+    [
+        (3, {}, "8 experts on dim 1, which expert=3 does not divide"),
+        (2, {"moe/sideways": 0}, "matches the end of no parameter's path"),
+        (2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
+        (2, {"mine": "expert"}, "'expert' is for a name of dims"),
+        (2, {"moe/up": None}, "expert=2 splits no parameter"),
+    ],
+)
+def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        expert_dims(LEAVES, ranks, rules, {}, {})
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    model = jp.Model(
+        init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
+    )
+    with pytest.raises(ValueError, match=r"no leaf .* stands beside a router"):
+        jp.make_train_step(model, optax.sgd(0.1), "expert=2,data=4")
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_checkpoint_goes_from_one_layout_to_another(zero: int, tmp_path: Path) -> None:
+    make = lambda text: jp.make_train_step(cells.built("capacity"), optax.adam(1e-2), text)
+    one, other = make(f"pipe=2,expert=2,fsdp=2,zero={zero},microbatches=2"), make("fsdp=8")
+    state, _ = one(one.init(jax.random.key(0)), cells.batch_of())
+    one.save(tmp_path / "a", state).wait()
+    there = other.restore(tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, one.params(state), other.params(there))
+    other.save(tmp_path / "b", there).wait()
+    again = one.restore(tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(again.params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), jax.device_get(again.optimizer))
