@@ -6,6 +6,7 @@ and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.S
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -63,20 +64,20 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
 
 def part_of_rows(mesh: Mesh) -> tuple[int, int]:
     """Which part of a batch's rows this host's devices have, and how many parts there are: (index, count). Hosts that
-    have the same rows, stages of one pipeline, have the same part.
+    have the same rows, stages of one pipeline or positions of one sequence, have the same part.
     """
     if jax.process_count() == 1:  # whatever hosts devices that are not there would have
         return 0, 1
+    axes = [mesh.axis_names.index(axis) for axis in ROWS]
+    sizes = tuple(mesh.devices.shape[axis] for axis in axes)
     places: dict[int, set[int]] = {}
-    pipe, *rest = mesh.devices.shape
-    devices = mesh.devices.reshape(pipe, -1, rest[-1])  # [pipe, rows, tensor]
-    for (_, row, _), device in np.ndenumerate(devices):
-        places.setdefault(device.process_index, set()).add(row)
+    for at, device in np.ndenumerate(mesh.devices):
+        places.setdefault(device.process_index, set()).add(int(np.ravel_multi_index([at[i] for i in axes], sizes)))
     parts = sorted({tuple(sorted(rows)) for rows in places.values()})
-    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != devices.shape[1]:
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != math.prod(sizes):
         have = ", ".join(str(list(rows)) for rows in places.values())
         raise ValueError(
-            f"rows='host' and hosts share some rows, or have unequal parts: of {devices.shape[1]} parts of a batch "
+            f"rows='host' and hosts share some rows, or have unequal parts: of {math.prod(sizes)} parts of a batch "
             f"they have {have}; give global rows, the same on every host"
         )
     return parts.index(tuple(sorted(places[jax.process_index()]))), len(parts)
