@@ -61,9 +61,10 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
     if a is b:
         return True
     if isinstance(a, dict | list | tuple):
+        if type(a) is not type(b) or len(a) != len(b):
+            return False
         items = (lambda x: sorted(x.items(), key=lambda i: str(i[0]))) if isinstance(a, dict) else list
-        pairs = zip(items(a), items(b), strict=False)
-        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y, rules) for x, y in pairs)
+        return all(_equal(x, y, rules) for x, y in zip(items(a), items(b), strict=True))
     if hasattr(jx.opened(a)[0], "eqns"):
         return hasattr(jx.opened(b)[0], "eqns") and _same_program(a, b, rules)
     if isinstance(a, np.ndarray | jax.Array):
