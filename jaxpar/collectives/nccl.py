@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..jaxprs.buffers import zeros_after
 from .ranks import Axes as Axes
 from .ranks import Ranks as Ranks
 from .ranks import check_rank, collective, count, spanned
@@ -38,7 +39,7 @@ from .ring import ring_all_reduce as ring_all_reduce
 _IN_PIECES = 1 << 26  # elements: 256 MB in float32
 _PIECES = 16
 _OF_A_RANK = 1 << 20  # elements of a piece that one device gets: 4 MB in float32
-_UNDER_WAY = 2  # pieces
+_AT_ONCE = 4  # pieces that XLA may send beside what else is computed; more, as of an embedding, one after the other
 
 
 @collective
@@ -266,8 +267,8 @@ def barrier(x: jax.Array, axes: Axes) -> jax.Array:
 def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dtype) -> jax.Array:
     """`reduce_scatter` in a wider dtype; a large `x` in pieces, so that the whole of it never exists in that dtype.
 
-    The pieces are equal parts of every shard: the same bytes in more, smaller collectives, of which two are under way
-    at a time, beside whatever else is computed.
+    The pieces are equal parts of every shard: the same bytes in more, smaller collectives. Up to four run beside
+    whatever else is computed, as a layer's do in its loop; of more, as an embedding's, only one at a time has room.
     """
     axes = spanned(axes)
     n = count(axes)
@@ -276,13 +277,20 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
         return reduce_scatter(x.astype(dtype), axes, dim)
     part = x.shape[dim] // n // pieces
     split = x.reshape(*x.shape[:dim], n, pieces, part, *x.shape[dim + 1 :])
-    shards: list[jax.Array] = []
-    for i in range(pieces):
-        piece = lax.index_in_dim(split, i, axis=dim + 1, keepdims=False)
-        if i >= _UNDER_WAY:
-            piece, shards[i - _UNDER_WAY] = lax.optimization_barrier((piece, shards[i - _UNDER_WAY]))
-        shards.append(lax.squeeze(reduce_scatter(piece.astype(dtype), axes, dim), [dim]))
-    return lax.concatenate(shards, dim)
+    shard = (*x.shape[:dim], pieces, part, *x.shape[dim + 1 :])
+
+    def scatter(i: int | jax.Array, shards: jax.Array) -> jax.Array:
+        piece = lax.dynamic_index_in_dim(split, i, axis=dim + 1, keepdims=False).astype(dtype)
+        piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
+        return lax.dynamic_update_index_in_dim(shards, piece, i, axis=dim)
+
+    shards = zeros_after(x, shard, dtype)
+    if pieces <= _AT_ONCE:
+        for i in range(pieces):
+            shards = scatter(i, shards)
+    else:
+        shards = lax.fori_loop(0, pieces, scatter, shards)
+    return shards.reshape(*x.shape[:dim], pieces * part, *x.shape[dim + 1 :])
 
 
 def scatter_pieces(shape: Sequence[int], dtype: jnp.dtype, dim: int, n: int, wider: jnp.dtype) -> int:
