@@ -23,6 +23,7 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
         ((8192, 28672), 64, 2),  # of which each device gets 7 MB
         ((8192, 28672), 512, 1),  # 16 pieces waited 39 ms for their rings' steps, and 2.5 for their bytes
         ((128256, 8192), 8, 16),
+        ((128256, 4096), 8, 16),  # of Llama-3-8B's embedding, one at a time
         ((8 * 9001, 8192), 8, 1),  # no number up to 16 divides it
     ],
 )
