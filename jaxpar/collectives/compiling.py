@@ -16,15 +16,18 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-_OPTIONS = {
-    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-}
+_COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
+_PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 
 
-def compiler_options(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> dict[str, bool | int] | None:
-    """For `jax.jit`, where groups of GPUs along `axes` span hosts; else None."""
+def compiler_options(
+    mesh: jax.sharding.Mesh, axes: Sequence[str], nested: bool = False
+) -> dict[str, bool | int] | None:
+    """For `jax.jit`, where groups of GPUs along `axes` span hosts; else None.
+
+    `nested`: the loops over layers stand in another, over microbatches. XLA would pipeline that as well, with the
+    gradients of all layers in it, and then compute again what it has no room for (seen on jax 0.10.2).
+    """
     if mesh.devices.flat[0].platform != "gpu":
         return None
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
@@ -32,7 +35,8 @@ def compiler_options(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> dict[str, 
     groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     if (groups == groups[:, :1]).all():
         return None
-    return {name: value for name, value in _OPTIONS.items() if _known(name, value)}
+    options = _COMBINED if nested else _COMBINED | _PIPELINED
+    return {name: value for name, value in options.items() if _known(name, value)}
 
 
 @functools.cache

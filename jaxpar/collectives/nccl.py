@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..jaxprs.buffers import zeros_after
 from .ranks import Axes as Axes
 from .ranks import Ranks as Ranks
 from .ranks import check_rank, collective, count, spanned
@@ -38,7 +39,7 @@ from .ring import ring_all_reduce as ring_all_reduce
 _IN_PIECES = 1 << 26  # elements: 256 MB in float32
 _PIECES = 16
 _OF_A_RANK = 1 << 20  # elements of a piece that one device gets: 4 MB in float32
-_UNDER_WAY = 2  # pieces
+_AT_ONCE = 4  # pieces that XLA may send beside what else is computed; more, as of an embedding, one after the other
 
 
 @collective
@@ -266,8 +267,8 @@ def barrier(x: jax.Array, axes: Axes) -> jax.Array:
 def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dtype) -> jax.Array:
     """`reduce_scatter` in a wider dtype; a large `x` in pieces, so that the whole of it never exists in that dtype.
 
-    The pieces are equal parts of every shard: the same bytes in more, smaller collectives, of which two are under way
-    at a time, beside whatever else is computed.
+    The pieces are equal parts of every shard: the same bytes in more, smaller collectives. Up to four run beside
+    whatever else is computed, as a layer's do in its loop; of more, as an embedding's, only one at a time has room.
     """
     axes = spanned(axes)
     n = count(axes)
@@ -276,18 +277,25 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
         return reduce_scatter(x.astype(dtype), axes, dim)
     part = x.shape[dim] // n // pieces
     split = x.reshape(*x.shape[:dim], n, pieces, part, *x.shape[dim + 1 :])
-    shards: list[jax.Array] = []
-    for i in range(pieces):
-        piece = lax.index_in_dim(split, i, axis=dim + 1, keepdims=False)
-        if i >= _UNDER_WAY:
-            piece, shards[i - _UNDER_WAY] = lax.optimization_barrier((piece, shards[i - _UNDER_WAY]))
-        shards.append(lax.squeeze(reduce_scatter(piece.astype(dtype), axes, dim), [dim]))
-    return lax.concatenate(shards, dim)
+    shard = (*x.shape[:dim], pieces, part, *x.shape[dim + 1 :])
+
+    def scatter(i: int | jax.Array, shards: jax.Array) -> jax.Array:
+        piece = lax.dynamic_index_in_dim(split, i, axis=dim + 1, keepdims=False).astype(dtype)
+        piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
+        return lax.dynamic_update_index_in_dim(shards, piece, i, axis=dim)
+
+    shards = zeros_after(x, shard, dtype)
+    if pieces <= _AT_ONCE:
+        for i in range(pieces):
+            shards = scatter(i, shards)
+    else:
+        shards = lax.fori_loop(0, pieces, scatter, shards)
+    return shards.reshape(*x.shape[:dim], pieces * part, *x.shape[dim + 1 :])
 
 
 def scatter_pieces(shape: Sequence[int], dtype: jnp.dtype, dim: int, n: int, wider: jnp.dtype) -> int:
-    """The number of pieces in which `reduce_scatter_as` scatters an array over n devices: as few as keep a piece small,
-    and no more than leave every device enough of each.
+    """The number of pieces in which `reduce_scatter_as` scatters an array over n devices: a few that keep a piece
+    small, else as many as leave every device enough of each.
 
     Over many devices a ring waits for its steps rather than for bytes: of 3.4 us a step over NVLink (NCCL's tuning.cc)
     at 371 GB/s a device should have 1.3 MB of a piece, or the piece takes longer than its bytes do.
@@ -297,7 +305,8 @@ def scatter_pieces(shape: Sequence[int], dtype: jnp.dtype, dim: int, n: int, wid
         return 1
     most = min(_PIECES, size // n // _OF_A_RANK)
     able = [p for p in range(1, most + 1) if shape[dim] // n % p == 0]
-    return next((p for p in able if size // p <= _IN_PIECES), able[-1] if able else 1)
+    few = next((p for p in able if size // p <= _IN_PIECES), _PIECES)
+    return few if few <= _AT_ONCE else able[-1] if able else 1
 
 
 def _by_shards(x: jax.Array, axes: Axes, shard: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -210,7 +210,9 @@ class Step(FirstState, Intake):
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
                 # XLA takes options of whole programs alone.
-                compiler_options=None if inside else compiler_options(self.mesh, SHARDS),
+                compiler_options=None
+                if inside
+                else compiler_options(self.mesh, SHARDS, self.strategy.microbatches > 1),
             )
         return self._jitted[key]
 

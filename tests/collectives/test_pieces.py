@@ -23,6 +23,7 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
         ((8192, 28672), 64, 2),  # of which each device gets 7 MB
         ((8192, 28672), 512, 1),  # 16 pieces waited 39 ms for their rings' steps, and 2.5 for their bytes
         ((128256, 8192), 8, 16),
+        ((128256, 4096), 8, 16),  # of Llama-3-8B's embedding, one at a time
         ((8 * 9001, 8192), 8, 1),  # no number up to 16 divides it
     ],
 )
@@ -31,10 +32,10 @@ def test_pieces_are_few_and_leave_every_device_enough(shape: tuple[int, int], n:
     assert scatter_pieces(shape, F32, 0, n, F32) == 1  # nothing is widened: the whole is there in any case
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    """In pieces that do not wait for a loop: what is computed meanwhile hides them."""
-    monkeypatch.setattr(nccl, "_IN_PIECES", 100)
+@pytest.mark.parametrize(("dim", "size"), [(0, 1000), (1, 1000), (0, 400), (1, 400)])
+def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, dim: int, size: int) -> None:
+    """A few do not wait for a loop: what is computed meanwhile hides them."""
+    monkeypatch.setattr(nccl, "_IN_PIECES", size)
     monkeypatch.setattr(nccl, "_OF_A_RANK", 4)
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(AxisType.Auto,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 48, 64)), jnp.bfloat16)
@@ -47,8 +48,9 @@ def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, dim: int) -
     jaxpr = jax.make_jaxpr(fun)(x)
     (found,) = Ledger.from_jaxpr(jaxpr, mesh)
     pieces = scatter_pieces((48, 64), BF16, dim, 4, F32)
-    assert (found.count, found.bytes, found.in_loop) == (pieces, 4 * 48 * 64, False)
-    assert pieces > nccl._UNDER_WAY
+    assert (found.count, found.bytes, found.in_loop) == (pieces, 4 * 48 * 64, size == 400)
+    assert (pieces > nccl._AT_ONCE) == found.in_loop
+    assert pieces > 1
 
 
 def test_only_gpus_of_several_hosts_are_told_to_combine() -> None:
