@@ -76,7 +76,7 @@ class Step(Start, Intake):
             params, shards, trainable, Pipe(ranks, strategy.chunks, turns, over, strategy.stages), split, parts
         )
         if schedule is not None and kept.cut:
-            check_cut(schedule, mesh.shape)
+            check_cut(schedule, mesh.shape, strategy.rule)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
