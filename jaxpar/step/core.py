@@ -81,7 +81,7 @@ class Step(FirstState, Intake):
         pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
         kept = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
         if schedule is not None and kept.cut:
-            check_cut(schedule, mesh.shape)
+            check_cut(schedule, mesh.shape, strategy.rule)
         as_kept = sees_kept(self.optimizer, kept)
         seen, tuned = kept.seen(as_kept)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

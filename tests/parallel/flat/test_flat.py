@@ -361,3 +361,31 @@ def test_a_variable_of_two_stages_is_refused() -> None:
     step = made(jp.Model(init=init, loss=loss, stateful=True), "pipe=3,microbatches=2", 3)
     with pytest.raises(ValueError, match="variable scale is changed in stage 2 of pipe=3 and read in stage 0"):
         step.trace(batch)
+
+
+def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay() -> None:
+    widths, calls = [16, 24, 12, 20, 8], list[int]()
+
+    def init(key: jax.Array) -> Any:
+        return {f"w{i}": jax.random.normal(key, shape) for i, shape in enumerate(itertools.pairwise(widths))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = batch["x"]
+        for i in range(4):
+            x = jnp.tanh(x @ params[f"w{i}"])
+            jax.debug.callback(lambda _, i=i: calls.append(i), x.sum())
+        return weighted(x**2, batch)
+
+    batch = {"x": np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32), "w": weights()}
+    trainable = lambda path: path != "w1"
+    step = jp.make_train_step(
+        jp.Model(init=init, loss=loss), SGD, "pipe=4,microbatches=4", mesh=jax.devices()[:4], trainable=trainable
+    )
+    state = step.init(jax.random.key(0))
+    before = jax.device_get(step.params(state))
+    calls.clear()
+    state, _ = step(state, batch)
+    after = jax.device_get(step.params(state))
+    jax.effects_barrier()
+    assert sorted(calls) == sorted([0, 1, 2, 3] * 4)
+    assert [name for name in before if not (before[name] == after[name]).all()] == ["w0", "w2", "w3"]

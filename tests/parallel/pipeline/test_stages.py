@@ -216,7 +216,7 @@ class Uneven(nnx.Module):
         (
             lambda: jp.Model(init=lambda key: jnp.ones(3), loss=lambda p, batch, key: (p.sum() * batch["mask"]).mean()),
             "pipe=4,microbatches=4",
-            ("pipe=4", "layer stack", "scan the layers"),
+            ("pipe=4", "4 stages", "3 operations"),
         ),
     ],
 )
