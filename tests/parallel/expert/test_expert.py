@@ -123,6 +123,11 @@ def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
         expert_dims(LEAVES, ranks, rules, {}, {})
 
 
+def test_context_beside_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="expert=2 with context=2"):
+        jp.Strategy(expert=2, context=2)
+
+
 def test_a_dense_model_has_no_experts() -> None:
     model = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
