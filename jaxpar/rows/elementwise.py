@@ -171,8 +171,8 @@ def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     name, scalars = eqn.primitive.name, [x.scalar for x in ins]
     inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
     varies = frozenset().union(*(x.varies for x in ins))
-    if name == "select_n" and len(ins) == 3 and ins[1].counts is not None:  # what keeps indices from being negative
-        return replace(ins[1], notes=frozenset())
+    if name == "select_n" and len(ins) == 3 and ins[0].zero and ins[1].counts is not None:
+        return replace(ins[1], notes=frozenset())  # what keeps indices from being negative, which these are not
     if name in ("add", "sub"):
         terms = [x.power for x in ins if not x.zero and not x.small] or [x.power for x in ins]
         power = terms[0] if len(terms) == 1 else sum_power(*terms)
@@ -188,6 +188,7 @@ def _whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     keeps = name in ("neg", "convert_element_type", "copy", "stop_gradient", "mul", "add", "sub", "select_n")
     data = ins[1:] if name == "select_n" else ins
     zero = keeps and (any if name == "mul" else all)(x.zero for x in data)
+    zero = zero or (name == "lt" and ins[0].counts is not None and ins[1].zero)
     same = name in ("convert_element_type", "copy") or (name in ("add", "sub") and ins[1].zero)
     counts, eye = (ins[0].counts, ins[0].eye) if same else (None, None)
     dims = [x.counts for x in ins if x.counts is not None]

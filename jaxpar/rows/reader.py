@@ -99,9 +99,13 @@ class Reader:
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):
             return Value()
         size = math.prod(np.shape(x))
-        if size > _LARGE or not np.issubdtype(np.asarray(x).dtype, np.number):
-            return Value(varies=frozenset(range(np.ndim(x))))
+        anywhere = frozenset(range(np.ndim(x)))
+        if size > _LARGE:
+            return Value(varies=anywhere)
         array = np.asarray(x)
+        if not np.issubdtype(array.dtype, np.number):
+            never = array.dtype == bool and size > 0 and not array.any()  # as of indices that numpy counts: `i < 0`
+            return Value(varies=frozenset() if never else anywhere, zero=never)
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
         scalar = float(array.flat[0].real) if size and not varies else None
         zero = bool(size) and not varies and (scalar == 0 or scalar != scalar)

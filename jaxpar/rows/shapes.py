@@ -124,8 +124,8 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value 
     if all(x.kind == "whole" for x in ins):
         found = combine(eqn, ins)
         last = name == "concatenate" and dim == len(shape_of(eqn)) - 1
-        columns = _columns(ins, sizes) if last and 1 in sizes else frozenset()
-        counts = next((x.counts for x in ins if 0 in x.columns), None) if columns else None
+        counts = next((x.counts for x in ins if x.columns), None) if last and 1 in sizes else None
+        columns = _columns(ins, sizes, counts)
         return replace(found, varies=found.varies | padded, scalar=None, columns=columns, counts=counts)
     if rows and padded & set(rows[0].dims):
         return _joined(r, eqn, ins, sizes, dim) if name == "concatenate" else None
@@ -134,15 +134,21 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value 
         found = together(eqn, [replace(x, varies=frozenset()) if x.columns and x.kind == "whole" else x for x in ins])
         power = found.power if len({x.power for x in ins if not x.zero}) == 1 else None
         last = name == "concatenate" and dim == len(shape_of(eqn)) - 1 and found.kind == "rows"
-        columns = _columns(ins, sizes) if last else frozenset()
+        columns = _columns(ins, sizes, found.dim) if last else frozenset()
         return replace(found, columns=columns, power=power)
     return combine(eqn, ins)
 
 
-def _columns(ins: Sequence[Value], sizes: Sequence[int]) -> frozenset[int]:
-    """Which columns of joined indices count."""
+def _columns(ins: Sequence[Value], sizes: Sequence[int], dim: int | None) -> frozenset[int]:
+    """Which columns of joined indices count along a dim: of `x[jnp.arange(3)[None], labels[:, None]]` none does along
+    the rows of the labels.
+    """
+    if dim is None:
+        return frozenset()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return frozenset(start + c for x, start in zip(ins, starts, strict=True) for c in x.columns)
+    counting = [x.kind == "rows" or x.counts == dim for x in ins]
+    parts = zip(ins, starts, counting, strict=True)
+    return frozenset(start + c for x, start, counts in parts if counts for c in x.columns)
 
 
 def _joined(r: Reader, eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value | None:

@@ -453,6 +453,21 @@ def test_no_model_gives_an_alarm(name: str) -> None:
         assert traced(entry.model, strategy, entry.batch) == []
 
 
+def first_three(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square((batch["x"] @ w)[jnp.arange(3)[None], batch["label"][:, None]]).mean()
+
+
+def first_in_place_of_some(w: jax.Array, batch: Batch) -> jax.Array:
+    count = jnp.arange(len(batch["x"]))
+    return jnp.square((batch["x"] @ w)[jnp.where(count < 2, 0, count), batch["label"]]).mean()
+
+
+@pytest.mark.parametrize("loss", [first_three, first_in_place_of_some], ids=lambda loss: loss.__name__)
+def test_indices_that_count_and_are_not_the_rows_own(loss: Loss) -> None:
+    """They were taken for `x[jnp.arange(len(x)), labels]`, and trained in silence with other gradients."""
+    assert any("picks rows by computed indices" in said for said in traced(of(loss)))
+
+
 # -- what is said, and when -------------------------------------------------------------------------------------------
 
 
