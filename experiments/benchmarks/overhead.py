@@ -144,8 +144,8 @@ def ratios(rounds: int) -> dict[str, float]:
             runner.run()
         losses = [float(runner.metrics["loss"]) for runner in runners]
         assert np.allclose(*losses, rtol=1e-3), losses
-        rounds = np.array([[runner.run() for runner in runners] for _ in range(rounds)])
-        for what, (mine, hand) in zip(("step", "host"), np.median(rounds, axis=0).T, strict=True):
+        found = np.array([[runner.run() for runner in runners] for _ in range(rounds)])
+        for what, (mine, hand) in zip(("step", "host"), np.median(found, axis=0).T, strict=True):
             print(
                 f"{strategy:6}{name:>8} batch  {what}  jaxpar {mine * 1e6:5.0f} us  by hand {hand * 1e6:5.0f} us  "
                 f"ratio {mine / hand:.3f}",
