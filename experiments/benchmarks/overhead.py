@@ -144,14 +144,15 @@ def ratios(rounds: int) -> dict[str, float]:
             runner.run()
         losses = [float(runner.metrics["loss"]) for runner in runners]
         assert np.allclose(*losses, rtol=1e-3), losses
-        rounds = np.array([[runner.run() for runner in runners] for _ in range(rounds)])
-        for what, (mine, hand) in zip(("step", "host"), np.median(rounds, axis=0).T, strict=True):
+        found = np.array([[runner.run() for runner in runners] for _ in range(rounds)])
+        for what, (mine, hand) in zip(("step", "host"), np.median(found, axis=0).T, strict=True):
             print(
                 f"{strategy:6}{name:>8} batch  {what}  jaxpar {mine * 1e6:5.0f} us  by hand {hand * 1e6:5.0f} us  "
                 f"ratio {mine / hand:.3f}",
                 flush=True,
             )
-            ratio[f"{strategy}, {name} batch: {what} over by hand"] = float(mine / hand)
+            if what == "host":  # the clock depends on what else the machine does
+                ratio[f"{strategy}, {name} batch: host over by hand"] = float(mine / hand)
     return ratio
 
 
