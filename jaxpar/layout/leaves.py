@@ -195,8 +195,8 @@ class Leaf:
         if self.tensor is not None:
             axes[self.tensor] = "tensor"
         if self.dim is not None and (sharded or self.spread):
-            over: tuple[str, ...] = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
-            axes[self.dim] = over if len(over) > 1 else over[0]
+            over = [*(["pipe"] if self.spread else []), *(self.shard if sharded else [])]
+            axes[self.dim] = tuple(over) if over[1:] else over[0]
         while axes and axes[-1] is None:
             axes.pop()
         return PartitionSpec(*axes)
