@@ -5,9 +5,12 @@ that no rank has to hold what it needs a part of.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from ...jaxprs import jaxpr as jx
 from ..tensor.localiser import Localiser, Placed
@@ -56,8 +59,14 @@ def counts(x: Placed) -> int | None:
         return eqn.params["dimension"]
     if name == "select_n" and len(inputs) == 3 and (sign := inputs[0].made) is not None:
         # An index below 0 counts from the end: none is.
-        return counts(inputs[1]) if sign[0].primitive.name == "lt" and counts(sign[1][0]) is not None else None
+        less, sides = sign
+        never = less.primitive.name == "lt" and counts(sides[0]) is not None and _is_zero(sides[1].value)
+        return counts(inputs[1]) if never else None
     dim = counts(inputs[0]) if name in ("convert_element_type", "broadcast_in_dim", "copy") else None
     if dim is None or inputs[0].shape[dim] == 1:
         return None
     return eqn.params["broadcast_dimensions"][dim] if name == "broadcast_in_dim" else dim
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, Tracer) and bool(np.all(value == 0))
