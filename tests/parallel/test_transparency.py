@@ -292,4 +292,4 @@ def test_gradients_reduced_in_the_compute_dtype(strategy: str) -> None:
 
 def test_rows_are_spread_over_data_and_fsdp() -> None:
     step = jp.make_train_step(entry("mlp").model, SGD, "hsdp")
-    assert {a: step.mesh.shape[a] for a in ROWS} == {"data": 2, "fsdp": 4}
+    assert {a: n for a in ROWS if (n := step.mesh.shape[a]) > 1} == {"data": 2, "fsdp": 4}

@@ -110,7 +110,7 @@ class Prediction:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         derived = {name: getattr(self, name) for name in ("rows_per_second", "mfu", "hfu", "by_kind")}
         parts = [dataclasses.asdict(part) | {"axes": list(part.axes)} for part in self.parts]
-        return plain | derived | {"parts": parts, "notes": list(self.notes)}
+        return plain | derived | {"parts": parts, "notes": list(self.notes), "interval": list(self.interval)}
 
     def lines(self) -> list[str]:
         """One line for each kernel and collective, most seconds first: how often, how long, why, and where from."""

@@ -60,7 +60,8 @@ def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
     # recomputed, whereby the weights' gradients have their inputs, and of their outputs' cotangents; of the head's
     # input, and of the embedding's cotangent. An all-gather's buffer is the whole, as is a reduce-scatter's.
     assert found["reduce-scatter"] == (layers + ends, (layers + ends) * STREAM)
-    assert found["all-gather"] == (RUNS * 6 + ends, (RUNS * 6 + ends) * STREAM)
+    # Two of a layer's six are there at once, and XLA makes one of them.
+    assert found["all-gather"] == (RUNS * 5 + ends, (RUNS * 6 + ends) * STREAM)
     assert set(found) == {"reduce-scatter", "all-gather"}
 
 
