@@ -201,11 +201,6 @@ class Strategy:
             raise ValueError(
                 f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
-        if self.expert != 1 and self.context != 1:
-            raise ValueError(
-                f"expert={self.expert} with context={self.context}: the two have not been shown to train as one device "
-                "does; use fsdp, data or tensor for one of them"
-            )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(

@@ -281,7 +281,7 @@ def batch_of(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
 def check_cell(name: str, text: str) -> None:
     """One compiled step against one device: gradients, parameters after some steps, bytes, order, collectives."""
     strategy = jp.Strategy.parse(text)
-    count = math.prod(getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "context", "tensor"))
+    count = math.prod(getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor"))
     step = jp.make_train_step(built(name), SGD, strategy, mesh=jax.devices()[:count])
     blocks = step.replicas * strategy.microbatches
     rows = 4 * blocks

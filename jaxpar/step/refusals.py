@@ -73,7 +73,8 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
                 f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
-                "use data or fsdp for pipe, or freeze it (BatchNorm: use_running_average=True)"
+                "give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it (BatchNorm: "
+                "use_running_average=True)"
             )
 
 

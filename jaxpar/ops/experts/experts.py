@@ -16,6 +16,7 @@ from .overflow import Expert, overflow
 from .routing import BALANCES, SCORES, balance_loss, chosen, counted, z_loss
 
 FIRST = 1.25  # of an expert's mean load: what a dropless mixture computes at once; see docs/experts.md
+_SLOTS = 8  # of which those are a multiple, so that ranks of `context` divide them
 DROPS = ("position", "probability")
 WITHIN = ("row", "microbatch")
 _COUPLES = (
@@ -123,7 +124,8 @@ def experts(
 
     parts = b if capacity is not None and drop_within == "row" else 1
     per = b * t // parts
-    each = min(per, math.ceil((FIRST if capacity is None else capacity) * per * k / count))
+    each = math.ceil((FIRST if capacity is None else capacity) * per * k / count)
+    each = min(per, each if capacity is not None else -(-each // _SLOTS) * _SLOTS)
     couples = _COUPLES if capacity is not None and drop_within == "microbatch" and each < per else ""
     by_weight = capacity is not None and drop == "probability"
     drops = capacity is not None and each < per

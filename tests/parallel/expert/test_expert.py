@@ -6,6 +6,7 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 from pathlib import Path
 from typing import Any
 
+import context_cells
 import expert_cells as cells
 import jax
 import numpy as np
@@ -123,9 +124,26 @@ def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
         expert_dims(LEAVES, ranks, rules, {}, {})
 
 
-def test_context_beside_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="expert=2 with context=2"):
-        jp.Strategy(expert=2, context=2)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expert=2,context=2,attention=ring",
+        *(
+            pytest.param(text, marks=pytest.mark.battery)
+            for text in (
+                "expert=2,context=2,fsdp=2,attention=gather",
+                "expert=4,context=2,attention=ulysses",
+                "expert=2,context=2,tensor=2,attention=gather",
+                "expert=2,context=2,fsdp=2,zero=1,microbatches=2",
+                "pipe=2,expert=2,context=2,microbatches=2,attention=gather",
+            )
+        ),
+    ],
+    ids=lambda text: text.replace(",", "-"),
+)
+def test_context_beside_it(text: str) -> None:
+    """Each rank has some tokens of its rows, and some experts."""
+    context_cells.check_cell("mixture", text)
 
 
 def test_a_dense_model_has_no_experts() -> None:

@@ -187,6 +187,7 @@ BATTERY = [
 @pytest.mark.parametrize(
     ("name", "strategy", "devices"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in BATTERY)]
 )
+@pytest.mark.filterwarnings("ignore:pipe=2 with microbatches=1")
 def test_exact(name: str, strategy: str, devices: int) -> None:
     """Gradients, three steps of SGD with momentum, bytes at rest, the order of collectives, and the closed form."""
     (model, batch), one = of(name), one_device(name)
