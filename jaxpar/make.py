@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .agreement import Agreement, kind_of
-from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.checkpoints import Checkpoints, wait_for
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize
@@ -289,9 +289,10 @@ class TrainStep(Step):
           fresh: with `weights_only`, `fresh(path)` for the paths of parameters that begin as the model's own: fresh
             adapters beside a given base.
 
-        Raises ValueError where the checkpoint is of another model or optimizer, or another dtype (nothing is cast), or
-        damaged: naming the array, and the file.
+        What this process is still saving there is waited for. Raises ValueError where the checkpoint is of another
+        model or optimizer, or another dtype (nothing is cast), or damaged: naming the array, and the file.
         """
+        wait_for(folder)
         saved = Checkpoint(folder)
         if weights_only:
             return weights(self, saved, jax.random.key(0) if key is None else key, fresh)

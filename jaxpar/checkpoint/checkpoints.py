@@ -44,6 +44,14 @@ def _wait_at_the_end() -> None:
     threading._register_atexit(lambda: [saves.wait() for saves in list(_open)])  # type: ignore[attr-defined]
 
 
+def wait_for(folder: Path | str) -> None:
+    """Waits for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
+    path = Path(folder).absolute()
+    for saves in list(_open):
+        if saves.folder in (path, path.parent):
+            saves.wait()
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Orbax logs the traceback of a save that failed, more than once; it is raised as well, by `wait` or `save`."""
     return not (record.exc_info and "orbax" in record.pathname)

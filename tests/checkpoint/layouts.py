@@ -34,6 +34,7 @@ LAYOUTS = {
     "pipe": ("pipe=4,data=2,microbatches=4", 8),
     "chunks": ("pipe=2,chunks=2,fsdp=4,microbatches=2", 8),
     "V": ("pipe=2,schedule=zb-v,chunks=2,fsdp=4,zero=1,microbatches=2", 8),
+    "cut": ("pipe=4,data=2,microbatches=4,stages=cut", 8),
     "four axes": ("pipe=2,data=1,fsdp=2,tensor=2,microbatches=2", 8),
     "copies": ("zero2,precision=bf16", 8),
     "server": ("dp", 8),

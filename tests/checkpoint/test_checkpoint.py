@@ -65,6 +65,18 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     assert float(again["loss"]) == float(metrics["loss"])
 
 
+def test_what_is_still_being_saved_is_waited_for(tmp_path: Path) -> None:
+    """It was called no complete checkpoint, where another step of the program had begun to save it."""
+    saving, restoring = (jp.make_train_step(net(), optax.sgd(0.1), text) for text in ("ddp", "fsdp"))
+    state = saving.init(jax.random.key(3))
+    saving.save(tmp_path, state)
+    restored = restoring.restore(tmp_path)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(saving.params(state)), jax.tree.leaves(restoring.params(restored)), strict=True)
+    )
+
+
 def test_arrays_are_saved_as_the_model_has_them(tmp_path: Path) -> None:
     step = jp.make_train_step(net(), optax.adam(1e-2), "fsdp")
     state = step.init(jax.random.key(0))

@@ -98,7 +98,7 @@ def test_strategy_text(text: str, parts: tuple[str, ...]) -> None:
         ),
         (
             "data=2,fsdp=2",
-            ("data=2, fsdp=2 needs 4 devices and there are 8", "make pipe x data x fsdp x expert x context x tensor = 8"),
+            ("data=2, fsdp=2 needs 4 devices and there are 8", "pipe x data x fsdp x expert x context x tensor = 8"),
         ),
         ("data=3,fsdp=-1", ("data=3 does not divide 8 devices", "use 1 or 2 or 4 or 8")),
     ],
