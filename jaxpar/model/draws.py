@@ -32,21 +32,34 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
 
     def run(key: jax.Array) -> Any:
         closed, out = jax.make_jaxpr(fun, return_shape=True)(key)
-        jaxpr, consts = jx.opened(closed)
+        outs = None if jx.opened(closed)[0].effects else _evaluated(closed, [key])
+        return fun(key) if outs is None else jax.tree.unflatten(jax.tree.structure(out), outs)
+
+    return run
+
+
+def _evaluated(closed: Any, args: Sequence[Any]) -> list[Any] | None:
+    """The results of a program with equal draws together; None where none are equal."""
+    jaxpr, consts = jx.opened(closed)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda v: _literal(v) if jx.is_literal(v) else env[v]
+    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("inline"):  # newer jax inlines a call when it lowers it
+        (call,) = jaxpr.eqns
+        outs = _evaluated(call.params["jaxpr"], [read(v) for v in call.invars])
+        if outs is None:
+            return None
+        env.update(zip(call.outvars, outs, strict=True))
+    else:
         groups = _groups(jaxpr.eqns)
-        if jaxpr.effects or not any(len(group) > 1 for group in groups):
-            return fun(key)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, key), strict=True))
+        if not any(len(group) > 1 for group in groups):
+            return None
         for group in groups:
-            values = [[_literal(v) if jx.is_literal(v) else env[v] for v in eqn.invars] for eqn in group]
+            values = [[read(v) for v in eqn.invars] for eqn in group]
             with jx.standing(group[0]):
                 outs = [jx.bind(group[0], values[0])] if len(group) == 1 else _together(group[0], values)
             for eqn, results in zip(group, outs, strict=True):
                 env.update(zip(eqn.outvars, results, strict=True))
-        outs = [v.val if jx.is_literal(v) else env[v] for v in jaxpr.outvars]
-        return jax.tree.unflatten(jax.tree.structure(out), outs)
-
-    return run
+    return [v.val if jx.is_literal(v) else env[v] for v in jaxpr.outvars]
 
 
 def _together(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
