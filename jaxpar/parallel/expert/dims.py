@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..tensor.dims import Rules
+from ..tensor.dims import Rules, names_in
 from ..tensor.patterns import pattern
 
 AXIS = "expert"
@@ -68,7 +68,7 @@ def expert_dims(
     `ranks` does not divide, and where nothing is found.
     """
     shapes = dict(leaves)
-    known = {part for entry in names.values() for part in _flat(entry)}
+    known = {part for entry in names.values() for part in names_in(entry)}
     for key, value in rules.items():
         if value == AXIS and key not in known:
             raise ValueError(
@@ -80,7 +80,7 @@ def expert_dims(
         chosen.setdefault(path, dim)
     meant = {*NAMES, *(key for table in (own, rules) for key, value in table.items() if value == AXIS)}
     for path, entry in names.items():
-        at = [d for d, part in enumerate(entry) if meant & {*_flat(part)}]
+        at = [d for d, part in enumerate(entry) if meant & {*names_in(part)}]
         # A router's kernel [D, E] has the name too: what each token meets of all experts is whole.
         if path in shapes and len(at) == 1 and len(shapes[path]) > 2 and at[0] <= len(shapes[path]) - 3:
             chosen.setdefault(path, at[0])
@@ -100,14 +100,6 @@ def expert_dims(
                 f"not divide; use a divisor of {shapes[path][dim]}"
             )
     return dims
-
-
-def _flat(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    elif isinstance(entry, tuple):
-        for part in entry:
-            yield from _flat(part)
 
 
 def _claimed(

@@ -69,14 +69,14 @@ def tensor_dims(
     """
     shapes = dict(leaves)
     axes = {path: entry for path, entry in (names or {}).items() if path in shapes}
-    known = {name for entry in axes.values() for name in _flat(entry)}
+    known = {name for entry in axes.values() for name in names_in(entry)}
     paths, mine = _kinds("rules", rules, known)
     own_paths, theirs = _kinds("the model's rules", own, known)
     table = {**DIMS, **theirs, **mine}
     annotated = {path: _annotated(path, shapes[path], entry, table, mine) for path, entry in axes.items()}
 
     chosen = _claims("rules", paths, shapes, known)
-    chosen = {path: dim for path, dim in annotated.items() if mine.keys() & {*_flat(axes[path])}} | chosen
+    chosen = {path: dim for path, dim in annotated.items() if mine.keys() & {*names_in(axes[path])}} | chosen
     asked = frozenset(chosen)
     chosen = _claims("the model's rules", own_paths, shapes) | chosen
     seek = False
@@ -88,7 +88,7 @@ def tensor_dims(
 
     for path, at in chosen.items():
         if at is not None and shapes[path][at] % size and path not in asked:
-            vocabulary = "vocab" in _flat(axes.get(path, ())[at : at + 1]) or _is_end(path)
+            vocabulary = "vocab" in names_in(axes.get(path, ())[at : at + 1]) or _is_end(path)
             chosen[path] = None if vocabulary else at
     _check_division(chosen, shapes, size)
     chosen = _biases(shapes, chosen) | chosen
@@ -156,13 +156,13 @@ def _kinds(what: str, rules: Any, known: set[str]) -> tuple[dict[str, int | None
     return paths, names
 
 
-def _flat(entry: Any) -> Iterator[str]:
+def names_in(entry: Any) -> Iterator[str]:
     """The names in one leaf's annotation, or in that of one dim."""
     if isinstance(entry, str):
         yield entry
     elif isinstance(entry, tuple):
         for part in entry:
-            yield from _flat(part)
+            yield from names_in(part)
 
 
 def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table: Any, mine: Any) -> int | None:
@@ -170,7 +170,7 @@ def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table:
     if len(entry) > len(shape):
         raise ValueError(f"{path} {list(shape)} is annotated with {entry}; give as many names as it has dims")
     for names in (mine,) if NORM.fullmatch(path) else (mine, table):
-        dims = [dim for dim, part in enumerate(entry) if any(names.get(name) for name in _flat(part))]
+        dims = [dim for dim, part in enumerate(entry) if any(names.get(name) for name in names_in(part))]
         if len(dims) > 1:
             raise ValueError(
                 f"{path} {list(shape)} is annotated with {entry}, which puts its dims {dims} on tensor; choose one: "
