@@ -68,11 +68,11 @@ def experts(
     """Each token through the k experts that its router prefers, weighted and added up (Shazeer et al. 2017,
     arXiv:1701.06538; Mixtral: Jiang et al. 2024, arXiv:2401.04088, section 2.1).
 
-    Without a capacity no token is dropped: each expert computes its first C = 1.25 N k / E tokens in one batched
-    matmul, and what overflows follows in blocks, as many as there are. Under `context` each rank does so with its own
-    tokens. With one, C = capacity T k / E of each row (or
-    capacity N k / E of all), and what overflows is dropped: it keeps nothing but its residual connection, and its
-    `shared` experts. Communicates nothing, but what `jp.all_rows` gathers for balance="global": float32 [B, E].
+    Without a capacity no token is dropped: each expert computes its first C = 1.25 N k / E tokens, rounded up to 8, in
+    one batched matmul, and what overflows follows in blocks, as many as there are. Under `context` each rank does so
+    with its own tokens. With a capacity, C = capacity T k / E of each row (or capacity N k / E of all), and what
+    overflows is dropped: it keeps nothing but its residual connection, and its `shared` experts.
+    Communicates nothing, but what `jp.all_rows` gathers for balance="global": float32 [B, E].
 
     Memory: between forward and backward, x, what goes into the experts and comes out, [E, C, D], and what `expert`
     keeps.

@@ -19,9 +19,8 @@ import numpy as np
 
 from ...jaxprs import jaxpr as jx
 
-FLOPS = (
-    300.0  # operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16)
-)
+# Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
+FLOPS = 300.0
 LINK = 7.0  # bytes of memory in the time of one byte of a message: 3.35e12 / 450e9 (NVLink 4, one way)
 _PLACES = 3000  # at most so many equations are looked at as the first of a stage
 
@@ -84,10 +83,8 @@ def stages_of(eqns: Sequence[Any], stages: int) -> list[list[Any]]:
     if len(places) and places[0] != 0:
         places = np.concatenate([[0], places])
     sums = np.concatenate([[0.0], np.cumsum(each)])
-    starts, ends = (
-        sums[places],
-        np.append(sums[places[1:]], sums[-1:]),
-    )  # of the stage that begins at a place, ends before the next
+    # The time before each place, and before the one behind it.
+    starts, ends = sums[places], np.append(sums[places[1:]], sums[-1:])
     enter = 2 * LINK * messages[places]  # there as activations, back as cotangents
     n = len(places)
     best = ends - starts[0] if n else np.zeros(0)  # best[j]: the longest of the first stages, which end with place j

@@ -55,9 +55,7 @@ class Packing:
         """One after the other."""
         rooms, widths = [], dict[str, int]()
         for aval in avals:
-            keys = jax.random.key_impl(jax.random.key(0)) if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
-            if keys is not None:
-                keys = aval.dtype._impl.name
+            keys = aval.dtype._impl.name if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
             data = aval if keys is None else jax.eval_shape(plain, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
             name = jnp.dtype(data.dtype).name
             room = Room(name, widths.get(name, 0), tuple(data.shape), keys)
