@@ -65,12 +65,14 @@ class Array:
 def arrays_of(step: Step) -> tuple[list[Array], Any]:
     """The arrays of a step's state in their order, and its tree."""
     layout, state = step.layout, step.abstract_state()
-    kept = layout.kept
+    storage = layout.storage
     places: dict[str, Any] = {}
     for kind in ("params", "copy", "optimizer") if layout.copied else ("params", "optimizer"):
         stored = jax.tree.leaves(layout.places(kind), is_leaf=is_stored)
         places |= zip(_paths(getattr(state, kind), kind), stored, strict=True)
-    members = {leaf.path: [kept.models[i].path for i in at] for leaf, at in zip(kept.leaves, kept.origin, strict=True)}
+    members = {
+        leaf.path: [storage.models[i].path for i in at] for leaf, at in zip(storage.leaves, storage.origin, strict=True)
+    }
     found = []
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     for (path, x), (data, kind) in zip(flat, _data(state), strict=True):

@@ -34,7 +34,7 @@ class Damaged(ValueError):
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBox:
     """A box of an array, as a file holds it: contiguous, the last dim fastest, little-endian.
 
     Attributes:
@@ -151,14 +151,14 @@ class Arrays:
             raise Damaged(f"the header of {file} is damaged")
         self._arrays = arrays
 
-    def __getitem__(self, block: Block) -> np.ndarray:
+    def __getitem__(self, block: StoredBox) -> np.ndarray:
         """The array of a block, a view of the file."""
         _, dtype = self._arrays[block.name]
         shape = [stop - start for start, stop in block.box]
         return np.ndarray(shape, dtype, self._bytes.data, block.offset) if math.prod(shape) else np.empty(shape, dtype)
 
 
-def _block(row: Any, table: str, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> Block:
+def _block(row: Any, table: str, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> StoredBox:
     row = mapping(row, table)
     name = row.get("name")
     if not isinstance(name, str) or name not in arrays:
@@ -174,10 +174,10 @@ def _block(row: Any, table: str, arrays: Mapping[str, tuple[tuple[int, ...], np.
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{table}: {name} has no checksum") from error
     box = tuple((start, stop) for start, stop in pairs)
-    return Block(name, box, number(row.get("offset"), f"{table}: offset of {name}"), total)
+    return StoredBox(name, box, number(row.get("offset"), f"{table}: offset of {name}"), total)
 
 
-def _bytes(block: Block, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> int:
+def _bytes(block: StoredBox, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> int:
     return math.prod(stop - start for start, stop in block.box) * arrays[block.name][1].itemsize
 
 

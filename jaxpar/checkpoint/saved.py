@@ -17,7 +17,7 @@ from ..text import few
 from .about import About
 from .boxes import Box, common, size, slices, whole
 from .checksum import checksum
-from .files import ABOUT, Arrays, Block, Damaged, dtype_of, write_arrays, write_json
+from .files import ABOUT, Arrays, Damaged, StoredBox, dtype_of, write_arrays, write_json
 
 STATE = "state"  # the folder in that of a step, which Orbax makes
 
@@ -91,8 +91,8 @@ class Checkpoint:
             raise damaged(self.folder, Damaged(f"not what was written: {listed}"))
 
     @functools.cached_property
-    def _blocks(self) -> dict[str, list[tuple[Arrays, Block]]]:
-        found: dict[str, list[tuple[Arrays, Block]]] = {name: [] for name in self.arrays}
+    def _blocks(self) -> dict[str, list[tuple[Arrays, StoredBox]]]:
+        found: dict[str, list[tuple[Arrays, StoredBox]]] = {name: [] for name in self.arrays}
         try:
             for host in range(self.about.hosts):
                 file = Arrays(self.folder / STATE, host, self.arrays)
@@ -106,7 +106,7 @@ class Checkpoint:
         return found
 
 
-def _differs(file: Arrays, block: Block) -> bool:
+def _differs(file: Arrays, block: StoredBox) -> bool:
     return checksum(file[block], [start for start, _ in block.box]) != block.sum
 
 

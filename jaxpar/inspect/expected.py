@@ -39,13 +39,13 @@ def expected(step: Step, batch: Any) -> Ledger:
     traced, rule = step.traced(batch), rule_of(step.strategy)
     counted = count(step, traced)
     found = list(counted.own)
-    units, sizes = step.layout.kept.units, step.mesh.shape
+    units, sizes = step.layout.storage.units, step.mesh.shape
     for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
         found += _between_stages(step, leaf, runs)
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
         found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
-    if step.layout.kept.cut:
+    if step.layout.storage.cut:
         found += _exchanged(step, traced)
     rows = tuple(traced.summed)
     axes = ("pipe", *rows) if traced.schedule else rows

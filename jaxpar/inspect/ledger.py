@@ -30,7 +30,7 @@ from ..jaxprs.collectives import KINDS, PRIMITIVES
 from ..jaxprs.jaxpr import live, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
-from .compiled.entry import Place, merged, whole
+from .compiled.entry import Nesting, merged, whole
 from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While
 from .compiled.shares import share_of
 
@@ -55,7 +55,7 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: a collective runs over an axis that `mesh` lacks.
         """
-        return cls(_from_jaxpr(opened(jaxpr)[0], mesh, Place()))
+        return cls(_from_jaxpr(opened(jaxpr)[0], mesh, Nesting()))
 
     @classmethod
     def from_hlo(cls, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
@@ -73,7 +73,7 @@ class Ledger(tuple[Collective, ...]):
     @classmethod
     def of(cls, *programs: Executable) -> Self:
         """The same of programs that were read before, with their mesh."""
-        return cls(one for program in programs for one in collectives(program.operations, Place()))
+        return cls(one for program in programs for one in collectives(program.operations, Nesting()))
 
     def by(self, *fields: str, value: str = "bytes") -> dict[Any, int]:
         """Sums of `value` ("bytes", "sent" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
@@ -126,18 +126,18 @@ class Ledger(tuple[Collective, ...]):
         return table(rows, "<<<>>><")
 
 
-def collectives(operations: Sequence[Operation], place: Place) -> Iterator[Collective]:
+def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[Collective]:
     """Those of a compiled program, or of a loop's body, each for itself."""
     for position, one in enumerate(operations):
         if isinstance(one, Start):
             until = itertools.takewhile(functools.partial(operator.ne, Done(one.name)), operations[position + 1 :])
             hidden = not one.waits and any(map(_computes, until))
-            here = dataclasses.replace(place, asynchronous=not one.waits, overlapped=hidden)
+            here = dataclasses.replace(nesting, asynchronous=not one.waits, overlapped=hidden)
             yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers)
         elif isinstance(one, While):
-            yield from collectives(one.body, place.loop(one.trips))
+            yield from collectives(one.body, nesting.loop(one.trips))
         elif isinstance(one, Choice):
-            yield from place.branches([functools.partial(collectives, branch) for branch in one.branches])
+            yield from nesting.branches([functools.partial(collectives, branch) for branch in one.branches])
 
 
 def _computes(one: Operation) -> bool:
@@ -145,7 +145,7 @@ def _computes(one: Operation) -> bool:
     return one.computes if isinstance(one, Kernel) else any(map(_computes, inside))
 
 
-def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> Iterator[Collective]:
+def _from_jaxpr(jaxpr: Any, mesh: Any, nesting: Nesting, mapped: bool = False) -> Iterator[Collective]:
     for eqn in live(jaxpr.eqns, jaxpr.outvars) if mapped else jaxpr.eqns:
         name = eqn.primitive.name
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
@@ -161,12 +161,12 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, place: Place, mapped: bool = False) -> It
                 axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
             avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
             buffers = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
-            yield from place.collectives(kind, axes, group, buffers)
+            yield from nesting.collectives(kind, axes, group, buffers)
         elif name == "cond":
             walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
-            yield from place.branches(walks)
+            yield from nesting.branches(walks)
         else:
-            inner = place.loop(_trips(eqn)) if name in ("scan", "while") else place
+            inner = nesting.loop(_trips(eqn)) if name in ("scan", "while") else nesting
             for sub in jec.jaxprs_in_params(eqn.params):
                 yield from _from_jaxpr(opened(sub)[0], mesh, inner, name == "shard_map")
 

@@ -46,7 +46,7 @@ class Counted:
     """What one step does with parameters.
 
     Attributes:
-      runs: of each unit of the layout (`KeptLeaves.units`).
+      runs: of each unit of the layout (`Storage.units`).
       own: the model's own collectives.
       metrics: their number, the loss among them.
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.
@@ -78,7 +78,7 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
 
 def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
-    unit, shape, policy = step.layout.kept.units[index], step.mesh.shape, step.policy
+    unit, shape, policy = step.layout.storage.units[index], step.mesh.shape, step.policy
     leaf = unit.local
     of_a_stage = leaf.of_a_stage
     ranks = shape["pipe"] if of_a_stage else 1
@@ -159,7 +159,7 @@ def _plain(step: Step, traced: Traced) -> Counted:
     """One microbatch after another."""
 
     def run(leaves: list[Any], *inputs: Any) -> Any:
-        loss = Loss(traced, _Marker(step.layout.kept.units, step.mesh.shape["pipe"]), leaves)
+        loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
         *outs, tape = loss.forward(*inputs)
         return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
 
@@ -179,17 +179,19 @@ def _piped(step: Step, traced: Traced) -> Counted:
 
     # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
     times = (
-        [] if schedule.branches or step.layout.kept.cut else [schedule.messages("F") - m, schedule.messages("B") - m, m]
+        []
+        if schedule.branches or step.layout.storage.cut
+        else [schedule.messages("F") - m, schedule.messages("B") - m, m]
     )
     once: dict[int, Runs] = {}
 
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """One with a forward, one with a backward, and one with both and an epilogue between them."""
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-        loss = Loss(traced, _Marker(step.layout.kept.units, step.mesh.shape["pipe"]), leaves)
+        loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
         if isinstance(pipeline, Slots | FlatPipeline):
-            parts = pipeline.alone()
+            parts = pipeline.separated()
             times[:] = [n for n, _ in parts]
             found = [part for _, part in parts]
             if isinstance(pipeline, FlatPipeline):
@@ -218,7 +220,7 @@ def _live(flat: Flat, outs: Sequence[int]) -> Any:
 
 def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list[Collective]]:
     """Uses of each leaf, and the collectives that stand in programs, each of which runs so many times."""
-    found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.kept.units]
+    found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.storage.units]
     own = []
     for times, jaxpr in parts:
         for what, index, sliced, runs in _marks(jaxpr):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..jaxprs import jaxpr as jx
 from ..model.paths import name_of
-from .storage import KeptLeaves
+from .storage import Storage
 
 ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt "
@@ -61,27 +61,27 @@ class _Value:
         return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
 
 
-def sees_kept(optimizer: Any, kept: KeptLeaves) -> bool:
+def sees_stacked(optimizer: Any, storage: Storage) -> bool:
     """Whether an optimizer may be shown leaves as a step keeps them."""
-    if kept.same:
+    if storage.same:
         return True
     try:
-        ours, theirs = (_results(optimizer, kept, as_kept) for as_kept in (True, False))
+        ours, theirs = (_results(optimizer, storage, as_stacked) for as_stacked in (True, False))
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # The last five: it asks for the model's own tree, as masks may.
         return False
     scalars = ours.pop(None) == theirs.pop(None)
-    members = zip(kept.leaves, kept.origin, strict=True)
+    members = zip(storage.leaves, storage.origin, strict=True)
     return scalars and all(
-        ours.get(leaf.path) == theirs.get(kept.models[i].path) for leaf, at in members if leaf.trainable for i in at
+        ours.get(leaf.path) == theirs.get(storage.models[i].path) for leaf, at in members if leaf.trainable for i in at
     )
 
 
-def _results(optimizer: Any, kept: KeptLeaves, as_kept: bool) -> dict[str | None, Any]:
+def _results(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | None, Any]:
     """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
     scalars, under None.
     """
-    tuned, params = kept.seen(as_kept)
+    tuned, params = storage.seen(as_stacked)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     state = jax.eval_shape(optimizer.init, params)
     flat, out = jx.trace(

@@ -16,7 +16,7 @@ from ..strategy import SHARDS
 from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
-from .storage import KeptLeaves, uneven
+from .storage import Storage, uneven
 
 Kind = Literal["params", "copy", "grads", "optimizer"]
 
@@ -51,7 +51,7 @@ class Layout:
     """Where every leaf of a training state lives.
 
     Attributes:
-      kept: the parameter leaves.
+      storage: the parameter leaves.
       mesh: the mesh.
       sharded: which of "params", "grads", "optimizer" carry `fsdp`.
       copied: whether a replicated copy in the compute dtype is stored beside a sharded float32 master (ZeRO-1 and 2 in
@@ -63,7 +63,7 @@ class Layout:
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
-    kept: KeptLeaves
+    storage: Storage
     mesh: Mesh
     policy: Policy
     sharded: frozenset[str]
@@ -76,11 +76,13 @@ class Layout:
     @property
     def ruled(self) -> list[str]:
         """The paths of the units, "" for those that are on `tensor` by no rule: there nobody made a mistake."""
-        kept, found = self.kept, self.found
+        storage, found = self.storage, self.found
         rolled = {
-            leaf.path for leaf, at in zip(kept.leaves, kept.origin, strict=True) if kept.models[at[0]].path in found
+            leaf.path
+            for leaf, at in zip(storage.leaves, storage.origin, strict=True)
+            if storage.models[at[0]].path in found
         }
-        return ["" if leaf.path in found | rolled else leaf.path for leaf in kept.units]
+        return ["" if leaf.path in found | rolled else leaf.path for leaf in storage.units]
 
     @property
     def shards(self) -> int:
@@ -90,7 +92,7 @@ class Layout:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The parameter leaves as a step keeps them."""
-        return self.kept.leaves
+        return self.storage.leaves
 
     def spec(self, leaf: Leaf, kind: str) -> PartitionSpec:
         """The spec of a leaf's "params" (the master), "copy", "grads" or "optimizer"."""
@@ -128,31 +130,31 @@ class Layout:
     def handed_out(self) -> Any:
         """The shardings of the model's own tree where it is handed out: padded leaves are whole."""
         sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
-        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in self.kept.models]
-        return jax.tree.unflatten(self.kept.model_tree, map(self.sharding, specs))
+        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in self.storage.models]
+        return jax.tree.unflatten(self.storage.model_tree, map(self.sharding, specs))
 
-    def to_logical(self, stored: Any, kind: Kind = "params", as_kept: bool = False) -> Any:
+    def to_logical(self, stored: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
         """Arrays as they are stored -> as the model has them: without padding, in the model's own tree and shapes.
 
         Args:
           stored: a tree like `places(kind)`; None, for a leaf without a value, stays.
           kind: which tree it is. The optimizer's state keeps its structure.
-          as_kept: leave it at padding: layers stay stacked and in whole stages, as an optimizer may be shown them.
+          as_stacked: leave it at padding: layers stay stacked and in whole stages, as an optimizer may be shown them.
         """
         stored = self._each(kind, Stored.unpad, stored)
-        if as_kept or kind == "optimizer":
+        if as_stacked or kind == "optimizer":
             return stored
         out: dict[int, Any] = {}
-        values = self.kept.tree.flatten_up_to(stored)
-        for leaf, at, x in zip(self.leaves, self.kept.origin, values, strict=True):
+        values = self.storage.tree.flatten_up_to(stored)
+        for leaf, at, x in zip(self.leaves, self.storage.origin, values, strict=True):
             out.update(zip(at, [None] * len(at) if x is None else leaf.form.to_logical(x), strict=True))
-        return jax.tree.unflatten(self.kept.model_tree, [out[i] for i in range(len(out))])
+        return jax.tree.unflatten(self.storage.model_tree, [out[i] for i in range(len(out))])
 
-    def to_stored(self, logical: Any, kind: Kind = "params", as_kept: bool = False) -> Any:
+    def to_stored(self, logical: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
         """The reverse of `to_logical`; no dtype changes."""
-        if not as_kept and kind != "optimizer":
-            values = self.kept.model_tree.flatten_up_to(logical)
-            parts = [[values[i] for i in at] for at in self.kept.origin]
+        if not as_stacked and kind != "optimizer":
+            values = self.storage.model_tree.flatten_up_to(logical)
+            parts = [[values[i] for i in at] for at in self.storage.origin]
             logical = self.unflatten(
                 None if xs[0] is None else leaf.form.to_stored(xs) for leaf, xs in zip(self.leaves, parts, strict=True)
             )
@@ -167,7 +169,7 @@ class Layout:
 
     def unflatten(self, values: Iterable[Any]) -> Any:
         """One value for each leaf, in their tree."""
-        return jax.tree.unflatten(self.kept.tree, list(values))
+        return jax.tree.unflatten(self.storage.tree, list(values))
 
     @property
     def params(self) -> Any:
@@ -221,7 +223,7 @@ class Layout:
         rolled = (leaf for leaf in self.leaves if leaf.rolled)
         stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
         stacks |= {
-            path: f"{stacks[path]}; other blocks are not alike: {why}" for path, why in uneven(self.kept).items()
+            path: f"{stacks[path]}; other blocks are not alike: {why}" for path, why in uneven(self.storage).items()
         }
         lines += [f"{path}: {how}" for path, how in (stacks | self.loops).items()]
         return "\n".join([*lines, f"bytes per device: {total}"])

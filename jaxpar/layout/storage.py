@@ -88,7 +88,7 @@ def _on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str
 
 
 @dataclass(frozen=True)
-class KeptLeaves:
+class Storage:
     """The leaves of a model as a step keeps them, and as the model has them.
 
     Attributes:
@@ -167,11 +167,11 @@ class KeptLeaves:
         """Whether every leaf is kept in the model's own shape."""
         return self.tree == self.model_tree and all(leaf.as_modelled for leaf in self.leaves)
 
-    def seen(self, as_kept: bool) -> tuple[list[Leaf], Any]:
+    def seen(self, as_stacked: bool) -> tuple[list[Leaf], Any]:
         """The trainable leaves that an optimizer sees, as a step keeps them or the model's own; and abstract masters in
         their tree, None, which is no leaf, for frozen ones.
         """
-        leaves, tree = (self.leaves, self.tree) if as_kept else (self.models, self.model_tree)
+        leaves, tree = (self.leaves, self.tree) if as_stacked else (self.models, self.model_tree)
         masters = [jax.ShapeDtypeStruct(f.shape, Policy.master(f.dtype)) if f.trainable else None for f in leaves]
         return [leaf for leaf in leaves if leaf.trainable], jax.tree.unflatten(tree, masters)
 
@@ -185,7 +185,7 @@ def make_leaves(
     ranks: int = 1,
     mixed: Mapping[str, int] = MappingProxyType({}),
     experts: int = 1,
-) -> KeptLeaves:
+) -> Storage:
     """An abstract parameter tree, kept for `shards` devices, a pipeline, `ranks` over which dims are `split` (by path),
     and `experts`, ranks of that axis, over which the dims of experts in `mixed` are. Raises ValueError on a tree
     without any leaf.
@@ -283,31 +283,31 @@ def make_leaves(
         )
         for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
     )
-    kept = KeptLeaves(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
-    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(kept, pipe)):
-        return kept
+    storage = Storage(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
+    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
+        return storage
     cut = replace(pipe, stages="cut")
     every = enumerate(zip(names, shapes, trains, strict=True))
     models = tuple(
         place(name, tuple(x.shape), x.dtype, shards, t, cut, tensor=dims.get(i)) for i, (name, x, t) in every
     )
-    return KeptLeaves(
-        models, kept.model_tree, models, kept.model_tree, tuple((i,) for i in range(len(models))), cut=True
+    return Storage(
+        models, storage.model_tree, models, storage.model_tree, tuple((i,) for i in range(len(models))), cut=True
     )
 
 
-def _lacks_stack(kept: KeptLeaves, pipe: Pipe) -> bool:
+def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
     """Whether no stack is most of a model: it has none, or lists of blocks most of which are not alike, or too short.
 
     A stack that the model scans is one, however short it is: its program cannot be cut within. Kernels of square
     convolutions, [k, k, in, out], are none, nor matrices that share a dim.
     """
-    own = [leaf for leaf in kept.leaves if leaf.layers is not None]
+    own = [leaf for leaf in storage.leaves if leaf.layers is not None]
     if not own or not all(leaf.rolled for leaf in own):
         kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in own)
         return kernels or all(len(leaf.logical) < 3 for leaf in own)
     blocks = sum(leaf.layers or 0 for leaf in own)
-    return 2 * blocks < len(kept.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
+    return 2 * blocks < len(storage.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
 
 
 def list_name(leaf: Leaf) -> str:
@@ -316,15 +316,15 @@ def list_name(leaf: Leaf) -> str:
     return before + star
 
 
-def uneven(kept: KeptLeaves) -> dict[str, str]:
+def uneven(storage: Storage) -> dict[str, str]:
     """The lists some of whose blocks are kept as one stack and others, of other shapes, one by one: the first leaf that
     differs.
     """
-    shapes = [(leaf.path, leaf.shape) for leaf in kept.models]
+    shapes = [(leaf.path, leaf.shape) for leaf in storage.models]
     found: dict[str, str] = {}
-    for leaf, members in zip(kept.leaves, kept.origin, strict=True):
+    for leaf, members in zip(storage.leaves, storage.origin, strict=True):
         if leaf.rolled and "*+" not in leaf.path and list_name(leaf) not in found:
-            why = unlike(shapes, leaf.path.partition("*")[0], kept.models[members[0]].path)
+            why = unlike(shapes, leaf.path.partition("*")[0], storage.models[members[0]].path)
             if why is not None:
                 found[list_name(leaf)] = why
     return found

@@ -19,8 +19,8 @@ class RuleAccess:
     """
 
     def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy):
-        self.leaves, self.policy = [leaf.local for leaf in layout.kept.units], layout.policy
-        self.split = [leaf.split for leaf in layout.kept.units]
+        self.leaves, self.policy = [leaf.local for leaf in layout.storage.units], layout.policy
+        self.split = [leaf.split for leaf in layout.storage.units]
         self.whole_at_rest = "params" not in rule.sharded
         # What ZeRO does not shard is replicated, as in plain data parallelism.
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]

@@ -19,7 +19,7 @@ class SpreadAccess:
     """
 
     def __init__(self, layout: Layout, rule: Rule):
-        self.leaves, self.policy, self.ranks = layout.kept.leaves, layout.policy, layout.mesh.shape["pipe"]
+        self.leaves, self.policy, self.ranks = layout.storage.leaves, layout.policy, layout.mesh.shape["pipe"]
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
 
     def _use(self, index: int, lead: int) -> Use:

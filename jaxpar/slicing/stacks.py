@@ -7,16 +7,16 @@ import posixpath
 from collections.abc import Sequence
 
 from ..layout.leaves import Leaf
-from ..layout.storage import KeptLeaves, list_name, uneven
+from ..layout.storage import Storage, list_name, uneven
 from .pieces import Segment, Stack
 from .program import Program
 from .rolling.loops import RolledLoop
 from .rolling.roll import Span
 
 
-def described(program: Program, kept: KeptLeaves) -> dict[str, str]:
+def described(program: Program, storage: Storage) -> dict[str, str]:
     """For each list of blocks, and each stack that the model scans itself, how its layers run: path -> words."""
-    units, found = kept.units, {}
+    units, found = storage.units, {}
     for loop in program.loops:
         found[list_name(units[loop.leaf])] = f"{loop.depth} layers of a Python loop, {_runs(loop)}"
     for stack in program.stacks:
@@ -25,7 +25,7 @@ def described(program: Program, kept: KeptLeaves) -> dict[str, str]:
         path = posixpath.commonpath([units[s.leaf].path for s in stack.slices])
         path = path.partition("*")[0] + "*" if "*" in path else path
         found[path or units[stack.slices[0].leaf].path] = f"{stack.length} layers, scanned by the model: one stack"
-    for path, why in uneven(kept).items():
+    for path, why in uneven(storage).items():
         found[path] = f"{found[path]}; other blocks are not alike: {why}" if path in found else why
     return found
 

@@ -104,9 +104,9 @@ def _described(sharding: Sharding) -> str:
 
 def shapes_of(layout: Layout, batch: Any) -> Named:
     """The arrays that a model or an optimizer may see, in all their shapes: of the model, at rest, of a tensor rank."""
-    kept = layout.kept
-    found = [(leaf.path, leaf.shape) for leaf in (*kept.models, *kept.leaves)]
-    found += [(leaf.path, shape) for leaf in kept.leaves for shape in (leaf.stored, leaf.local.shape)]
+    storage = layout.storage
+    found = [(leaf.path, leaf.shape) for leaf in (*storage.models, *storage.leaves)]
+    found += [(leaf.path, shape) for leaf in storage.leaves for shape in (leaf.stored, leaf.local.shape)]
     rows = jax.tree_util.tree_leaves_with_path(batch)
     return [*found, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
-from ..layout.elementwise import sees_kept
+from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe
 from ..layout.mesh import check_context
@@ -79,17 +79,17 @@ class Step(FirstState, Intake):
         mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
         pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
-        kept = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
-        if schedule is not None and kept.cut:
+        storage = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
+        if schedule is not None and storage.cut:
             check_cut(schedule, mesh.shape, strategy.rule)
-        as_kept = sees_kept(self.optimizer, kept)
-        seen, tuned = kept.seen(as_kept)
+        as_stacked = sees_stacked(self.optimizer, storage)
+        seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = unsplit(flat, split, parts) if parts > 1 else {}
-        self.layout = Layout(kept, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
-        self.update = Update(self.optimizer, self.layout, self.rule, as_kept, skip_nonfinite)
+        self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
@@ -287,6 +287,6 @@ class Step(FirstState, Intake):
         for frozen ones.
         """
         trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        whole, tree = jax.tree.flatten(self.layout.to_logical(self.layout.unflatten(grads), "grads", as_kept=True))
+        whole, tree = jax.tree.flatten(self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True))
         whole = [g.astype(Policy.master(leaf.dtype)) for leaf, g in zip(trainable, whole, strict=True)]
         return jax.tree.unflatten(tree, whole if state.scale is None else [g / state.scale.scale for g in whole])

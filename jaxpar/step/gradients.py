@@ -62,9 +62,9 @@ class Local:
         layout, strategy = self.tracing.layout, self.tracing.strategy
         rows = microbatches(batch, strategy.microbatches)
         traced, rule = self.tracing(variables, first(rows), key), rule_of(strategy)
-        cut = layout.kept.cut
+        cut = layout.storage.cut
         access = SpreadAccess(layout, rule) if cut else RuleAccess(layout, rule, traced.program, strategy)
-        return Loss(traced, access, layout.kept.unit_values(stored)), rows
+        return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
     def keys(self, key: jax.Array, step: jax.Array) -> jax.Array:
         """The keys of this device's microbatches [m]."""
@@ -113,7 +113,7 @@ class Local:
         is frozen.
         """
         layout, access = self.tracing.layout, loss.access
-        members = {i: at for family in layout.kept.families for i, at in family}
+        members = {i: at for family in layout.storage.families for i, at in family}
 
         def finish(i: int, shape: tuple[int, ...]) -> jax.Array:
             grad, dtype = grads[i], layout.policy.reduced(access.leaves[i].dtype)

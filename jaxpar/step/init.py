@@ -49,18 +49,18 @@ class FirstState:
         layout = self.layout
         params, variables = draws_together(self.model_def.create)(key)
         values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
-        leaves = zip(layout.kept.models, values, strict=True)
+        leaves = zip(layout.storage.models, values, strict=True)
         kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
-        whole = layout.to_stored(jax.tree.unflatten(layout.kept.model_tree, kept), "copy")
+        whole = layout.to_stored(jax.tree.unflatten(layout.storage.model_tree, kept), "copy")
         return self._first(key, whole, variables)
 
     def _begun(self, key: jax.Array, params: Any, variables: Any) -> State:
-        return self._first(key, self.layout.to_logical(params, "params", as_kept=True), variables)
+        return self._first(key, self.layout.to_logical(params, "params", as_stacked=True), variables)
 
     def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
         """The state before the first step, of masters without padding, in the tree of the leaves."""
         layout = self.layout
-        params = layout.to_stored(whole, "params", as_kept=True)
+        params = layout.to_stored(whole, "params", as_stacked=True)
         copy = None
         if layout.copied:
             copy = jax.tree.map(lambda place, x: x.astype(place.dtype), layout.places("copy"), whole)
@@ -71,7 +71,7 @@ class FirstState:
 
     def _given(self, params: Any, fresh: Callable[[str], bool] | None) -> dict[int, Any]:
         """Given parameters by their position among the model's."""
-        models = self.layout.kept.models
+        models = self.layout.storage.models
         flat = jax.tree_util.tree_leaves_with_path(self.model_def.unwrap(params))
         names, paths = [name_of(path) for path, _ in flat], [leaf.path for leaf in models]
         if len({*paths}) < len(paths) and names == paths:  # paths with a slash of their own

@@ -51,7 +51,7 @@ class Piped:
         """
         schedule, traced = self.tracing.schedule, self.loss.traced
         assert schedule is not None
-        if self.tracing.layout.kept.cut:
+        if self.tracing.layout.storage.cut:
             return self._cut(seed)
         seeds = None if seed is None else {traced.total: seed}
         shared, part = self._shared(schedule.ranks)

@@ -28,11 +28,13 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     """Raises ValueError where a pipeline cannot run the model; `variables` are the positions of its new variables."""
     ranks = layout.mesh.shape["pipe"]
     chunks = strategy.chunks
-    if layout.kept.cut:
+    if layout.storage.cut:
         check_variables(program, jax.tree_util.tree_leaves_with_path(variables), ranks)
         return
     stages = ranks * chunks
-    uneven = {i: why for i, why in program.unrolled if layout.kept.units[i].layers is not None or program.main is None}
+    uneven = {
+        i: why for i, why in program.unrolled if layout.storage.units[i].layers is not None or program.main is None
+    }
     if uneven:
         index, why = next(iter(uneven.items()))
         raise ValueError(
@@ -58,9 +60,9 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
             f"{length} layers; use at most {length} stages{unlike}"
         )
-    partial = next((s for s in program.main.slices if s.stride * length != layout.kept.units[s.leaf].layers), None)
+    partial = next((s for s in program.main.slices if s.stride * length != layout.storage.units[s.leaf].layers), None)
     if partial is not None:
-        leaf = layout.kept.units[partial.leaf]
+        leaf = layout.storage.units[partial.leaf]
         raise ValueError(
             f"pipe={ranks} spreads all {leaf.layers} layers of {leaf.path}, and the loss scans "
             f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
@@ -134,8 +136,8 @@ def uneven_block(layout: Layout, index: int) -> str:
     leaf = layout.leaves[index]
     if not leaf.rolled:
         return ""
-    shapes = [(one.path, one.shape) for one in layout.kept.models]
-    member = layout.kept.models[layout.kept.origin[index][0]].path
+    shapes = [(one.path, one.shape) for one in layout.storage.models]
+    member = layout.storage.models[layout.storage.origin[index][0]].path
     why = unlike(shapes, leaf.path.partition("*")[0], member)
     return "" if why is None else f", or make its blocks alike: {why}"
 
@@ -143,7 +145,7 @@ def uneven_block(layout: Layout, index: int) -> str:
 def warn_gathered(program: Program, layout: Layout) -> None:
     """Say so where ZeRO-3 holds more than half of the parameters whole at once, and no leaf alone is most of that."""
     total = sum(math.prod(leaf.logical) for leaf in layout.leaves)
-    most, leaves = gathered(program.pieces, layout.kept.units)
+    most, leaves = gathered(program.pieces, layout.storage.units)
     size = most * jnp.dtype(layout.policy.compute).itemsize
     if (
         "params" in layout.sharded

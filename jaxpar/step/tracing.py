@@ -176,7 +176,7 @@ class Tracing:
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """
-        units, families = self.layout.kept.units, self.layout.kept.families
+        units, families = self.layout.storage.units, self.layout.storage.families
         own = [leaf.layers is not None for leaf in units]
         sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
         with couplings() as noted:
@@ -184,7 +184,7 @@ class Tracing:
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._localised(self._exchanged(positions))
-        if self.layout.kept.cut:
+        if self.layout.storage.cut:
             program = cut_program(local, self._params, self._cut)
         else:
             how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
@@ -212,7 +212,7 @@ class Tracing:
     def _params(self) -> list[jax.ShapeDtypeStruct]:
         """What a loss sees of each parameter: the whole of it, in the compute dtype."""
         computed = self.layout.policy.computed
-        return [jax.ShapeDtypeStruct(leaf.logical, computed(leaf.dtype)) for leaf in self.layout.kept.units]
+        return [jax.ShapeDtypeStruct(leaf.logical, computed(leaf.dtype)) for leaf in self.layout.storage.units]
 
     @property
     def _leaves(self) -> list[jax.ShapeDtypeStruct]:
@@ -224,7 +224,7 @@ class Tracing:
                 return leaf.logical
             return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
 
-        units = zip(self.layout.kept.units, self._params, strict=True)
+        units = zip(self.layout.storage.units, self._params, strict=True)
         return [jax.ShapeDtypeStruct(shape(leaf.local), param.dtype) for leaf, param in units]
 
     def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
@@ -232,11 +232,11 @@ class Tracing:
 
         Its first inputs are the parameters as a layout keeps them, of which the model gets its own.
         """
-        kept = self.layout.kept
+        storage = self.layout.storage
 
         def loss(leaves: Sequence[Any], rest: Any) -> Any:
             variables, rows, key = rest
-            return self.model.call(kept.of_units(leaves), variables, rows, key, tuple(axes))
+            return self.model.call(storage.of_units(leaves), variables, rows, key, tuple(axes))
 
         return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
 
@@ -261,7 +261,7 @@ class Tracing:
         ranks = self.layout.mesh.shape["expert"]
         if ranks == 1:
             return flat
-        units = self.layout.kept.units
+        units = self.layout.storage.units
         dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in units]
         fun, gathered = exchange_tokens(flat, dims, ranks, EXPERT_RULES)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
@@ -274,7 +274,7 @@ class Tracing:
         """The program of one tensor rank."""
         if self.ranks == 1:
             return flat
-        units = self.layout.kept.units
+        units = self.layout.storage.units
         dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
         fun, gathered = localise(flat, dims, self.layout.ruled, self.ranks, self.strategy.sequence, RULES)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
@@ -286,7 +286,7 @@ class Tracing:
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
-        self.layout.loops.update(described(program, self.layout.kept))
+        self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
             if program.main is not None:

@@ -34,14 +34,14 @@ class Update:
     """An optimizer under a layout and a rule.
 
     Attributes:
-      as_kept: whether it sees leaves as a step keeps them.
+      as_stacked: whether it sees leaves as a step keeps them.
       skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
     """
 
     optimizer: Any
     layout: Layout
     rule: Rule
-    as_kept: bool
+    as_stacked: bool
     skip_nonfinite: bool = False
 
     def init(self, params: Any) -> Any:
@@ -53,7 +53,7 @@ class Update:
         tuned = jax.tree.map(
             lambda place, x: x if place.leaf.trainable else None, self.layout.places("params"), tree, is_leaf=is_stored
         )
-        return self.layout.to_logical(tuned, "params", self.as_kept)
+        return self.layout.to_logical(tuned, "params", self.as_stacked)
 
     def __call__(self, state: State, grads: Any, variables: Any, sums: Sums) -> tuple[State, Metrics]:
         """The next state and the metrics, from gradients without padding, a tree of the leaves with None for frozen
@@ -63,7 +63,7 @@ class Update:
         loss = metrics_of(sums)["loss"]
         opt_state = self.layout.to_logical(state.optimizer, "optimizer")
         changes, opt_state = self._changes(updates, opt_state, params, loss)
-        tuned = self.layout.to_stored(optax.apply_updates(params, changes), "params", self.as_kept)
+        tuned = self.layout.to_stored(optax.apply_updates(params, changes), "params", self.as_stacked)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # the norm has looked at every gradient already

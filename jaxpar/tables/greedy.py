@@ -22,7 +22,7 @@ from .operations import Kind, Op, Orders, Table
 from .orders import as_soon_as_possible
 
 
-class Costs(NamedTuple):
+class OpCosts(NamedTuple):
     """What a scheduler is told of one rank's layers and one microbatch.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Rank:
         self.turn: Kind = "F"
 
 
-def greedy(ranks: int, microbatches: int, costs: Costs, limit: float, rule: Filling) -> Orders:
+def greedy(ranks: int, microbatches: int, costs: OpCosts, limit: float, rule: Filling) -> Orders:
     """Each rank's operations, where no rank ever holds more than `limit` activations.
 
     Between F and I the rank that waits alternates, as in 1F1B. The limit is at least 1.
@@ -126,7 +126,7 @@ def _one_chunk(name: str, p: int, m: int, v: int, limit: float) -> Table:
         raise ValueError(
             f"schedule={name!r} holds one chunk a rank, not chunks={v}; use chunks=1, or zb-v with chunks=2"
         )
-    return as_soon_as_possible(greedy(p, m, Costs(), limit, _AT_ONCE), "loop", 1)
+    return as_soon_as_possible(greedy(p, m, OpCosts(), limit, _AT_ONCE), "loop", 1)
 
 
 def zb_h1(p: int, m: int, v: int) -> Table:

@@ -34,7 +34,7 @@ Placement = Literal["loop", "V"]
 PLACEMENTS: tuple[Placement, ...] = ("loop", "V")
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """A chunk of a rank."""
 
     rank: int
@@ -50,10 +50,10 @@ def stage_of(placement: Placement, ranks: int, rank: int, chunk: int) -> int:
     return chunk * ranks + (ranks - 1 - rank if placement == "V" and chunk % 2 else rank)
 
 
-def place_of(placement: Placement, ranks: int, stage: int) -> Place:
+def place_of(placement: Placement, ranks: int, stage: int) -> StagePlace:
     """The rank and the chunk of a stage: the inverse of `stage_of`."""
     chunk, rest = divmod(stage, ranks)
-    return Place(ranks - 1 - rest if placement == "V" and chunk % 2 else rest, chunk)
+    return StagePlace(ranks - 1 - rest if placement == "V" and chunk % 2 else rest, chunk)
 
 
 def toward(kind: Kind, stage: int, stages: int) -> int | None:
@@ -64,7 +64,7 @@ def toward(kind: Kind, stage: int, stages: int) -> int | None:
 
 def neighbour(
     placement: Placement, ranks: int, chunks: int, kind: Kind, rank: int, chunk: int
-) -> tuple[Place | None, int]:
+) -> tuple[StagePlace | None, int]:
     """The place that waits for what an operation makes, or None; and the way there.
 
     The way is 1 to the next rank, -1 to the one before, around the ring; 0 stays on the rank.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .greedy import Costs, Filling, greedy
+from .greedy import Filling, OpCosts, greedy
 from .operations import Orders, Placement, Table
 from .orders import as_soon_as_possible, spans
 from .v_shaped import dualpipe_v_orders, v_half_orders, v_min_orders, zb_v_orders
@@ -35,13 +35,13 @@ class Found(NamedTuple):
     longest: float
     held: float
 
-    def bubble(self, microbatches: int, costs: Costs) -> float:
+    def bubble(self, microbatches: int, costs: OpCosts) -> float:
         """The part of `longest` in which that rank is idle: the bubble rate of Qi et al. 2023, section 5.3."""
         return 1 - microbatches * (costs.forward + costs.inputs + costs.weights) / self.longest
 
 
 def best(
-    ranks: int, microbatches: int, chunks: int, costs: Costs | None = None, limit: float = math.inf, ends: bool = True
+    ranks: int, microbatches: int, chunks: int, costs: OpCosts | None = None, limit: float = math.inf, ends: bool = True
 ) -> Found:
     """The order that takes least time, and among those the one that holds least.
 
@@ -56,7 +56,7 @@ def best(
 
     Raises ValueError for other chunks, and where no order fits the limit.
     """
-    costs = costs or Costs()
+    costs = costs or OpCosts()
     if chunks not in (1, 2):
         raise ValueError(
             f"schedule='auto' holds one chunk a rank or two, not chunks={chunks}; use chunks=1 or chunks=2"
@@ -73,9 +73,9 @@ def best(
     return min(fitting, key=lambda one: (round(one.time if ends else one.longest, 9), one.held))
 
 
-def _loops(ranks: int, microbatches: int, costs: Costs, limit: float) -> Iterator[Orders]:
+def _loops(ranks: int, microbatches: int, costs: OpCosts, limit: float) -> Iterator[Orders]:
     """One chunk a rank: greedy orders under each rule, of the given times and of times that are simpler."""
-    plans = {costs, costs._replace(message=0), Costs(freed=costs.freed)}
+    plans = {costs, costs._replace(message=0), OpCosts(freed=costs.freed)}
     limits = {min(limit, room) for room in (ranks, 2 * ranks - 1, 2 * ranks, limit) if not math.isinf(room)}
     for room, plan, rule in itertools.product(sorted(limits), sorted(plans), _RULES):
         if room >= 1:
@@ -90,7 +90,7 @@ def _vs(ranks: int, microbatches: int) -> Iterator[Orders]:
         yield dualpipe_v_orders(ranks, microbatches)
 
 
-def _timed(orders: Orders, chunks: int, costs: Costs) -> Found:
+def _timed(orders: Orders, chunks: int, costs: OpCosts) -> Found:
     each = spans(orders, "V", chunks, costs.times(chunks), costs.message)
     changes = {"F": 1.0, "I": -costs.freed, "W": costs.freed - 1}
     held = max(max(itertools.accumulate(changes[op.kind] for op in order)) for order in orders) / chunks

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxpar.layout.elementwise import sees_kept
+from jaxpar.layout.elementwise import sees_stacked
 from jaxpar.layout.leaves import Pipe
-from jaxpar.layout.storage import KeptLeaves, make_leaves
+from jaxpar.layout.storage import Storage, make_leaves
 
 WARM = optax.warmup_cosine_decay_schedule(0, 0.05, 100, 1000)  # its first update is nothing, whatever the optimizer
 
@@ -16,13 +16,13 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def loop() -> KeptLeaves:
+def loop() -> Storage:
     """Four layers of a Python loop, kept as one stack."""
     layers = [{"w": array(8, 8), "b": array(8)} for _ in range(4)]
     return make_leaves({"layers": layers, "head": array(8, 5)}, 2, None, Pipe())
 
 
-def stages() -> KeptLeaves:
+def stages() -> Storage:
     """Five stacked layers in two chunks of two ranks, with zeros after the last."""
     return make_leaves({"layers": {"w": array(5, 8, 16)}, "head": array(8, 5)}, 2, None, Pipe(2, 2))
 
@@ -39,9 +39,9 @@ def stages() -> KeptLeaves:
     ],
 )
 def test_element_by_element(optimizer: optax.GradientTransformation) -> None:
-    for kept in loop(), stages():
-        assert not kept.same
-        assert sees_kept(optax.with_extra_args_support(optimizer), kept)
+    for storage in loop(), stages():
+        assert not storage.same
+        assert sees_stacked(optax.with_extra_args_support(optimizer), storage)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ def test_element_by_element(optimizer: optax.GradientTransformation) -> None:
     ],
 )
 def test_by_leaf(optimizer: optax.GradientTransformation) -> None:
-    for kept in loop(), stages():
-        assert not sees_kept(optax.with_extra_args_support(optimizer), kept)
+    for storage in loop(), stages():
+        assert not sees_stacked(optax.with_extra_args_support(optimizer), storage)
 
 
 def test_by_rank_and_path() -> None:
     """A stack has a dim more than its layers, and another path."""
     matrices = optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
-    assert not sees_kept(optax.with_extra_args_support(matrices), loop())
+    assert not sees_stacked(optax.with_extra_args_support(matrices), loop())
 
     def labels(params: optax.Params) -> optax.Params:
         name = lambda path, _: "frozen" if "[0]" in jax.tree_util.keystr(path) else "tuned"
         return jax.tree_util.tree_map_with_path(name, params)
 
     first = optax.multi_transform({"frozen": optax.set_to_zero(), "tuned": optax.sgd(WARM)}, labels)
-    assert not sees_kept(optax.with_extra_args_support(first), loop())
+    assert not sees_stacked(optax.with_extra_args_support(first), loop())

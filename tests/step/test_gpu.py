@@ -12,7 +12,7 @@ import pytest
 from cells import Compiled
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.entry import Collective, Place
+from jaxpar.inspect.compiled.entry import Collective, Nesting
 from jaxpar.inspect.compiled.kernels import Executable, Operation, While
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import collectives
@@ -32,8 +32,8 @@ class Loops(Compiled):
                 if isinstance(one, While):
                     yield from (one, *within(one.body))
 
-        place, found = Place(times=trips, in_loop=True), within(Executable(self.text, self.step.mesh).operations)
-        return [list(collectives(loop.body, place)) for loop in found if loop.trips == trips]
+        nesting, found = Nesting(times=trips, in_loop=True), within(Executable(self.text, self.step.mesh).operations)
+        return [list(collectives(loop.body, nesting)) for loop in found if loop.trips == trips]
 
 
 def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:
@@ -76,7 +76,7 @@ def test_temporaries_are_those_of_a_step_written_by_hand(llama: Loops) -> None:
 def test_arguments_are_those_of_the_layout(llama: Loops) -> None:
     bytes_ = llama.step.layout.bytes
     assert llama.memory.argument_size_in_bytes == pytest.approx(bytes_["params"] + bytes_["optimizer"], rel=5e-3)
-    assert llama.memory.alias_size_in_bytes == pytest.approx(llama.memory.output_size_in_bytes, rel=5e-3)  # in place
+    assert llama.memory.alias_size_in_bytes == pytest.approx(llama.memory.output_size_in_bytes, rel=5e-3)  # in nesting
 
 
 def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Loops) -> None:

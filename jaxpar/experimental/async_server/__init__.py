@@ -2,5 +2,5 @@
 
 from .server import Pushed as Pushed
 from .server import Server as Server
-from .worker import Done as Done
 from .worker import Worker as Worker
+from .worker import WorkerStep as WorkerStep

@@ -18,7 +18,7 @@ from .service import Client
 
 
 @dataclass(frozen=True)
-class Done:
+class WorkerStep:
     """One step of a worker.
 
     Attributes:
@@ -79,7 +79,7 @@ class Worker:
         finally:
             self._server.close()
 
-    def step(self, batch: Any) -> Done:
+    def step(self, batch: Any) -> WorkerStep:
         """One step on this worker's rows, a pytree of arrays [rows, ...]: pull, gradient, push.
 
         Raises ConnectionError where the server is dead, does not answer in time, or has given this worker up;
@@ -102,7 +102,7 @@ class Worker:
         about = {"version": version, "loss": float(sums["loss"].total), "count": float(sums["loss"].count)}
         pushed, _ = self._server("push", self._who | about, [np.asarray(g) for g in jax.tree.leaves(grads)])
         self.clock += 1
-        return Done(self.clock - 1, version, metrics, pushed["waited"])
+        return WorkerStep(self.clock - 1, version, metrics, pushed["waited"])
 
     def _pull(self) -> tuple[Any, int]:
         while True:

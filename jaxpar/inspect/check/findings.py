@@ -111,7 +111,7 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
     if not traced.axes:
         return
     program = traced.program
-    units = step.layout.kept.units
+    units = step.layout.storage.units
 
     def sizes(leaf: Leaf) -> tuple[int, int]:
         """Bytes of one layer and of all, on a tensor rank."""

@@ -58,8 +58,8 @@ def shares(step: Step, state: Any) -> list[Holding]:
     reports as too small to be sharded is whole.
     """
     holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
-    leaves, kept = step.layout.leaves, step.layout.kept
-    seen = [leaf for leaf in (leaves if step.update.as_kept else kept.models) if leaf.trainable]
+    leaves, storage = step.layout.leaves, step.layout.storage
+    seen = [leaf for leaf in (leaves if step.update.as_stacked else storage.models) if leaf.trainable]
     found = []
     parts = {
         "parameters": (state.params, "params" in holds or ("optimizer" in holds and state.copy is not None)),
@@ -113,7 +113,7 @@ def not_by_layer(step: Step, program: Program) -> list[Leaf]:
                 v = casts[v]
             if not jx.is_literal(v) and v in index:
                 scanned.add(index[v])
-    units = step.layout.kept.units
+    units = step.layout.storage.units
     return [units[i] for i in sorted(scanned) if units[i].dim != 0 and not any(program.uses[i])]
 
 

@@ -127,7 +127,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]
 
 def cause(step: Step, move: Move) -> str:
     """Why a move is there, and what to try."""
-    if not step.update.as_kept:
+    if not step.update.as_stacked:
         stages = step.strategy.pipe * step.strategy.chunks
         return (
             "the optimizer is shown leaves in the model's own shape, and the step keeps them in another (whole stages, "
@@ -179,7 +179,7 @@ def _suggested(step: Step, move: Move) -> Move:
     if len(set(own)) != 1:  # unknown, or one of several that are kept differently
         return move
     kept = _specs(step).get(move.path, own[0])
-    if not step.update.as_kept or move.involuntary or move.operation in ELEMENTWISE | _PLACES:
+    if not step.update.as_stacked or move.involuntary or move.operation in ELEMENTWISE | _PLACES:
         return dataclasses.replace(move, kept=kept, spec=own[0])
     met: set[str] = {axis for entry in kept for axis in axes_of(entry)}
     gone = met & set(move.axes) or met  # along other axes, copies share in the work on what is cut along these

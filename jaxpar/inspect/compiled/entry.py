@@ -1,4 +1,4 @@
-"""One entry of a ledger: a collective, and the place in the program where it stands."""
+"""One entry of a ledger: a collective, and where in the program it stands."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,7 +64,7 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Nesting:
     """Where in the program an equation or instruction stands."""
 
     times: int | None = 1
@@ -73,8 +73,8 @@ class Place:
     in_loop: bool = False
     conditional: bool = False
 
-    def loop(self, trips: int | Fraction | None) -> "Place":
-        """The same place in the body of a loop; `trips` None where their number is unknown."""
+    def loop(self, trips: int | Fraction | None) -> "Nesting":
+        """The nesting of what stands in the body of a loop; `trips` None where their number is unknown."""
         known = None if trips is None or self.times is None else times(self.times, trips)
         return dataclasses.replace(self, times=known, in_loop=True)
 
@@ -82,13 +82,13 @@ class Place:
         self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int]
     ) -> Iterator[Collective]:
         """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
-        place = dataclasses.asdict(self)
-        if (count := place.pop("times")) != 0:
+        nesting = dataclasses.asdict(self)
+        if (count := nesting.pop("times")) != 0:
             for dtype, nbytes in buffers.items():
                 total = nbytes * (1 if count is None else count)
-                yield Collective(kind, axes, dtype, count, total, **place, ranks=ranks)
+                yield Collective(kind, axes, dtype, count, total, **nesting, ranks=ranks)
 
-    def branches(self, walks: Iterable[Callable[["Place"], Iterator[Collective]]]) -> Iterator[Collective]:
+    def branches(self, walks: Iterable[Callable[["Nesting"], Iterator[Collective]]]) -> Iterator[Collective]:
         """The branch that sends most; `conditional` unless all branches run the same collectives."""
         ledgers = [merged(walk(self)) for walk in walks]
         most = max(range(len(ledgers)), key=lambda i: sum(one.bytes for one in ledgers[i]))

@@ -55,7 +55,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     found, costs = Ledger.of(*programs), Costs.of(*programs)
     known = all(cost.executions is not None for cost in costs)
     moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
-    kept, traced = step.layout.kept, step.traced(batch)
+    storage, traced = step.layout.storage, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
     remarks += [
         *_layers(step, traced),
@@ -68,7 +68,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
         hosts=len({device.process_index for device in step.mesh.devices.flat}),
         axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
-        parameters=sum(math.prod(leaf.shape) for leaf in kept.models),
+        parameters=sum(math.prod(leaf.shape) for leaf in storage.models),
         memory=memory,
         flops=costs.flops if known else {},
         ledger=found,
@@ -77,7 +77,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         transfers=transfers,
         notes=step.layout.notes,
         gathered=dict(traced.gathered),
-        loops=described(traced.program, kept),
+        loops=described(traced.program, storage),
         moves=tuple(moved),
         remarks=tuple(remarks),
     )
@@ -123,7 +123,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
 
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
     schedule = step.schedule
-    if schedule is not None and step.layout.kept.cut:
+    if schedule is not None and step.layout.storage.cut:
         held = [math.prod(leaf.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
         yield (
             f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "

@@ -167,7 +167,7 @@ def slot_bytes(step: Step, batch: Any) -> int:
     `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
     """
     assert step.schedule is not None
-    slots = rows_of(step.schedule).stashes if step.layout.kept.cut else step.schedule.slots
+    slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
     return _held_bytes(step, batch)[0] // slots
 
 

@@ -189,7 +189,7 @@ def _first(step: Any, state: Any, batch: Any) -> tuple[Any, jax.Array]:
 def _gradients(step: Any, state: Any) -> Any:
     """What the optimizer last saw, in the model's tree; None where nothing is trained."""
     seen, _ = step.layout.to_logical(jax.tree.map(np.asarray, state.optimizer), "optimizer")
-    return step.layout.to_logical(seen) if step.update.as_kept else seen
+    return step.layout.to_logical(seen) if step.update.as_stacked else seen
 
 
 class _Shown:

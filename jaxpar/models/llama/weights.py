@@ -50,7 +50,7 @@ _EMBEDDING, _HEAD = _NAMES["embedding"], _NAMES["head/kernel"]
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """What `from_hf`, `to_hf` and `save_hf` need to know of a kind of model.
 
     Attributes:
@@ -73,11 +73,11 @@ class Family:
         return (config.layers, getattr(config, "experts", 1))[: self.names[path].count("{}")]
 
 
-LLAMA = Family("Llama", _NAMES, llama.Llama, to_config, to_dict)
+LLAMA = Architecture("Llama", _NAMES, llama.Llama, to_config, to_dict)
 
 
 def from_hf(
-    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None, family: Family = LLAMA
+    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None, arch: Architecture = LLAMA
 ) -> tuple[Any, dict[str, Any]]:
     """The sizes and weights of a `LlamaForCausalLM`: Llama 2, 3, 3.1, 3.2, 3.3, and models of their kind.
 
@@ -87,7 +87,7 @@ def from_hf(
       config: a `Config`, a `transformers.LlamaConfig` or its dict. Needed with a state dict; of a folder, in place of
         its `config.json`.
       dtype: of the arrays; as they are stored if None.
-      family: of another model than `Llama`, whose own `from_hf` gives it.
+      arch: of another model than `Llama`, whose own `from_hf` gives it.
 
     Returns `(config, params)`: nested dicts of NumPy arrays in the model's own tree, for
     `step.init(key, params=params)` of a step on `Llama(config, rngs=rngs)`; of a config with adapters they are the
@@ -107,11 +107,11 @@ def from_hf(
             folder = folder_of(source)
             config = stated(folder) if config is None else config
             tensors = stack.enter_context(opened(folder))
-        config = family.to_config(config)
-        shapes = _shapes(family, config)
+        config = arch.to_config(config)
+        shapes = _shapes(arch, config)
         tensors = _tied(tensors) if config.tied else tensors
-        _check(family, tensors, config, shapes)
-        params = {path: _read(family, path, shape, config, tensors, dtype) for path, shape in shapes.items()}
+        _check(arch, tensors, config, shapes)
+        params = {path: _read(arch, path, shape, config, tensors, dtype) for path, shape in shapes.items()}
     return config, unflatten_dict(params, sep="/")
 
 
@@ -121,7 +121,7 @@ def to_hf(
     path: str | Path | None = None,
     dtype: Any = None,
     max_shard_size: int = 5 * 10**9,
-    family: Family = LLAMA,
+    arch: Architecture = LLAMA,
 ) -> dict[str, np.ndarray]:
     """The weights as the state dict of a `LlamaForCausalLM`, and with a path the folder that `from_pretrained` loads.
 
@@ -134,7 +134,7 @@ def to_hf(
         model came from.
       dtype: of the tensors; that of `params` if None, which for `step.params(state)` is float32.
       max_shard_size: bytes of a file, when there are several.
-      family: as in `from_hf`.
+      arch: as in `from_hf`.
 
     Returns NumPy arrays by name, as in the files: views where nothing had to be copied, and without `lm_head.weight`
     where the embedding is the head.
@@ -142,9 +142,9 @@ def to_hf(
     Raises ValueError where the tree or a shape is not that of a `Llama` of these sizes, where an array lies on several
     hosts, and where the folder holds weights.
     """
-    tensors = _tensors(family, config, params, dtype)
+    tensors = _tensors(arch, config, params, dtype)
     if path is not None:
-        _write(family, config, tensors, Path(path), max_shard_size)
+        _write(arch, config, tensors, Path(path), max_shard_size)
     return {name: x.read() for name, x in tensors.items()}
 
 
@@ -154,7 +154,7 @@ def save_hf(
     path: str | Path,
     dtype: Any = None,
     max_shard_size: int = 5 * 10**9,
-    family: Family = LLAMA,
+    arch: Architecture = LLAMA,
 ) -> None:
     """The folder that `to_hf` writes, tensor by tensor: none but the one that is written is in memory.
 
@@ -162,7 +162,7 @@ def save_hf(
       params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
         `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
     """
-    _write(family, config, _tensors(family, config, params, dtype), Path(path), max_shard_size)
+    _write(arch, config, _tensors(arch, config, params, dtype), Path(path), max_shard_size)
 
 
 def save_adapters(config: llama.Config, params: Any, path: str | Path, base: str = "") -> None:
@@ -183,48 +183,48 @@ def save_adapters(config: llama.Config, params: Any, path: str | Path, base: str
     write_adapters(Path(path), held, _NAMES, config, base)
 
 
-def _write(family: Family, config: Any, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
+def _write(arch: Architecture, config: Any, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
     write(path, tensors, max_shard_size)
     # Last, so that a folder which is not complete is no model.
-    text = json.dumps(family.to_dict(config, tensors[_EMBEDDING].dtype.name), indent=2)
+    text = json.dumps(arch.to_dict(config, tensors[_EMBEDDING].dtype.name), indent=2)
     (path / "config.json").write_text(text + "\n")
 
 
-def _tensors(family: Family, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
-    shapes = _shapes(family, config)
-    given = _given(family, config, params)
+def _tensors(arch: Architecture, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
+    shapes = _shapes(arch, config)
+    given = _given(arch, config, params)
     held = {at: _host(at, x) if isinstance(x, jax.Array) else x for at, x in given.items()}
     if config.lora:
         held = merged(held, config.lora_alpha / config.lora)
     tensors: dict[str, Tensor] = {}
     for at, shape in shapes.items():
         x = held[at]
-        turned, stacked = -1 if _turned(at) else 1, family.stacked(at, config)
+        turned, stacked = -1 if _turned(at) else 1, arch.stacked(at, config)
         kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
         if kind.name not in SAFETENSORS:
             raise ValueError(f"{at} as {kind} has no form in safetensors; use float32, bfloat16 or float16")
         layer = functools.partial(_layer, x)
         if len(stacked) > 1:  # a layer is read once for all its experts
             layer = functools.lru_cache(maxsize=1)(layer)
-        for index, name in zip(np.ndindex(stacked), _each_name(family.names[at], stacked), strict=True):
+        for index, name in zip(np.ndindex(stacked), _each_name(arch.names[at], stacked), strict=True):
             part = functools.partial(_part, layer, index, kind, turned < 0)
             tensors[name] = Tensor(shape[len(stacked) :][::turned], part, kind)
     return tensors
 
 
-def _given(family: Family, config: Any, params: Any) -> dict[str, Any]:
+def _given(arch: Architecture, config: Any, params: Any) -> dict[str, Any]:
     """Parameters by path. Raises ValueError where they are not those of a model of these sizes."""
-    shapes, given = _shapes(family, config, adapters=True), _by_path(params)
+    shapes, given = _shapes(arch, config, adapters=True), _by_path(params)
     if given.keys() != shapes.keys():
         lacking, more = (_list(a.keys() - b.keys()) for a, b in ((shapes, given), (given, shapes)))
         raise ValueError(
-            f"params lacks {lacking} and has {more} beyond a {family.title} of this config; pass "
+            f"params lacks {lacking} and has {more} beyond a {arch.title} of this config; pass "
             "step.params(state), and the config of its model"
         )
     for at, shape in shapes.items():
         if np.shape(given[at]) != shape:
             raise ValueError(
-                f"params has {at} of shape {np.shape(given[at])}, a {family.title} of this config needs {shape}"
+                f"params has {at} of shape {np.shape(given[at])}, a {arch.title} of this config needs {shape}"
             )
     return given
 
@@ -256,11 +256,11 @@ def stated(folder: Path) -> Any:
     return json_of(member(folder, "config.json"))
 
 
-def _shapes(family: Family, config: Any, adapters: bool = False) -> dict[str, tuple[int, ...]]:
+def _shapes(arch: Architecture, config: Any, adapters: bool = False) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, by its path; those of Hugging Face's files without adapters."""
     if not adapters and config.lora:
         config = dataclasses.replace(config, lora=0)
-    model = nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: arch.module(config, rngs=nnx.Rngs(0)))
     return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
 
 
@@ -289,10 +289,12 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
-def _check(family: Family, tensors: Mapping[str, Tensor], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(
+    arch: Architecture, tensors: Mapping[str, Tensor], config: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise ValueError unless the tensors are those of a model of these sizes."""
     # Name by name: a config may speak of 10**9 layers.
-    names = lambda path: _each_name(family.names[path], family.stacked(path, config))
+    names = lambda path: _each_name(arch.names[path], arch.stacked(path, config))
     lacking = (name for path in shapes for name in names(path) if name not in tensors)
     if missing := list(itertools.islice(lacking, _MANY)):
         hint = "set tie_word_embeddings=True if the embedding is the head" if missing == [_HEAD] else "see its config"
@@ -302,21 +304,19 @@ def _check(family: Family, tensors: Mapping[str, Tensor], config: Any, shapes: M
     # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
     unexpected = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     if unexpected:
-        raise ValueError(
-            f"the model has {_list(unexpected)}, which a {family.title} of {config} has not; see its config"
-        )
+        raise ValueError(f"the model has {_list(unexpected)}, which a {arch.title} of {config} has not; see its config")
     for name, path in needed.items():
-        shape = shapes[path][len(family.stacked(path, config)) :][:: -1 if _turned(path) else 1]
+        shape = shapes[path][len(arch.stacked(path, config)) :][:: -1 if _turned(path) else 1]
         if tensors[name].shape != shape:
-            raise ValueError(f"{name} has shape {tensors[name].shape}, a {family.title} of {config} needs {shape}")
+            raise ValueError(f"{name} has shape {tensors[name].shape}, a {arch.title} of {config} needs {shape}")
 
 
 def _read(
-    family: Family, path: str, shape: tuple[int, ...], config: Any, tensors: Mapping[str, Tensor], dtype: Any
+    arch: Architecture, path: str, shape: tuple[int, ...], config: Any, tensors: Mapping[str, Tensor], dtype: Any
 ) -> np.ndarray:
     """A parameter, filled tensor by tensor, so that beside it one of them is in memory."""
-    stacked = family.stacked(path, config)
-    names = list(_each_name(family.names[path], stacked))
+    stacked = arch.stacked(path, config)
+    names = list(_each_name(arch.names[path], stacked))
     filled = None
     for i, name in enumerate(names):
         x = tensors[name].read()

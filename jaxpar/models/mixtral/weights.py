@@ -120,9 +120,9 @@ def to_dict(config: Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _family(config: Config) -> llama.Family:
+def _architecture(config: Config) -> llama.Architecture:
     names = _QWEN if config.qk_norm else _MIXTRAL
-    return llama.Family("Mixtral", names, Mixtral, to_config, to_dict)
+    return llama.Architecture("Mixtral", names, Mixtral, to_config, to_dict)
 
 
 def from_hf(source: str | Path, config: Any = None, dtype: Any = None) -> tuple[Config, dict[str, Any]]:
@@ -133,7 +133,7 @@ def from_hf(source: str | Path, config: Any = None, dtype: Any = None) -> tuple[
     if config is None and not isinstance(source, Mapping):
         config = llama.stated(llama.folder_of(source))
     config = to_config(config)
-    return llama.from_hf(source, config, dtype, _family(config))
+    return llama.from_hf(source, config, dtype, _architecture(config))
 
 
 def to_hf(
@@ -142,9 +142,9 @@ def to_hf(
     """The weights by their names in published files, and with a path the folder that `from_pretrained` loads: as
     `llama.to_hf`.
     """
-    return llama.to_hf(config, params, path, dtype, max_shard_size, _family(config))
+    return llama.to_hf(config, params, path, dtype, max_shard_size, _architecture(config))
 
 
 def save_hf(config: Config, params: Any, path: str | Path, dtype: Any = None, max_shard_size: int = 5 * 10**9) -> None:
     """The folder that `to_hf` writes, tensor by tensor."""
-    llama.save_hf(config, params, path, dtype, max_shard_size, _family(config))
+    llama.save_hf(config, params, path, dtype, max_shard_size, _architecture(config))

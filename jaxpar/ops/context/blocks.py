@@ -30,7 +30,7 @@ QUERIES = 1024  # of which the plain kernel holds scores at once
 
 
 @dataclass(frozen=True)
-class Part:
+class Rectangle:
     """A rectangle of queries and keys within two blocks.
 
     Attributes:
@@ -52,11 +52,11 @@ class Part:
     there: jax.Array | None = None
 
     def of_queries(self, x: jax.Array, dim: int = 1) -> jax.Array:
-        """This part's queries of an array of all."""
+        """This rectangle's queries of an array of all."""
         return lax.dynamic_slice_in_dim(x, self.query, self.queries, dim)
 
     def of_keys(self, x: jax.Array, dim: int = 1) -> jax.Array:
-        """This part's keys of an array of all."""
+        """This rectangle's keys of an array of all."""
         return lax.dynamic_slice_in_dim(x, self.key, self.keys, dim)
 
     @property
@@ -66,7 +66,7 @@ class Part:
 
 
 def attend(
-    parts: list[Part], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
+    parts: list[Rectangle], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
     """Some parts merged with what is so far: out float32 [B, T, H, h] and L float32 [B, H, T]."""
     if so_far is None:
@@ -74,22 +74,22 @@ def attend(
         wide = _wide(q)
         so_far = jnp.zeros((b, t, heads, h), wide), jnp.full((b, heads, t), HIDDEN, wide)
     out, total = so_far
-    for part in parts:
-        k, v = part.of_keys(kv, 2)
-        own, here = _forward(part.options, part.of_queries(q), k, v, *part.masks)
-        if part.there is not None:
-            here = jnp.where(part.there, here, HIDDEN)
-        before = part.of_queries(total, 2)
+    for rectangle in parts:
+        k, v = rectangle.of_keys(kv, 2)
+        own, here = _forward(rectangle.options, rectangle.of_queries(q), k, v, *rectangle.masks)
+        if rectangle.there is not None:
+            here = jnp.where(rectangle.there, here, HIDDEN)
+        before = rectangle.of_queries(total, 2)
         after = jnp.logaddexp(before, here)
         share = lambda of, after=after: jnp.swapaxes(jnp.exp(of - after), 1, 2)[..., None]
-        merged = part.of_queries(out) * share(before) + own * share(here)
-        out = lax.dynamic_update_slice_in_dim(out, merged, part.query, 1)
-        total = lax.dynamic_update_slice_in_dim(total, after, part.query, 2)
+        merged = rectangle.of_queries(out) * share(before) + own * share(here)
+        out = lax.dynamic_update_slice_in_dim(out, merged, rectangle.query, 1)
+        total = lax.dynamic_update_slice_in_dim(total, after, rectangle.query, 2)
     return out, total
 
 
 def pull(
-    parts: list[Part], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, jax.Array, jax.Array], dq: jax.Array
+    parts: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, jax.Array, jax.Array], dq: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of some parts: of queries, added to `dq` float32 [B, T, H, h]; of keys and values [2, B, S, K, h].
 
@@ -97,14 +97,19 @@ def pull(
     """
     out, total, given = final
     dkv = jnp.zeros(kv.shape, dq.dtype)
-    for part in parts:
-        k, v = part.of_keys(kv, 2)
-        mine = (part.of_queries(out), part.of_queries(total, 2), part.of_queries(given), part.of_queries(q))
-        found = _backward(part.options, *mine, k, v, *part.masks)
-        if part.there is not None:  # what is not there may be infinite
-            found = [jnp.where(part.there, x, 0) for x in found]
-        dq = lax.dynamic_update_slice_in_dim(dq, part.of_queries(dq) + found[0], part.query, 1)
-        dkv = lax.dynamic_update_slice_in_dim(dkv, part.of_keys(dkv, 2) + jnp.stack(found[1:]), part.key, 2)
+    for rectangle in parts:
+        k, v = rectangle.of_keys(kv, 2)
+        mine = (
+            rectangle.of_queries(out),
+            rectangle.of_queries(total, 2),
+            rectangle.of_queries(given),
+            rectangle.of_queries(q),
+        )
+        found = _backward(rectangle.options, *mine, k, v, *rectangle.masks)
+        if rectangle.there is not None:  # what is not there may be infinite
+            found = [jnp.where(rectangle.there, x, 0) for x in found]
+        dq = lax.dynamic_update_slice_in_dim(dq, rectangle.of_queries(dq) + found[0], rectangle.query, 1)
+        dkv = lax.dynamic_update_slice_in_dim(dkv, rectangle.of_keys(dkv, 2) + jnp.stack(found[1:]), rectangle.key, 2)
     return dq, dkv
 
 

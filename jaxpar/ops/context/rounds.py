@@ -1,4 +1,4 @@
-"""Which part of the keys of another rank a rank's queries see, round after round.
+"""Which rectangle of the keys of another rank a rank's queries see, round after round.
 
 Dims: b rows, t positions, c ranks.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ...collectives.ranks import Axes, count, index
 from ..flash import AttentionOptions
-from .blocks import Part
+from .blocks import Rectangle
 from .order import Order, positions
 
 
@@ -28,7 +28,7 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What is static in a call: the hops, and which part of each block counts."""
+    """What is static in a call: the hops, and which rectangle of each block counts."""
 
     axis: Axes
     ranks: int
@@ -51,7 +51,7 @@ class Rounds:
         """The rank whose keys these are."""
         return (index(self.axis) - step) % self.ranks
 
-    def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Part]:
+    def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
         """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
         own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
         if own or not self.causal:
@@ -72,19 +72,19 @@ class Rounds:
         size: int,
         causal: bool,
         there: jax.Array | None = None,
-    ) -> Part:
+    ) -> Rectangle:
         in_kernel = self.window if causal and self.order == "plain" else None
         rank, whose = index(self.axis), self.whose(step)
         options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
-        part = Part(query, key, size, size, options, None, there)
+        rectangle = Rectangle(query, key, size, size, options, None, there)
         seen = None
         if self.window is not None and in_kernel is None:
             of = lambda rank: positions(self.length, self.axis, self.order, rank)
-            seen = (part.of_queries(of(rank), 0)[:, None] - part.of_keys(of(whose), 0) < self.window)[None]
+            seen = (rectangle.of_queries(of(rank), 0)[:, None] - rectangle.of_keys(of(whose), 0) < self.window)[None]
         if ids:
             queries, keys = (ids[0][i] for i in (rank, whose))
-            alike = part.of_queries(queries)[:, :, None] == part.of_keys(keys)[:, None]
+            alike = rectangle.of_queries(queries)[:, :, None] == rectangle.of_keys(keys)[:, None]
             seen = alike if seen is None else alike & seen
         if seen is None:
-            return part
-        return replace(part, options=replace(options, masked=True), mask=seen[:, None])
+            return rectangle
+        return replace(rectangle, options=replace(options, masked=True), mask=seen[:, None])

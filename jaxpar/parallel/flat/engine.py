@@ -26,7 +26,7 @@ from ...inspect.compiled import shares
 from ...layout.leaves import Leaf
 from ...slicing.pieces import Access
 from ...slicing.program import Program
-from ...tables.operations import KINDS, Place
+from ...tables.operations import KINDS, StagePlace
 from .exchange import AXIS, Exchange
 from .packing import Buffers, Packing, plain, widest, zeros
 from .stages import Run, Stage, is_linear, run, stages
@@ -86,7 +86,7 @@ class Order(Protocol):
         """How many a step has."""
         ...
 
-    def place(self, stage: int) -> Place:
+    def place(self, stage: int) -> StagePlace:
         """The rank and the chunk of a stage."""
         ...
 
@@ -135,9 +135,9 @@ class FlatPipeline:
         """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W, which is nothing."""
         return list(self.first().stash.values()), []
 
-    def alone(self) -> list[tuple[int, Any]]:
-        """A step as so many slots without operations, and of each stage its forwards, its backwards, and what stands
-        outside of the slots, each alone: what they make of zeros, to look at. Not the all-to-alls.
+    def separated(self) -> list[tuple[int, Any]]:
+        """The step's slots for a reader who counts: pairs of how many, and what one returns for zeros. The first has no
+        operation; each of the others runs one stage's F, or its B, or what stands outside of the slots. No all-to-alls.
         """
         row = {name: x[0] for name, x in self.lookups().items()}
         state, weights = self.first(), zeros(self.weights.widths, self.schedule.ranks)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...tables.operations import KINDS, Op, Place, Placement, Table, neighbour, stage_of
+from ...tables.operations import KINDS, Op, Placement, StagePlace, Table, neighbour, stage_of
 
 CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}  # F 1, B 2, I 3, W 4; 0 is idle
 
@@ -146,10 +146,10 @@ class Walk:
     def _stage(self, rank: int, op: Op) -> int:
         return stage_of(self.placement, self.ranks, rank, op.chunk)
 
-    def _moves(self, rank: int, op: Op) -> Iterator[tuple[int, Place]]:
+    def _moves(self, rank: int, op: Op) -> Iterator[tuple[int, StagePlace]]:
         """The way that an operation's message takes, as its place in `WAYS`, and the place that it is for."""
         to, way = neighbour(self.placement, self.ranks, self.chunks, op.kind, rank, op.chunk)
         if to is not None:
             yield WAYS.index({1: "below", -1: "above", 0: "here"}[way]), to
         elif op.kind == "F" and not self.forwards_only:
-            yield WAYS.index("epilogue"), Place(rank, op.chunk)
+            yield WAYS.index("epilogue"), StagePlace(rank, op.chunk)

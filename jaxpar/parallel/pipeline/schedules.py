@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...tables import SCHEDULES, torch_csv
+from ...tables import SCHEDULES, operations, torch_csv
 from ...tables.checker import check_table
-from ...tables.greedy import Costs
-from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Place, Placement, Table, neighbour, place_of, stage_of
+from ...tables.greedy import OpCosts
+from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Placement, StagePlace, Table, neighbour, stage_of
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
 from ...tables.search import best
 from ...text import did_you_mean
@@ -120,7 +120,7 @@ class Schedule:
 
     @staticmethod
     def auto(
-        ranks: int, microbatches: int, costs: Costs | None = None, limit: float = math.inf, chunks: int = 1
+        ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
     ) -> Schedule:
         """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
         holds more than `limit` activations of all its layers (`tables/search.py`).
@@ -183,11 +183,11 @@ class Schedule:
         """The number of a rank's chunk among all, in the order of the layers."""
         return stage_of(self.placement, self.ranks, rank, chunk)
 
-    def place(self, stage: int) -> Place:
+    def place(self, stage: int) -> StagePlace:
         """The rank and the chunk of a stage."""
-        return place_of(self.placement, self.ranks, stage)
+        return operations.place_of(self.placement, self.ranks, stage)
 
-    def neighbour(self, kind: Kind, rank: int, chunk: int) -> tuple[Place | None, int]:
+    def neighbour(self, kind: Kind, rank: int, chunk: int) -> tuple[StagePlace | None, int]:
         """Who waits for what an operation makes, if anyone, and the way there: 1 to the next rank, -1 to the one before
         (around the ring), 0 on the rank itself.
         """

@@ -115,9 +115,9 @@ class Slots(Engine):
         state, _, _ = self._first(_at(self.rows(), jnp.int32(0)))
         return state.stash, state.kept
 
-    def alone(self) -> list[tuple[int, Any]]:
-        """A step as so many slots without operations, and so many of each part of a slot, alone in one: what they make
-        of zeros, to look at.
+    def separated(self) -> list[tuple[int, Any]]:
+        """The step's slots for a reader who counts: pairs of how many slots, and what one slot returns for zeros. The
+        first has no operation; each of the others runs one part of a slot and nothing else.
         """
         row = _at(self.rows(), jnp.int32(0))
         state, saved, left = self._first(row)
@@ -139,8 +139,8 @@ class Slots(Engine):
 
     @functools.cached_property
     def paces(self) -> dict[str, int]:
-        """Slots in which each part is what ranks wait for: of the operations of a slot that which takes longest, as a
-        rule B, then I (which recomputes, if anything does), then F.
+        """For each part, the slots whose length it sets. A slot lasts as long as the longest operation that any rank
+        runs in it; from the longest: B, I (which recomputes, if anything does), F, W.
         """
         waits = counts.Counter(
             next(kind for kind in "BIFW" if kind in ran)

@@ -14,10 +14,10 @@ import jax.extend.core as jec
 from ...jaxprs import jaxpr as jx
 
 _LEADING = ("broadcast_in_dim", "expand_dims", "reshape")  # what may put a dim of size 1 in front
-Family = Sequence[tuple[int, Sequence[int]]]
+StackMembers = Sequence[tuple[int, Sequence[int]]]
 
 
-def join(flat: jx.Flat, families: Sequence[Family]) -> tuple[jx.Flat, list[Family]]:
+def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list[StackMembers]]:
     """The program with a stack itself in place of each equation that stacked all its layers in order; and the families
     whose layers it still reads one by one.
 

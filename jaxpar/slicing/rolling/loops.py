@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ...jaxprs import jaxpr as jx
-from .joined import Family, join
+from .joined import StackMembers, join
 from .readings import Pass, Readings, Row, rows
 from .roll import NotAlike, Span, roll
 
@@ -40,7 +40,7 @@ class _Lists:
     """Lists that one loop runs over: families of leaves, and leaves of which it reads rows (with their dim)."""
 
     depth: int
-    families: tuple[Family, ...] = ()
+    families: tuple[StackMembers, ...] = ()
     stacked: tuple[tuple[int, int], ...] = ()
 
     def rows(self, flat: jx.Flat) -> dict[Any, Row]:
@@ -57,7 +57,7 @@ class _Lists:
 
 
 def roll_loops(
-    flat: jx.Flat, families: Sequence[Family], params: int, axes: dict[str, int], own: Sequence[bool] = ()
+    flat: jx.Flat, families: Sequence[StackMembers], params: int, axes: dict[str, int], own: Sequence[bool] = ()
 ) -> tuple[jx.Flat, list[RolledLoop]]:
     """A program with its loops as scans, and what became of each.
 
@@ -101,7 +101,7 @@ def _traced(fun: Any, flat: jx.Flat, axes: dict[str, int]) -> jx.Flat:
     return jx.trace(fun, *inputs, axes=axes)[0]
 
 
-def _listed(families: Sequence[Family]) -> list[_Lists]:
+def _listed(families: Sequence[StackMembers]) -> list[_Lists]:
     return [_Lists(len(family[0][1]), (family,)) for family in families]
 
 

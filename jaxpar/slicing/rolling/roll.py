@@ -253,54 +253,35 @@ def _parameter(e: Any, f: Any) -> str:
 def _match(
     blocks: Sequence[_Block], span: Span, within: Callable[[Any], bool]
 ) -> tuple[list[Any], list[dict[Any, Any]], list[tuple[Any, list[Any]]]]:
-    """The equations of any block; for each block the variables that stand for those which they define; and what they
-    read from outside: a variable and, for each block, the atom that it stands for.
+    """One program for all blocks.
 
-    The second block is the model of the others: what enters the first may be one value in two roles. Equations that are
+    Returns its equations; for each block, the variable of its own that stands for each that they define; and what they
+    read from outside: a variable, and for each block the atom that stands for it.
+
+    The equations are the second block's: what enters the first may be one value in two roles. Equations that are
     `within` the loop stand in it wherever the blocks are cut apart.
     """
-    model, name_of = blocks[1], span.round
+    model = blocks[1]
     maps: list[dict[Any, Any]] = []
     outside: dict[Any, list[Any]] = {}
     numbers: set[tuple[int, int]] = set()  # of equation and operand, where blocks have different literals
     for k, block in enumerate(blocks):
         same: dict[Any, Any] = {}
         for at, (e, f) in enumerate(zip(model.eqns, block.eqns, strict=False)):
-            if e.primitive is not f.primitive or len(e.invars) != len(f.invars):
-                raise NotAlike(
-                    f"{name_of(1)} has {e.primitive} ({jx.where(e)}) where {name_of(k)} has {f.primitive} "
-                    f"({jx.where(f)})",
-                    k,
-                )
-            if (name := differing(e, f)) is not None:
-                raise NotAlike(
-                    f"{e.primitive} ({jx.where(f)}) has {name}={short(e.params[name])} in {name_of(1)} and "
-                    f"{short(f.params[name])} in {name_of(k)}",
-                    k,
-                    within(e) and within(f),
-                )
+            _same_operation(e, f, span, k, within)
             for j, (a, b) in enumerate(zip(e.invars, f.invars, strict=True)):
-                fits = a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype
-                if jx.is_literal(a) and jx.is_literal(b) and fits:
+                if jx.is_literal(a) and jx.is_literal(b) and _alike(a, b):
                     if not np.array_equal(a.val, b.val):
                         numbers.add((at, j))
-                    continue
-                if not jx.is_literal(a) and a in model.defined:
-                    fits = fits and same[a] is b
-                elif not jx.is_literal(a):  # a literal may stand for it: the zero that a sum over blocks begins with
-                    row = outside.setdefault(a, [])
-                    fits = fits and (jx.is_literal(b) or b not in block.defined)
-                    fits = fits and (len(row) == k or same_atom(row[k], b))
-                    row[k:] = [b]
-                else:
-                    fits = False
-                if not fits:
+                elif not _stands_for(a, b, k, (model, block), same, outside):
                     raise NotAlike(
-                        f"operand {j} of {e.primitive} ({jx.where(f)}) differs between {name_of(1)} and {name_of(k)}", k
+                        f"operand {j} of {e.primitive} ({jx.where(f)}) differs between {span.round(1)} and "
+                        f"{span.round(k)}",
+                        k,
                     )
             same.update(zip(e.outvars, f.outvars, strict=True))
         if len(block.eqns) != len(model.eqns):
-            raise NotAlike(f"{name_of(k)} has {len(block.eqns)} equations, {name_of(1)} {len(model.eqns)}", k)
+            raise NotAlike(f"{span.round(k)} has {len(block.eqns)} equations, {span.round(1)} {len(model.eqns)}", k)
         maps.append(same)
     eqns, slots = list(model.eqns), list(outside.items())
     for at, j in sorted(numbers):
@@ -308,6 +289,45 @@ def _match(
         slots.append((var, [block.eqns[at].invars[j] for block in blocks]))
         eqns[at] = eqns[at].replace(invars=[var if i == j else a for i, a in enumerate(eqns[at].invars)])
     return eqns, maps, slots
+
+
+def _same_operation(e: Any, f: Any, span: Span, k: int, within: Callable[[Any], bool]) -> None:
+    """Raise NotAlike unless equation `f` of block k does what `e` does in the second block."""
+    if e.primitive is not f.primitive or len(e.invars) != len(f.invars):
+        raise NotAlike(
+            f"{span.round(1)} has {e.primitive} ({jx.where(e)}) where {span.round(k)} has {f.primitive} "
+            f"({jx.where(f)})",
+            k,
+        )
+    if (name := differing(e, f)) is not None:
+        raise NotAlike(
+            f"{e.primitive} ({jx.where(f)}) has {name}={short(e.params[name])} in {span.round(1)} and "
+            f"{short(f.params[name])} in {span.round(k)}",
+            k,
+            within(e) and within(f),
+        )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype
+
+
+def _stands_for(
+    a: Any, b: Any, k: int, blocks: tuple[_Block, _Block], same: Mapping[Any, Any], outside: dict[Any, list[Any]]
+) -> bool:
+    """Whether operand `b` of block k, the second of `blocks`, stands for `a` of the first: their blocks make both, by
+    equations that stand for one another (`same`), or both come from outside, which is written down.
+    """
+    model, block = blocks
+    if jx.is_literal(a):
+        return False
+    if a in model.defined:
+        return _alike(a, b) and same[a] is b
+    atoms = outside.setdefault(a, [])
+    fits = jx.is_literal(b) or b not in block.defined  # a literal may: the zero that a sum over blocks begins with
+    fits = fits and _alike(a, b) and (len(atoms) == k or same_atom(atoms[k], b))
+    atoms[k:] = [b]
+    return fits
 
 
 def _carried(atoms: Sequence[Any], maps: Sequence[dict[Any, Any]]) -> Any:

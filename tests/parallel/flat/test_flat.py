@@ -192,7 +192,7 @@ def test_exact(name: str, strategy: str, devices: int) -> None:
     """Gradients, three steps of SGD with momentum, bytes at rest, the order of collectives, and the closed form."""
     (model, batch), one = of(name), one_device(name)
     step = made(model, strategy, devices)
-    assert step.layout.kept.cut
+    assert step.layout.storage.cut
     blocks = step.replicas * step.strategy.microbatches
     rows = ROWS // blocks * blocks
     batch = jax.tree.map(lambda x: x[:rows], batch)
@@ -231,7 +231,7 @@ def test_batch_norm() -> None:
     """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank."""
     model, batch = normed()
     one, two = made(model, "single,microbatches=4", 1), made(model, "pipe=2,microbatches=4", 2)
-    assert two.layout.kept.cut
+    assert two.layout.storage.cut
     states = [step.init(jax.random.key(0)) for step in (one, two)]
     for _ in range(2):
         states = [step(state, batch)[0] for step, state in zip((one, two), states, strict=True)]

@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.tables import SCHEDULES
 from jaxpar.tables.checker import check_table
-from jaxpar.tables.greedy import Costs
+from jaxpar.tables.greedy import OpCosts
 from jaxpar.tables.operations import Op, place_of, stage_of
 from jaxpar.tables.search import best
 
@@ -118,7 +118,7 @@ def test_bubbles_of_the_papers() -> None:
     """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; with 1.5 p activations 3 slots; ZB-H2, ZB-V none."""
     assert Schedule("1f1b", 8, 24).bubble == pytest.approx(7 / 31)
     assert Schedule("zb-h1", 8, 24).bubble == pytest.approx(7 / 79)  # .0886
-    assert best(8, 24, 1, limit=12, ends=False).bubble(24, Costs()) == pytest.approx(3 / 75)  # .0400
+    assert best(8, 24, 1, limit=12, ends=False).bubble(24, OpCosts()) == pytest.approx(3 / 75)  # .0400
     for kind, v in (("zb-h2", 1), ("zb-v", 2)):
         assert Schedule(kind, 8, 24, v).timed(ONE)[1] == 24 * 3 * v
     # DualPipe's (p - 2) / (3 m + p - 2) for its p ranks (DeepSeek-V3 2024, table 2) is the bound; the V form has less.
@@ -143,7 +143,7 @@ def test_bubbles_of_measured_times(
 ) -> None:
     """Within half of one message of the paper's: .0003 of its step."""
     whole = 34 * hidden + 5 * heads * 1024
-    costs = Costs(*times, freed=1 - 32 * hidden / whole)
+    costs = OpCosts(*times, freed=1 - 32 * hidden / whole)
     for limit, rate in zip((p, 2 * p), rates, strict=True):
         found = best(p, m, 1, costs, limit, ends=False)
         assert found.held <= limit + 1e-6
@@ -152,7 +152,7 @@ def test_bubbles_of_measured_times(
 
 def test_auto_keeps_to_its_limit() -> None:
     """Less memory, more time; and the error says what there is."""
-    costs = Costs(18.52, 18.09, 9.34, 0.6)
+    costs = OpCosts(18.52, 18.09, 9.34, 0.6)
     steps = []
     for limit in (2, 4, 8, 16):
         schedule = Schedule.auto(8, 24, costs, limit)
