@@ -1,13 +1,16 @@
-"""Parameters that look like those of alike blocks in a row, written as a Python loop: `layers/0/...`, `layers/1/...`;
-Linen's `Block_0/...`. Found by paths and shapes alone, since a layout is made before any batch is seen.
+"""Parameters that look like those of alike blocks in a row: written as a Python loop, `layers/0/...`, `layers/1/...`,
+Linen's `Block_0/...`, or stacked. Found by paths and shapes alone, since a layout is made before any batch is seen.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .leaves import LAYERS, may_stack
 
 _NUMBER = re.compile(r"\d+")
 
@@ -98,3 +101,72 @@ def unlike(leaves: Sequence[tuple[str, tuple[int, ...]]], prefix: str, member: s
                 )
                 return f"{name(number, here)} and {name(int(own[0]), there)}"
     return None
+
+
+def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
+    """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
+
+    They share their first dim, the number of layers, and the first part of their paths. Where some of these lie below
+    a path all of whose leaves share that dim, the others have it by chance ([heads, head_dim], and as many layers as
+    heads). The layout is made before any batch is seen, so that this is a guess; a leaf guessed wrongly is gathered
+    where it is used.
+    """
+    inside = inside_stack([(path, shape) for path, shape, _ in flat])
+    groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, shape, rolled in flat:
+        if rolled or may_stack(shape):
+            first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
+            groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
+    groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
+    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none. Blocks of a
+    # loop, and leaves below one path, come before a dim shared by chance: 7 in a convolution's [7, 7, in, out].
+    sizes = {
+        key: (
+            key[1] or any(inside(path) for path, _ in group),
+            any(key[1] or len(shape) > 2 for _, shape in group),
+            sum(math.prod(shape) for _, shape in group),
+        )
+        for key, group in groups.items()
+        if key[1] or len(group) > 1 or len(group[0][1]) > 2
+    }
+    largest = groups[max(sizes, key=lambda key: sizes[key])] if sizes else []
+    return frozenset(path for path, _ in largest)
+
+
+def inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers."""
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if len(shapes) > 1
+        and all(map(may_stack, shapes))
+        and len({shape[0] for shape in shapes}) == 1
+        and any(len(shape) == 2 for shape in shapes)
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+def on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves have one second dim, and neither one first nor one number of
+    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`.
+    """
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(shape)
+    varied = lambda values: len({*values}) > 1
+    stacks = {
+        name
+        for name, shapes in below.items()
+        if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
+        and not varied(shape[1] for shape in shapes)
+        and any(len(shape) > 2 for shape in shapes)
+        and (varied(map(len, shapes)) or (varied(s[0] for s in shapes) and varied(s[-1] for s in shapes)))
+    }
+    return lambda path: any(path.startswith(f"{name}/") for name in stacks)

@@ -13,7 +13,7 @@ together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,66 +264,81 @@ class Pipe:
         return (each,) if self.chunks == 1 else (self.chunks, each)
 
 
-_NO_PIPE = Pipe()
+@dataclass(frozen=True)
+class Sharing:
+    """The devices that share a leaf: `shards` over which ZeRO shards it, on the axes `pipe.shard`, 1 where it does not;
+    those of the pipeline; the `ranks` of `tensor`; `experts`, the ranks of that axis.
+    """
+
+    shards: int = 1
+    pipe: Pipe = Pipe()
+    ranks: int = 1
+    experts: int = 1
 
 
 def place(
     path: str,
     shape: tuple[int, ...],
     dtype: Any,
-    shards: int,
     trainable: bool,
-    pipe: Pipe = _NO_PIPE,
+    sharing: Sharing,
     form: Form = Whole(),
     tensor: int | None = None,
-    ranks: int = 1,
-    second: bool = False,
     expert: int | None = None,
-    experts: int = 1,
+    second: bool = False,
 ) -> Leaf:
-    """Choose the dim of one leaf that `shards` devices share, beside a pipeline if there is one.
+    """Choose the dim along which a leaf is sharded.
 
-    `shape` is without the padding of stages, layers in front; its dim `tensor` is split over `ranks`, its dim `expert`
-    over `experts`, which do not share the rest of it. Layers that are on the `second` dim are split last.
+    `shape` is without the padding of stages, layers in front. Its dim `tensor` is split over the ranks of that axis,
+    its dim `expert` over those of that one, and the rest of it is sharded. Layers that are on the `second` dim are
+    split last.
     """
-    first_dim, axes = 0, pipe.shard
+    pipe, shards, axes = sharing.pipe, sharing.shards, sharing.pipe.shard
+    ranks, experts = (1 if tensor is None else sharing.ranks), (1 if expert is None else sharing.experts)
     if expert is not None and "expert" in axes:
         shards, axes = shards // experts, tuple(axis for axis in axes if axis != "expert")
+    first = 0
     if isinstance(form, Staged):
-        shape, first_dim = (*form.held, *shape[1:]), len(form.held)
-        tensor, expert = (None if at is None else at + first_dim - 1 for at in (tensor, expert))
+        shape, first = (*form.held, *shape[1:]), len(form.held)
+        tensor, expert = (None if at is None else at + first - 1 for at in (tensor, expert))
     elif pipe.stages == "cut":
         shards *= pipe.ranks
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", *axes)
-    rolled = isinstance(form, Stacked)
-    stacked = not isinstance(form, Staged) and not second and (rolled or may_stack(shape))
-    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
+    stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
+    dims = [d for d in range(1 if stacked else first, len(shape)) if d not in (tensor, expert)]
     dims.sort(key=lambda d: second and d == 1)
-    dim = next((d for d in dims if shape[d] % shards == 0), None) if shards > 1 and math.prod(shape) else None
-    note = ""
-    if shards > 1 and not math.prod(shape):
-        note = f"replicated: {shape} has no elements"
-    elif dim is None and shards > 1:
-        if dims and math.prod(shape) >= PAD_FROM * (1 if tensor is None else ranks) * (
-            1 if expert is None else experts
-        ):
-            dim = max(dims, key=lambda d: shape[d])
-            note = f"padded: dim {dim} from {shape[dim]} to {-(-shape[dim] // shards) * shards}"
-        elif stacked and not rolled and 0 not in (tensor, expert) and shape[0] % shards == 0:
-            dim = 0
-        else:
-            taken = [
-                f"{at}, which is on {axis}," for at, axis in ((tensor, "tensor"), (expert, "expert")) if at is not None
-            ]
-            rest = f"no dim but {' and '.join(taken)}" if taken else "no dim"
-            note = f"replicated: {rest} of {shape} divides by {shards}, and it is small"
+    own = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)  # dim 0, if no other will do
+    dim, note = None, ""
+    if shards > 1:
+        dim = _sharded(shape, shards, dims, own, PAD_FROM * ranks * experts)
+        note = _note(shape, shards, dim, {"tensor": tensor, "expert": expert})
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
-    ranks, experts = 1 if tensor is None else ranks, 1 if expert is None else experts
-    spread = pipe.stages == "cut"
-    return Leaf(
-        path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, tensor, ranks, expert, experts, spread
-    )
+    parts = (tensor, ranks, expert, experts, pipe.stages == "cut")
+    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, *parts)
+
+
+def _sharded(shape: tuple[int, ...], shards: int, dims: Sequence[int], first: bool, least: int) -> int | None:
+    """The first of `dims` that divides; the largest, padded, of a leaf of `least` elements; dim 0 if `first` allows."""
+    if not math.prod(shape):
+        return None
+    if (dim := next((d for d in dims if shape[d] % shards == 0), None)) is not None:
+        return dim
+    if dims and math.prod(shape) >= least:
+        return max(dims, key=lambda d: shape[d])
+    return 0 if first and shape[0] % shards == 0 else None
+
+
+def _note(shape: tuple[int, ...], shards: int, dim: int | None, taken: Mapping[str, int | None]) -> str:
+    """Why a leaf is not sharded, or padded; `taken` are the dims that other axes split."""
+    if dim is not None:
+        whole = -(-shape[dim] // shards) * shards
+        return "" if whole == shape[dim] else f"padded: dim {dim} from {shape[dim]} to {whole}"
+    if not math.prod(shape):
+        return f"replicated: {shape} has no elements"
+    others = [f"{at}, which is on {axis}," for axis, at in taken.items() if at is not None]
+    rest = f"no dim but {' and '.join(others)}" if others else "no dim"
+    return f"replicated: {rest} of {shape} divides by {shards}, and it is small"
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,78 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..model.paths import name_of
-from .families import families, unlike
-from .leaves import LAYERS, Form, Leaf, Pipe, Stacked, Staged, Whole, may_stack, place
+from .families import families, inside_stack, on_second_dim, own_leaves, unlike
+from .leaves import Form, Leaf, Pipe, Sharing, Stacked, Staged, Whole, place
 from .precision import Policy
-
-
-def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
-    """The paths of the leaves that look like the model's largest stack of layers, from paths, shapes and `rolled`.
-
-    They share their first dim, the number of layers, and the first part of their paths. Where some of these lie below
-    a path all of whose leaves share that dim, the others have it by chance ([heads, head_dim], and as many layers as
-    heads). The layout is made before any batch is seen, so that this is a guess; a leaf guessed wrongly is gathered
-    where it is used.
-    """
-    inside = _inside_stack([(path, shape) for path, shape, _ in flat])
-    groups: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
-    for path, shape, rolled in flat:
-        if rolled or may_stack(shape):
-            first = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
-            groups.setdefault((first, rolled, shape[0]), []).append((path, shape))
-    groups = {key: [leaf for leaf in group if inside(leaf[0])] or group for key, group in groups.items()}
-    # One matrix alone is no stack, and where there are stacked matrices, stacked vectors alone are none. Blocks of a
-    # loop, and leaves below one path, come before a dim shared by chance: 7 in a convolution's [7, 7, in, out].
-    sizes = {
-        key: (
-            key[1] or any(inside(path) for path, _ in group),
-            any(key[1] or len(shape) > 2 for _, shape in group),
-            sum(math.prod(shape) for _, shape in group),
-        )
-        for key, group in groups.items()
-        if key[1] or len(group) > 1 or len(group[0][1]) > 2
-    }
-    largest = groups[max(sizes, key=lambda key: sizes[key])] if sizes else []
-    return frozenset(path for path, _ in largest)
-
-
-def _inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
-    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers."""
-    below: dict[str, list[tuple[int, ...]]] = {}
-    for path, shape in flat:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(shape)
-    stacks = {
-        name
-        for name, shapes in below.items()
-        if len(shapes) > 1
-        and all(map(may_stack, shapes))
-        and len({shape[0] for shape in shapes}) == 1
-        and any(len(shape) == 2 for shape in shapes)
-    }
-    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
-
-
-def _on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
-    """Whether a path lies below one all of whose leaves have one second dim, and neither one first nor one number of
-    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`.
-    """
-    below: dict[str, list[tuple[int, ...]]] = {}
-    for path, shape in flat:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(shape)
-    varied = lambda values: len({*values}) > 1
-    stacks = {
-        name
-        for name, shapes in below.items()
-        if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
-        and not varied(shape[1] for shape in shapes)
-        and any(len(shape) > 2 for shape in shapes)
-        and (varied(map(len, shapes)) or (varied(s[0] for s in shapes) and varied(s[-1] for s in shapes)))
-    }
-    return lambda path: any(path.startswith(f"{name}/") for name in stacks)
 
 
 @dataclass(frozen=True)
@@ -176,124 +106,144 @@ class Storage:
         return [leaf for leaf in leaves if leaf.trainable], jax.tree.unflatten(tree, masters)
 
 
+@dataclass(frozen=True)
+class _Own:
+    """One of the model's own leaves, or layers of a Python loop that are kept as one.
+
+    Attributes:
+      path, shape, dtype, trainable: as of `Leaf`.
+      tensor, expert: the dims that these axes split.
+      members: positions among the model's own leaves; several of layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    trainable: bool
+    tensor: int | None
+    expert: int | None
+    members: tuple[int, ...]
+
+    @property
+    def rolled(self) -> bool:
+        return len(self.members) > 1
+
+    def stacked(self, path: str, members: tuple[int, ...]) -> _Own:
+        """Layers like this one as one leaf."""
+        tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
+        shape = (len(members), *self.shape)
+        return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
+
+    def in_front(self) -> _Own:
+        """Layers on dim 1 -> on dim 0, where stages take them from."""
+        tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
+        shape = (self.shape[1], self.shape[0], *self.shape[2:])
+        return replace(self, shape=shape, tensor=tensor, expert=expert)
+
+    def placed(self, sharing: Sharing, form: Form, second: bool = False) -> Leaf:
+        """The leaf as a step keeps it."""
+        dims = (self.tensor, self.expert)
+        return place(self.path, self.shape, self.dtype, self.trainable, sharing, form, *dims, second)
+
+
 def make_leaves(
     params: Any,
-    shards: int,
     trainable: Callable[[str], bool] | None,
-    pipe: Pipe,
+    sharing: Sharing,
     split: Mapping[str, int] = MappingProxyType({}),
-    ranks: int = 1,
     mixed: Mapping[str, int] = MappingProxyType({}),
-    experts: int = 1,
 ) -> Storage:
-    """An abstract parameter tree, kept for `shards` devices, a pipeline, `ranks` over which dims are `split` (by path),
-    and `experts`, ranks of that axis, over which the dims of experts in `mixed` are. Raises ValueError on a tree
-    without any leaf.
+    """An abstract parameter tree as the devices of `sharing` keep it; `split` are the dims that `tensor` splits, by
+    path, `mixed` those of experts. Raises ValueError on a tree without any trainable leaf.
     """
-    names, shapes, trains = [], [], []
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    model, tree = _own(params, trainable, split, mixed), jax.tree.structure(params)
+    inside = inside_stack([(one.path, one.shape) for one in model])
+    rolled, kept = _rolled(model, params, inside)
+    leaves = _placed(rolled, sharing, inside)
+    as_is = {row.members[0]: leaf for row, leaf in zip(rolled, leaves, strict=True) if leaf.as_modelled}
+    models = tuple(as_is.get(i) or one.placed(sharing, Whole()) for i, one in enumerate(model))
+    storage = Storage(tuple(leaves), kept, models, tree, tuple(row.members for row in rolled))
+    pipe = sharing.pipe
+    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
+        return storage
+    cut = replace(sharing, pipe=replace(pipe, stages="cut"))
+    models = tuple(one.placed(cut, Whole()) for one in model)
+    return Storage(models, tree, models, tree, tuple((i,) for i in range(len(models))), cut=True)
+
+
+def _own(
+    params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], mixed: Mapping[str, int]
+) -> list[_Own]:
+    """The model's own leaves."""
+    out: list[_Own] = []
+    for at, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = name_of(path)
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
                 "(Model(stateful=True)), or use the loss's own key"
             )
-        names.append(name)
-        shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        trains.append(bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name))))
-    if not any(trains):
-        listed = ", ".join(names[:5]) or "none"
+        trains = bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name)))
+        out.append(_Own(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
+    if not any(one.trainable for one in out):
+        listed = ", ".join(one.path for one in out[:5]) or "none"
         needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
-        raise ValueError(f"no trainable parameters among {len(names)} leaves ({listed}); {needed}")
+        raise ValueError(f"no trainable parameters among {len(out)} leaves ({listed}); {needed}")
+    return out
 
-    kind = lambda name: (split.get(name), mixed.get(name))
-    alike = [(name, (x.shape, x.dtype, t, kind(name))) for name, x, t in zip(names, shapes, trains, strict=True)]
-    inside = _inside_stack([(name, x.shape) for name, x in zip(names, shapes, strict=True)])
+
+def _rolled(model: Sequence[_Own], params: Any, inside: Callable[[str], bool]) -> tuple[list[_Own], Any]:
+    """The leaves and their tree with the alike layers of Python loops as stacks; the model's own if there are none.
+
+    Paths that are `inside` a stack are stacked already.
+    """
+    alike = [(one.path, (one.shape, one.dtype, one.trainable, (one.tensor, one.expert))) for one in model]
     # Paths with a slash of their own may be two parameters' at once.
-    found = [] if len({*names}) < len(names) else families(alike, inside)
-    pairs = [pair for family in found for pair in zip(family.paths, family.members, strict=True)]
-    rolled = {members[0]: (path, members) for path, members in pairs}
-    inner = {at for _, members in rolled.values() for at in members}
-    origin: list[tuple[int, ...]] = []
-    flat: list[tuple[str, tuple[int, ...], bool]] = []
-    for at, (name, x) in enumerate(zip(names, shapes, strict=True)):
-        if at in rolled:
-            path, members = rolled[at]
-            flat.append((path, (len(members), *x.shape), True))
-            origin.append(members)
-        elif at not in inner:
-            flat.append((name, x.shape, False))
-            origin.append((at,))
-    tree = jax.tree.structure(params)
-    if rolled:  # nested dicts by path, which sort their keys
-        nested: dict[str, Any] = {}
-        entries = [entry for path, _ in jax.tree_util.tree_leaves_with_path(params) for entry in path]
-        slashes = any("/" in name_of((entry,)) for entry in entries)
-        for number, (path, _, _) in enumerate(flat):
-            node = nested
-            *above, last = [path] if slashes else path.split("/")
-            for part in above:
-                node = node.setdefault(part, {})
-            node[last] = number
-        order, tree = jax.tree.flatten(nested)
-        flat, origin = [flat[i] for i in order], [origin[i] for i in order]
-    second = _on_second_dim([(path, shape) for path, shape, _ in flat])
-    on_second = {path for path, _, is_rolled in flat if not is_rolled and second(path) and not inside(path)}
-    in_front = lambda path, shape: (shape[1], shape[0], *shape[2:]) if path in on_second else shape
-    own = own_leaves([(path, in_front(path, shape), r) for path, shape, r in flat]) if pipe.ranks > 1 else frozenset()
-    dims, of_experts = ({at: by[name] for at, name in enumerate(names) if name in by} for by in (split, mixed))
+    found = [] if len({one.path for one in model}) < len(model) else families(alike, inside)
+    stacks = {
+        members[0]: model[members[0]].stacked(path, members)
+        for family in found
+        for path, members in zip(family.paths, family.members, strict=True)
+    }
+    if not stacks:
+        return list(model), jax.tree.structure(params)
+    inner = {at for stack in stacks.values() for at in stack.members}
+    rows = [stacks.get(at, one) for at, one in enumerate(model) if at in stacks or at not in inner]
+    nested: dict[str, Any] = {}  # by path; dicts sort their keys
+    entries = [entry for path, _ in jax.tree_util.tree_leaves_with_path(params) for entry in path]
+    slashes = any("/" in name_of((entry,)) for entry in entries)
+    for number, row in enumerate(rows):
+        node = nested
+        *above, last = [row.path] if slashes else row.path.split("/")
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = number
+    order, tree = jax.tree.flatten(nested)
+    return [rows[i] for i in order], tree
 
-    def placed(path: str, shape: tuple[int, ...], is_rolled: bool, at: int) -> Leaf:
-        tensor, expert = (by[at] + is_rolled if at in by else None for by in (dims, of_experts))
-        form: Form = Stacked() if is_rolled else Whole()
-        second = path in on_second
-        if path in own:
-            if second:  # the stages take layers from dim 0
-                shape = in_front(path, shape)
-                tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (tensor, expert))
-            turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
-            form = Staged(shape[0], pipe.held(shape[0]), None if is_rolled else int(second), turned)
-        second = second and path not in own
-        return place(
-            path, shape, shapes[at].dtype, shards, trains[at], pipe, form, tensor, ranks, second, expert, experts
-        )
 
-    leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
-    for leaf in leaves:
-        if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
-            axis, n = ("tensor", ranks) if leaf.tensor == leaf.stage else ("expert", experts)
+def _placed(rows: Sequence[_Own], sharing: Sharing, inside: Callable[[str], bool]) -> list[Leaf]:
+    """The leaves as a step keeps them: those of the largest stack in the stages of a pipeline."""
+    pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows])
+    swapped = [not row.rolled and second(row.path) and not inside(row.path) for row in rows]
+    fronted = [row.in_front() if swap else row for row, swap in zip(rows, swapped, strict=True)]
+    own = own_leaves([(row.path, row.shape, row.rolled) for row in fronted]) if pipe.ranks > 1 else frozenset()
+    turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
+    leaves: list[Leaf] = []
+    for row, front, swap in zip(rows, fronted, swapped, strict=True):
+        if row.path not in own:
+            leaves.append(row.placed(sharing, Stacked() if row.rolled else Whole(), swap))
+            continue
+        layers = front.shape[0]
+        leaf = front.placed(sharing, Staged(layers, pipe.held(layers), None if row.rolled else int(swap), turned))
+        if leaf.stage in (leaf.tensor, leaf.expert):
+            axis, n = ("tensor", leaf.ranks) if leaf.tensor == leaf.stage else ("expert", leaf.experts)
             raise ValueError(
                 f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
                 f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
-    as_is = {at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if leaf.as_modelled}
-    models = tuple(
-        as_is.get(i)
-        or place(
-            name,
-            tuple(x.shape),
-            x.dtype,
-            shards,
-            t,
-            pipe,
-            tensor=dims.get(i),
-            ranks=ranks,
-            expert=of_experts.get(i),
-            experts=experts,
-        )
-        for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
-    )
-    storage = Storage(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
-    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
-        return storage
-    cut = replace(pipe, stages="cut")
-    every = enumerate(zip(names, shapes, trains, strict=True))
-    models = tuple(
-        place(name, tuple(x.shape), x.dtype, shards, t, cut, tensor=dims.get(i)) for i, (name, x, t) in every
-    )
-    return Storage(
-        models, storage.model_tree, models, storage.model_tree, tuple((i,) for i in range(len(models))), cut=True
-    )
+        leaves.append(leaf)
+    return leaves
 
 
 def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:

@@ -19,7 +19,7 @@ from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
 from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
-from ..layout.leaves import Pipe
+from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
@@ -78,8 +78,8 @@ class Step(FirstState, Intake):
         experts = mesh.shape["expert"]
         mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
-        pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
-        storage = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
+        sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, strategy.stages), parts, experts)
+        storage = make_leaves(params, trainable, sharing, split, mixed)
         if schedule is not None and storage.cut:
             check_cut(schedule, mesh.shape, strategy.rule)
         as_stacked = sees_stacked(self.optimizer, storage)

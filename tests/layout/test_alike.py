@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxpar.layout.elementwise import sees_stacked
-from jaxpar.layout.leaves import Pipe
+from jaxpar.layout.leaves import Pipe, Sharing
 from jaxpar.layout.storage import Storage, make_leaves
 
 WARM = optax.warmup_cosine_decay_schedule(0, 0.05, 100, 1000)  # its first update is nothing, whatever the optimizer
@@ -19,12 +19,12 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 def loop() -> Storage:
     """Four layers of a Python loop, kept as one stack."""
     layers = [{"w": array(8, 8), "b": array(8)} for _ in range(4)]
-    return make_leaves({"layers": layers, "head": array(8, 5)}, 2, None, Pipe())
+    return make_leaves({"layers": layers, "head": array(8, 5)}, None, Sharing(2))
 
 
 def stages() -> Storage:
     """Five stacked layers in two chunks of two ranks, with zeros after the last."""
-    return make_leaves({"layers": {"w": array(5, 8, 16)}, "head": array(8, 5)}, 2, None, Pipe(2, 2))
+    return make_leaves({"layers": {"w": array(5, 8, 16)}, "head": array(8, 5)}, None, Sharing(2, Pipe(2, 2)))
 
 
 @pytest.mark.parametrize(

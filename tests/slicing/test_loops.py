@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import TOLERANCE, differences
-from jaxpar.layout.storage import own_leaves
+from jaxpar.layout.families import own_leaves
 from jaxpar.step import refusals
 
 D, T, L = 6, 4, 6
