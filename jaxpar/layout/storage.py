@@ -165,6 +165,7 @@ def make_leaves(
     storage = Storage(tuple(leaves), kept, models, tree, tuple(row.members for row in rolled))
     pipe = sharing.pipe
     if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
+        _check_stages(leaves, pipe)
         return storage
     cut = replace(sharing, pipe=replace(pipe, stages="cut"))
     models = tuple(one.placed(cut, Whole()) for one in model)
@@ -235,15 +236,20 @@ def _placed(rows: Sequence[_Own], sharing: Sharing, inside: Callable[[str], bool
             leaves.append(row.placed(sharing, Stacked() if row.rolled else Whole(), swap))
             continue
         layers = front.shape[0]
-        leaf = front.placed(sharing, Staged(layers, pipe.held(layers), None if row.rolled else int(swap), turned))
-        if leaf.stage in (leaf.tensor, leaf.expert):
+        form = Staged(layers, pipe.held(layers), None if row.rolled else int(swap), turned)
+        leaves.append(front.placed(sharing, form))
+    return leaves
+
+
+def _check_stages(leaves: Sequence[Leaf], pipe: Pipe) -> None:
+    """Raise ValueError where the dim of layers, which stages take apart, is split over another axis."""
+    for leaf in leaves:
+        if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
             axis, n = ("tensor", leaf.ranks) if leaf.tensor == leaf.stage else ("expert", leaf.experts)
             raise ValueError(
                 f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
                 f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
             )
-        leaves.append(leaf)
-    return leaves
 
 
 def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
