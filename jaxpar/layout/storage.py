@@ -107,7 +107,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _ModelLeaf:
     """One of the model's own leaves, or layers of a Python loop that are kept as one.
 
     Attributes:
@@ -128,13 +128,13 @@ class _Own:
     def rolled(self) -> bool:
         return len(self.members) > 1
 
-    def stacked(self, path: str, members: tuple[int, ...]) -> _Own:
+    def stacked(self, path: str, members: tuple[int, ...]) -> _ModelLeaf:
         """Layers like this one as one leaf."""
         tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
         shape = (len(members), *self.shape)
         return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
 
-    def in_front(self) -> _Own:
+    def in_front(self) -> _ModelLeaf:
         """Layers on dim 1 -> on dim 0, where stages take them from."""
         tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
         shape = (self.shape[1], self.shape[0], *self.shape[2:])
@@ -156,7 +156,7 @@ def make_leaves(
     """An abstract parameter tree as the devices of `sharing` keep it; `split` are the dims that `tensor` splits, by
     path, `mixed` those of experts. Raises ValueError on a tree without any trainable leaf.
     """
-    model, tree = _own(params, trainable, split, mixed), jax.tree.structure(params)
+    model, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
     inside = inside_stack([(one.path, one.shape) for one in model])
     rolled, kept = _rolled(model, params, inside)
     leaves = _placed(rolled, sharing, inside)
@@ -172,11 +172,11 @@ def make_leaves(
     return Storage(models, tree, models, tree, tuple((i,) for i in range(len(models))), cut=True)
 
 
-def _own(
+def _model_leaves(
     params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], mixed: Mapping[str, int]
-) -> list[_Own]:
+) -> list[_ModelLeaf]:
     """The model's own leaves."""
-    out: list[_Own] = []
+    out: list[_ModelLeaf] = []
     for at, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = name_of(path)
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -185,7 +185,7 @@ def _own(
                 "(Model(stateful=True)), or use the loss's own key"
             )
         trains = bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name)))
-        out.append(_Own(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
+        out.append(_ModelLeaf(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
     if not any(one.trainable for one in out):
         listed = ", ".join(one.path for one in out[:5]) or "none"
         needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
@@ -193,7 +193,7 @@ def _own(
     return out
 
 
-def _rolled(model: Sequence[_Own], params: Any, inside: Callable[[str], bool]) -> tuple[list[_Own], Any]:
+def _rolled(model: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]) -> tuple[list[_ModelLeaf], Any]:
     """The leaves and their tree with the alike layers of Python loops as stacks; the model's own if there are none.
 
     Paths that are `inside` a stack are stacked already.
@@ -223,7 +223,7 @@ def _rolled(model: Sequence[_Own], params: Any, inside: Callable[[str], bool]) -
     return [rows[i] for i in order], tree
 
 
-def _placed(rows: Sequence[_Own], sharing: Sharing, inside: Callable[[str], bool]) -> list[Leaf]:
+def _placed(rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str], bool]) -> list[Leaf]:
     """The leaves as a step keeps them: those of the largest stack in the stages of a pipeline."""
     pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows])
     swapped = [not row.rolled and second(row.path) and not inside(row.path) for row in rows]
