@@ -82,8 +82,9 @@ class Mixture(nnx.Module):
         self.config = config
         self.router = _linear(config.dim, config.experts, rngs)
         self.bias = nnx.Param(jnp.zeros(config.experts))
-        self.experts = mixtral.Experts(dataclasses.replace(config, ffn=config.expert_ffn), rngs=rngs)
-        self.shared = llama.SwiGLU(dataclasses.replace(config, ffn=config.expert_ffn * config.shared), rngs=rngs)
+        sizes: Any = config  # those that are read have the same names
+        self.experts = mixtral.Experts(dataclasses.replace(sizes, ffn=config.expert_ffn), rngs=rngs)
+        self.shared = llama.SwiGLU(dataclasses.replace(sizes, ffn=config.expert_ffn * config.shared), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing, jax.Array]:
         """[B, T, D] -> [B, T, D], what became of its tokens, and [B], which is 0 and has the bias's gradient: by how
