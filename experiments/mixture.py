@@ -161,7 +161,8 @@ def draw(trials: Sequence[Trial], title: str, path: Path) -> None:
             load.set(title=f"{trial.name}: load of each expert", xlabel="step", ylabel="times the mean", ylim=(0, None))
             load.legend(fontsize=8, ncols=2)
         dropped.set(title="choices that are dropped", xlabel="step", ylabel="%", ylim=(-0.2, None))
-        dropped.legend(fontsize=8)
+        if mixtures:
+            dropped.legend(fontsize=8)
         return figure
 
     pictures(path, drawn)
@@ -175,17 +176,17 @@ def main(options: Options) -> None:
     for trial in trials:
         train(trial, options)
         screen.print(f"{trial.name} as {trial.strategy}: {trial.held_out[-1][1]:.3f} bits per byte")
-    table = grid(
-        ["model", "strategy"], ["parameters", "FLOPs of a step", "held out", "dropped, %", "load", "core seconds"]
-    )
+    table = grid(["run"], ["parameters", "FLOPs", "held out", "dropped, %", "load", "core s"])
     for trial in trials:
         shares = np.array(trial.load[-1][1]) * len(trial.load[-1][1][0]) if trial.load else None
         load = "" if shares is None else f"{shares.min():.2f} to {shares.max():.2f}"
         lost = f"{100 * smooth(trial.dropped)[-1]:.2f}" if trial.load else ""
         about = f"{trial.parameters:,}", f"{trial.flops:.3g}", f"{trial.held_out[-1][1]:.3f}"
-        table.add_row(trial.name, trial.strategy, *about, lost, load, f"{trial.seconds:.0f}")
+        table.add_row(f"{trial.name} as {trial.strategy}", *about, lost, load, f"{trial.seconds:.0f}")
     screen.print(table)
-    screen.print("held out: bits per byte; load: of the experts of all layers, in units of the mean, at the end")
+    screen.print(
+        "FLOPs: of a step; held out: bits per byte; load: of each expert of each layer, in units of the mean, at the end"
+    )
     if is_first():
         about = f"{options.steps} steps of {options.rows} rows of {options.length} bytes, {where()}"
         options.out.mkdir(parents=True, exist_ok=True)
