@@ -185,7 +185,7 @@ def main(options: Options) -> None:
         table.add_row(f"{trial.name} as {trial.strategy}", *about, lost, load, f"{trial.seconds:.0f}")
     screen.print(table)
     screen.print(
-        "FLOPs: of a step; held out: bits per byte; load: of each expert of each layer, in units of the mean, at the end"
+        "FLOPs: of a step; held out: bits per byte; load: of each expert of each layer, at the end; 1 is the mean"
     )
     if is_first():
         about = f"{options.steps} steps of {options.rows} rows of {options.length} bytes, {where()}"
