@@ -55,7 +55,9 @@ def ours(config: Config, params: Any) -> DeepSeek:
     return model
 
 
-@each
+@pytest.mark.parametrize(
+    "config", [CONFIGS["nodes"], pytest.param(CONFIGS["yarn"], marks=pytest.mark.battery)], ids=CONFIGS
+)
 def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
     """Its norms and router compute in float32, as ours do: that is the difference that is left."""
     torch = pytest.importorskip("torch", reason="needs torch and transformers: `make hf`")
