@@ -325,6 +325,13 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     params = (lambda: llama.from_hf(path_of(options.model))[1]) if is_folder(options.model) else None
     about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
     trainer = Trainer(
-        model.model, tx, source, options.strategy, options, hooks=hooks, trainable=model.trainable, **about
+        model.model,
+        model.optimizer(tx),
+        source,
+        options.strategy,
+        options,
+        hooks=hooks,
+        trainable=model.trainable,
+        **about,
     )
     return trainer, model

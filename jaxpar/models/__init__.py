@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import optax
 from flax import nnx
 
 from ..model.model import Model
 from ..model.nnx import from_nnx
 from ..text import did_you_mean
+from . import deepseek as deepseek
 from . import gpt as gpt
 from . import llama as llama
 from . import mixtral as mixtral
 from . import mlp as mlp
 from . import resnet as resnet
+from .deepseek import DeepSeek as DeepSeek
 from .gpt import GPT as GPT
 from .llama import Llama as Llama
 from .mixtral import Mixtral as Mixtral
@@ -49,6 +52,10 @@ class Named:
         """Which paths learn, for `make_train_step`: of a model with adapters these alone. None for all."""
         return llama.is_adapter if getattr(self.config, "lora", 0) else None
 
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The optimizer of the model whose weights `tx` is for: more than that where routers are balanced by biases."""
+        return deepseek.balanced(tx) if isinstance(self.config, deepseek.Config) else tx
+
     @property
     def parameters(self) -> int:
         """The exact number of parameters."""
@@ -66,6 +73,7 @@ class Named:
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
     (mixtral, Mixtral, "text"),
+    (deepseek, DeepSeek, "text"),
     (gpt, GPT, "text"),
     (resnet, ResNet, "images"),
     (mlp, MLP, "images"),

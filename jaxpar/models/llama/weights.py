@@ -12,8 +12,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from flax.traverse_util import unflatten_dict
 from ...files import SAFETENSORS, json_of, member
 from ...model.paths import name_of
 from . import model as llama
+from .architecture import Architecture
 from .hf_config import to_config, to_dict
 from .hf_files import Tensor, fill, opened, tensor_of, write
 from .lora import is_adapter, merged, write_adapters
@@ -47,30 +47,6 @@ _NAMES = {
 }
 _MANY = 1000  # names that are missing: more are not looked for
 _EMBEDDING, _HEAD = _NAMES["embedding"], _NAMES["head/kernel"]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What `from_hf`, `to_hf` and `save_hf` need to know of a kind of model.
-
-    Attributes:
-      title: as errors call it, such as "Llama".
-      names: the tensors of each parameter, by its path. Where it is stacked, `{}` is the layer's number, and the next
-        `{}` the expert's. `embedding` and `head/kernel` have the names that they have here.
-      module: (config, rngs=) -> the NNX module.
-      to_config: sizes from what `config.json` holds; raises ValueError.
-      to_dict: what `config.json` says of sizes and a dtype.
-    """
-
-    title: str
-    names: Mapping[str, str]
-    module: Callable[..., nnx.Module]
-    to_config: Callable[[Any], Any]
-    to_dict: Callable[[Any, str], dict[str, Any]]
-
-    def stacked(self, path: str, config: Any) -> tuple[int, ...]:
-        """The sizes of a parameter's leading dims that tensors do not have: layers, experts."""
-        return (config.layers, getattr(config, "experts", 1))[: self.names[path].count("{}")]
 
 
 LLAMA = Architecture("Llama", _NAMES, llama.Llama, to_config, to_dict)
@@ -206,7 +182,7 @@ def _tensors(arch: Architecture, config: Any, params: Any, dtype: Any) -> dict[s
         layer = functools.partial(_layer, x)
         if len(stacked) > 1:  # a layer is read once for all its experts
             layer = functools.lru_cache(maxsize=1)(layer)
-        for index, name in zip(np.ndindex(stacked), _each_name(arch.names[at], stacked), strict=True):
+        for index, name in zip(np.ndindex(stacked), arch.each_name(at, config), strict=True):
             part = functools.partial(_part, layer, index, kind, turned < 0)
             tensors[name] = Tensor(shape[len(stacked) :][::turned], part, kind)
     return tensors
@@ -274,14 +250,6 @@ def _turned(path: str) -> bool:
     return path.endswith("kernel") or "/experts/" in path
 
 
-def _each_name(name: str, stacked: Sequence[int]) -> Iterator[str]:
-    """The tensors that a parameter is made of, in order."""
-    if not stacked:
-        yield name
-    for i in range(stacked[0] if stacked else 0):
-        yield from _each_name(name.replace("{}", str(i), 1), stacked[1:])
-
-
 def _tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the head, which state dicts and .bin files hold all the same where it is the embedding."""
     if {_EMBEDDING, _HEAD} <= tensors.keys() and not np.array_equal(tensors[_EMBEDDING].read(), tensors[_HEAD].read()):
@@ -294,7 +262,7 @@ def _check(
 ) -> None:
     """Raise ValueError unless the tensors are those of a model of these sizes."""
     # Name by name: a config may speak of 10**9 layers.
-    names = lambda path: _each_name(arch.names[path], arch.stacked(path, config))
+    names = lambda path: arch.each_name(path, config)
     lacking = (name for path in shapes for name in names(path) if name not in tensors)
     if missing := list(itertools.islice(lacking, _MANY)):
         hint = "set tie_word_embeddings=True if the embedding is the head" if missing == [_HEAD] else "see its config"
@@ -302,7 +270,8 @@ def _check(
         raise ValueError(f"the model lacks {least}{_list(missing)}; {hint}")
     needed = {name: path for path in shapes for name in names(path)}
     # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
-    unexpected = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
+    passed = lambda name: name.endswith("rotary_emb.inv_freq") or arch.passed_over(name, config)
+    unexpected = [name for name in tensors if name not in needed and not passed(name)]
     if unexpected:
         raise ValueError(f"the model has {_list(unexpected)}, which a {arch.title} of {config} has not; see its config")
     for name, path in needed.items():
@@ -316,7 +285,7 @@ def _read(
 ) -> np.ndarray:
     """A parameter, filled tensor by tensor, so that beside it one of them is in memory."""
     stacked = arch.stacked(path, config)
-    names = list(_each_name(arch.names[path], stacked))
+    names = list(arch.each_name(path, config))
     filled = None
     for i, name in enumerate(names):
         x = tensors[name].read()

@@ -6,6 +6,7 @@ Dims: B rows, T positions, D dim, H heads, K kv_heads, h head_dim, E experts, k 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,20 +214,35 @@ def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, A
     A row with a mask has as much weight in them as it has predictions that count. Metrics: `nats` (without them),
     `balance` (mean over layers; 1 where all experts are used alike) and `dropped`, the share of dropped choices.
     """
+    config = module.config
+    added = lambda routing: (routing, (config.balance * routing.balance + config.z * routing.z).sum(axis=0))
+    return routed_loss(module.routed, batch, added)
+
+
+def routed_loss(
+    routed: Callable[[jax.Array], tuple[jax.Array, Any]],
+    batch: dict[str, jax.Array],
+    added: Callable[[Any], tuple[Routing, jax.Array]],
+) -> tuple[Any, dict[str, Any]]:
+    """The loss and metrics of `loss` for a model of mixtures.
+
+    Args:
+      routed: tokens [B, T] -> logits [B, T, V], and of every layer what became of its tokens.
+      added: the latter -> its `Routing`, leaves [L, B, ...], and what each row adds to the loss, [B].
+    """
     found = []
 
     def logits(tokens_BT: jax.Array) -> jax.Array:
-        out, routing = module.routed(tokens_BT)
-        found.append(routing)
+        out, layers = routed(tokens_BT)
+        found.append(layers)
         return out
 
     nats = text.loss(logits, batch)  # type: ignore[arg-type]  # all that it does with a module is to call it
-    config, (routing,) = module.config, found
-    added = (config.balance * routing.balance + config.z * routing.z).sum(axis=0)  # [B]
+    routing, each_row = added(found.pop())
     if not isinstance(nats, Mean):
         metrics = {"nats": nats, "balance": routing.balance.mean(), "dropped": routing.dropped.mean()}
-        return nats + added.mean(), metrics
+        return nats + each_row.mean(), metrics
     rows = batch["mask"].sum(axis=1)
     each = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
     metrics = {name: Mean(jnp.sum(x * rows), nats.count) for name, x in each.items()}
-    return Mean(nats.total + jnp.sum(added * rows), nats.count), {"nats": nats, **metrics}
+    return Mean(nats.total + jnp.sum(each_row * rows), nats.count), {"nats": nats, **metrics}

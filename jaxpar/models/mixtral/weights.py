@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..llama import weights as llama
+from ..llama.architecture import Architecture
 from .model import Config, Mixtral
 
 _SIZES = {
@@ -120,9 +121,9 @@ def to_dict(config: Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _architecture(config: Config) -> llama.Architecture:
+def _architecture(config: Config) -> Architecture:
     names = _QWEN if config.qk_norm else _MIXTRAL
-    return llama.Architecture("Mixtral", names, Mixtral, to_config, to_dict)
+    return Architecture("Mixtral", names, Mixtral, to_config, to_dict)
 
 
 def from_hf(source: str | Path, config: Any = None, dtype: Any = None) -> tuple[Config, dict[str, Any]]:

@@ -187,7 +187,9 @@ def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
 
 @rule("cond")
 def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
-    """Each branch is rewritten. Whole outputs where branches disagree."""
+    """Each branch is rewritten. An output that some have whole, and others split along one dim, is split: of what is
+    whole each rank takes its part. Whole outputs where branches disagree about the dim.
+    """
     index, *operands = inputs
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
     found: list[list[Placed]] = []
@@ -197,7 +199,8 @@ def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
     for flat in branches:
         jax.eval_shape(lambda *values, flat=flat: found.append(work.run(flat, placed(values))), *_values(operands))
-    dims = [outs[0].dim if len({x.dim for x in outs}) == 1 else None for outs in zip(*found, strict=True)]
+    split = [{x.dim for x in outs} - {None} for outs in zip(*found, strict=True)]
+    dims = [next(iter(some)) if len(some) == 1 else None for some in split]
 
     def branch(flat: jx.Flat) -> Callable[..., list[Any]]:
         return lambda *values: [_as(work, x, d) for x, d in zip(work.run(flat, placed(values)), dims, strict=True)]

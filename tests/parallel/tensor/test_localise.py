@@ -141,6 +141,9 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "scan, split later": _carried,
     "scan, split slices": _scanned,
     "cond": _branch,
+    "cond, of which a branch is whole": lambda x, y: jax.lax.cond(
+        y.sum() > 0, lambda x, y: 2 * x, lambda x, y: y**2, x, y
+    ),
     "switch": lambda x, y: jax.lax.switch(
         (y.sum() > 0).astype(int), [lambda x, w: x * 2, lambda x, w: x @ w], x, y[0, :, :].T @ y[1]
     ),

@@ -1,0 +1,106 @@
+"""DeepSeek-V3's weights from and to Hugging Face: transformers' own model is the same function."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_huggingface import assert_same
+
+from jaxpar.models.deepseek import Config, DeepSeek, from_hf, to_hf
+from jaxpar.models.deepseek.weights import to_dict
+
+pytestmark = pytest.mark.xdist_group("torch")
+pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
+
+# No two sizes alike.
+SIZES = {
+    "vocab": 61, "dim": 24, "layers": 4, "heads": 3, "query_rank": 20, "rank": 12, "head_dim": 10, "rope_dim": 8,
+    "value_dim": 14, "ffn": 36, "expert_ffn": 18, "context": 96,
+}  # fmt: skip
+CONFIGS = {
+    "nodes": Config(**SIZES, dense=2, experts=12, chosen=3, groups=4, group_limit=2, rope_theta=5_000.0),
+    "yarn": Config(
+        **SIZES, dense=1, experts=6, chosen=2, groups=1, group_limit=1, shared=2, rope_factor=40.0, normalize=False
+    ),
+}
+each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def reference(config: Config) -> Any:
+    """transformers' own model in float64, with weights of which none is at its initial value."""
+    torch = pytest.importorskip("torch", reason="needs torch and transformers: `make hf`")
+    hf = pytest.importorskip("transformers", reason="needs torch and transformers: `make hf`")
+    stated = to_dict(config, "float64")
+    stated = {name: x for name, x in stated.items() if name not in ("architectures", "torch_dtype", "model_type")}
+    torch.manual_seed(0)
+    settings = hf.DeepseekV3Config(**stated)
+    settings._experts_implementation = "eager"  # its grouped matmul is not there in float64
+    model = hf.DeepseekV3ForCausalLM(settings).double()
+    with torch.no_grad():
+        for name, x in model.state_dict().items():
+            spread = 0.2 if "norm" in name or "bias" in name else x.shape[-1] ** -0.5
+            x.copy_(("norm" in name) + spread * torch.randn(x.shape, dtype=torch.float64))
+    return model.eval()
+
+
+def ours(config: Config, params: Any) -> DeepSeek:
+    model = nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))
+    state = nnx.state(model)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(model, state)
+    return model
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS["nodes"], pytest.param(CONFIGS["yarn"], marks=pytest.mark.battery)], ids=CONFIGS
+)
+def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
+    """Its norms and router compute in float32, as ours do: that is the difference that is left."""
+    torch = pytest.importorskip("torch", reason="needs torch and transformers: `make hf`")
+
+    model = reference(config)
+    model.save_pretrained(tmp_path)
+    found, params = from_hf(tmp_path)
+    assert {**vars(found), "balance": 0} == {**vars(config), "balance": 0}
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 31))
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens)).logits.float().numpy()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        got = np.asarray(ours(config, params)(jnp.asarray(tokens, jnp.int32)), np.float32)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@each
+def test_weights_come_back_as_they_were(config: Config, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    tree = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))))
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), tree)
+    written = to_hf(config, params, tmp_path)
+    mixtures = config.layers - config.dense
+    assert len(written) == 3 + 9 * config.layers + 3 * config.dense + mixtures * (5 + 3 * config.experts)
+    assert "model.layers.0.mlp.gate_proj.weight" in written
+    assert f"model.layers.{config.dense}.mlp.gate.e_score_correction_bias" in written
+    # The published files have one layer more, of the head for several tokens.
+    found, back = from_hf(
+        {**written, f"model.layers.{config.layers}.eh_proj.weight": np.ones(1, np.float32)}, to_dict(config, "float32")
+    )
+    assert_same(to_hf(found, back), written)
+
+
+def test_what_is_another_model_is_named() -> None:
+    stated = to_dict(CONFIGS["yarn"], "float32")
+    for change, words in (
+        ({"model_type": "deepseek_v2"}, "model_type='deepseek_v2' is not supported"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "none: dequantize its weights"),
+        ({"rope_scaling": {**stated["rope_scaling"], "beta_fast": 8}}, "'yarn' with a factor"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1: needs num_attention_heads, 3"),
+        ({"n_group": None}, "config lacks n_group"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_hf({}, {**stated, **change})
