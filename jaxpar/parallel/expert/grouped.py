@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...ops import routes
 from ...ops.experts.dispatch import wide
 from ...ops.experts.dropless import dropless, slots_of
 from ..tensor.localiser import Found, Placed
@@ -191,15 +193,20 @@ def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules
     """Whether an equation computes each row for itself, beside values of which every row reads all."""
     tokens = next(v.aval.shape[0] for v in eqn.invars if not jx.is_literal(v) and v in groups)
     kinds = [_kind(v, tokens, made) for v in eqn.invars]
-    if eqn.primitive.name in jx.CUSTOM and kinds.count("rows") != len(kinds):
-        return False  # its derivative would add up rows
+    custom = eqn.primitive.name in jx.CUSTOM
+    floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
+    if custom and (routes.of(eqn) is not None or {*kinds} != {"rows"} or not floats):
+        return False  # a derivative with respect to what all rows read adds them up
+    if not custom and any(jec.jaxprs_in_params(eqn.params)):
+        return False
     values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
 
     def run(*values: Any) -> list[Any]:
         work = ByRows(1, False, rules, rows=tokens)
         inputs = []
         for v, value, kind in zip(eqn.invars, values, kinds, strict=True):
-            inputs.append(Placed(value, BY_ROWS if kind == "rows" else None, v.aval.shape, weight=kind != "rows"))
+            placed = BY_ROWS if kind == "rows" else None
+            inputs.append(Placed(value, placed, v.aval.shape, active=custom, weight=kind != "rows"))
             if kind == "alike":
                 inner = Placed(value[0], None, value.shape[1:], weight=True)
                 inputs[-1].broadcast = inner, tuple(range(1, value.ndim))
@@ -208,8 +215,11 @@ def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules
             raise MixesRowsError
         return [x.value for x in outs]
 
+    def total(*values: Any) -> Any:
+        return sum(x.astype(jnp.float32).sum() for x in run(*values))
+
     try:
-        jax.eval_shape(run, *values)
+        jax.eval_shape(jax.grad(total, argnums=tuple(range(len(values)))) if custom else run, *values)
     except MixesRowsError:
         return False
     return True

@@ -98,6 +98,23 @@ def test_what_mixes_rows_ends_a_run() -> None:
     assert [len(run.eqns) for run in each] == [1, 1]
 
 
+@jax.custom_vjp
+def centred(x: jax.Array) -> jax.Array:
+    """The identity, whose derivative takes the mean of all rows."""
+    return x
+
+
+centred.defvjp(lambda x: (x, None), lambda _, given: (given - given.mean(axis=0),))
+
+
+def test_a_derivative_that_mixes_rows_ends_a_run() -> None:
+    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(centred(jax.lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes)
+
+    _, each = found(fun)
+    assert [len(run.eqns) for run in each] == [1, 1]
+
+
 def test_groups_of_other_sizes_end_a_run() -> None:
     def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(jax.lax.ragged_dot(x, w["up"], sizes), w["down"], sizes[::-1])
