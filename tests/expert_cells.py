@@ -24,15 +24,15 @@ def _layer(p: Any, x: jax.Array, mixture: Callable[..., jax.Array]) -> jax.Array
     return x + mixture(p["moe"], normed, 4 * normed @ p["moe"]["router"])
 
 
-def _model(mixture: Callable[..., jax.Array]) -> jp.Model:
+def _model(mixture: Callable[..., jax.Array], ffn: int = FFN) -> jp.Model:
     def init(key: jax.Array) -> dict[str, Any]:
         key = iter(jax.random.split(key, 8))
         draw = lambda *shape: jax.random.normal(next(key), shape) * shape[-2] ** -0.5
         moe = {
             "router": draw(LAYERS, DIM, EXPERTS),
-            "up": draw(LAYERS, EXPERTS, DIM, FFN),
-            "up_bias": draw(LAYERS, EXPERTS, FFN),
-            "down": draw(LAYERS, EXPERTS, FFN, DIM),
+            "up": draw(LAYERS, EXPERTS, DIM, ffn),
+            "up_bias": draw(LAYERS, EXPERTS, ffn),
+            "down": draw(LAYERS, EXPERTS, ffn, DIM),
         }
         return {"embed": draw(VOCAB, DIM), "layers": {"mix": draw(LAYERS, DIM, DIM), "moe": moe}}
 
@@ -97,13 +97,15 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
     "probability": functools.partial(_jp, capacity=0.7, drop="probability"),
     "einsum": _einsum,
     "ragged": _ragged,
+    "grouped": _ragged,
     "dense": _dense,
 }
+WIDE = {"grouped": 48}  # experts that are more bytes than their tokens
 
 
 @functools.cache
 def built(name: str) -> jp.Model:
-    return _model(FORMS[name])
+    return _model(FORMS[name], WIDE.get(name, FFN))
 
 
 @functools.cache

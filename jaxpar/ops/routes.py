@@ -28,6 +28,7 @@ class Route:
         "routed" (the first two dims hold tokens in an order of their own: of each at most one row), or "whole" (no row
         reaches it); the last result's kind is that of all that follow.
       couples: what it makes of rows that depends on the others; empty where each result is its row's own.
+      certain: whether that is so for any batch, which is refused; else it may be, which is warned of.
       part: where tokens are split over ranks, what it is on one of them: from the number of ranks a function of that
         rank's tokens, and of its slots along dim 1 of what is "routed"; None where tokens of a row may not be parted.
       spread: where experts are split over ranks, what it is on one of them: from the number of ranks a function of the
@@ -38,6 +39,7 @@ class Route:
     couples: str = ""
     part: Callable[[int], Callable[..., Any]] | None = None
     spread: Callable[[int], Callable[..., Any]] | None = None
+    certain: bool = False
 
 
 def route(
@@ -49,12 +51,13 @@ def route(
     couples: str = "",
     part: Callable[[int], Callable[..., Any]] | None = None,
     spread: Callable[[int], Callable[..., Any]] | None = None,
+    certain: bool = False,
 ) -> Callable[..., Any]:
     """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
 
     Args:
       name: of letters and digits, the same for the same function.
-      outs, couples, part, spread: see `Route`.
+      outs, couples, part, spread, certain: see `Route`.
       fun, fwd, bwd: as `jax.custom_vjp` has them.
     """
     known = _PREFIX + name
@@ -63,7 +66,7 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
-    _routes[known] = Route(outs, couples, part, spread)
+    _routes[known] = Route(outs, couples, part, spread, certain)
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function

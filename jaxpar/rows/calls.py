@@ -35,7 +35,7 @@ def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
     others = [y for y in ins if y.kind != "whole"]
     if any(y.kind != "rows" or y.plus or (y.place != x.place and y.first != ROUTED) for y in others):
         return None
-    note = [Note.at(eqn, route.couples, certain=False)] if route.couples else []
+    note = [Note.at(eqn, route.couples, route.certain)] if route.couples else []
     powers = {y.power for y in ins}
     outs = []
     for kind, v in zip(route.outs, eqn.outvars, strict=True):

@@ -245,7 +245,7 @@ def test_what_couples_rows_is_said_by_its_line() -> None:
     (warning,) = traced(capacity=0.6, drop_within="microbatch")
     assert "may couple rows" in warning
     assert "use drop_within='row', or capacity=None" in warning
-    with pytest.raises(ValueError, match=r"(?s)the loss couples rows.*test_experts\.py.*jp\.all_rows"):
+    with pytest.raises(ValueError, match=r"(?s)the loss couples rows.*test_experts\.py.*use balance='global'"):
         traced(balance="microbatch")
     assert traced(balance="microbatch", capacity=0.6, drop_within="microbatch", rows="independent") == []
 

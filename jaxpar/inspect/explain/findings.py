@@ -140,10 +140,13 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
     for place, nbytes in step.tracing.experts_gathered.items():
-        yield (
-            f"expert={step.mesh.shape['expert']}: {place} gathers all experts, {size(nbytes)}, where tokens could go "
-            "to theirs: write the mixture by jp.experts, or as products [experts, slots, features] by one-hot."
-        )
+        ranks, tokens = step.mesh.shape["expert"], step.tracing.experts_fewer.get(place)
+        if tokens is not None:
+            why = f"fewer bytes than its tokens there and back, {size(tokens)}"
+        else:
+            why = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
+            why += "sorted by expert, or as products [experts, slots, features] by one-hot"
+        yield f"expert={ranks}: {place} gathers all experts, {size(nbytes)}, {why}."
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from .dispatch import combine, dispatch, wide
-from .overflow import Expert, overflow
+from .dropless import dropless
+from .overflow import Expert
 from .routing import BALANCES, SCORES, balance_loss, chosen, counted, z_loss
 
-FIRST = 1.25  # of an expert's mean load: what a dropless mixture computes at once; see docs/experts.md
-_SLOTS = 8  # of which those are a multiple, so that ranks of `context` divide them
 DROPS = ("position", "probability")
 WITHIN = ("row", "microbatch")
 _COUPLES = (
@@ -122,21 +121,19 @@ def experts(
     counts = counted(ids, count)
     tokens, flat_ids, flat_gates = x.reshape(b * t, d), ids.reshape(b * t, k), gates.reshape(b * t, k)
 
-    parts = b if capacity is not None and drop_within == "row" else 1
-    per = b * t // parts
-    each = math.ceil((FIRST if capacity is None else capacity) * per * k / count)
-    each = min(per, each if capacity is not None else -(-each // _SLOTS) * _SLOTS)
-    couples = _COUPLES if capacity is not None and drop_within == "microbatch" and each < per else ""
-    by_weight = capacity is not None and drop == "probability"
-    drops = capacity is not None and each < per
-    rows, slot, choice = dispatch(tokens, flat_ids, flat_gates, count, parts * each, parts, by_weight, couples, drops)
-    beyond = None
-    if capacity is None and each < per:
-        beyond, weights = overflow(expert, tokens, flat_ids, flat_gates, weights, each)
-    y = combine(jax.vmap(expert)(weights, rows), flat_gates, slot, choice)
-    dropped = (slot == count * parts * each).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
-    if beyond is not None:
-        y, dropped = y + beyond, jnp.zeros_like(dropped)
+    if capacity is None:
+        y, dropped = dropless(tokens, flat_ids, flat_gates, weights, expert), jnp.zeros(b, logits.dtype)
+    else:
+        parts = b if drop_within == "row" else 1
+        per = b * t // parts
+        each = min(per, math.ceil(capacity * per * k / count))
+        couples = _COUPLES if drop_within == "microbatch" and each < per else ""
+        by_weight, slots = drop == "probability", parts * each
+        rows, slot, choice = dispatch(
+            tokens, flat_ids, flat_gates, count, slots, parts, by_weight, couples, drops=each < per
+        )
+        y = combine(jax.vmap(expert)(weights, rows), flat_gates, slot, choice)
+        dropped = (slot == count * slots).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
     y = y.astype(x.dtype).reshape(b, t, d)
     if shared is not None:
         y = y + expert(shared, tokens).reshape(b, t, d)

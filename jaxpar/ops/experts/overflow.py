@@ -53,14 +53,14 @@ def overflow(
     to them in place. Otherwise there would be two gradients of all experts, one of them mostly zero.
 
     Args:
-      expert: (one expert's leaves, [b, D]) -> [b, D].
+      expert: (one expert's leaves, [b, D]) -> [b, D'].
       x: [N, D].
       ids, weights: int32 and float [N, k].
       leaves: a tree of [E, ...].
       slots: C.
       size: b; `block_size(slots)` if None.
 
-    Returns [N, D] in the dtype of the weights, and `leaves`.
+    Returns [N, D'] in the dtype of the weights, and `leaves`.
     """
     flat, tree = jax.tree.flatten(leaves)
     out, *flat = _overflow(expert, tree, slots, size or block_size(slots))(x, ids, weights, *flat)
@@ -107,7 +107,10 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
             return jax.lax.cond(mine > 0, compute, lambda total: total, total), None
 
-        return jax.lax.scan(step, jnp.zeros(x.shape, weights.dtype), blocks(by, *ids.shape))[0], *leaves
+        one = lambda x, leaves: applied(weights[:1, 0], x[:1], of(by.load[0], leaves))
+        width = jax.eval_shape(one, x, leaves).shape[-1]
+        start = jnp.zeros((x.shape[0], width), weights.dtype)
+        return jax.lax.scan(step, start, blocks(by, *ids.shape))[0], *leaves
 
     def backward(saved: Any, cotangents: Any) -> Any:
         (x, ids, weights, leaves), (given, *of_first) = saved, cotangents

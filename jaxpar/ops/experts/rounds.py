@@ -48,9 +48,9 @@ def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> in
 @functools.lru_cache(maxsize=256)
 def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[..., Any]:
     """A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]: what experts
-    make of the choices beyond their first C of each rank, weighted and added up, [N, D] in the dtype of the weights;
+    make of the choices beyond their first C of each rank, weighted and added up, [N, D'] in the dtype of the weights;
     and those leaves, as `overflow` returns them. Communicates over `expert`: int32 [], and in each round 2 [e, S, D]
-    and int32 [e, S]; in a backward 4 [e, S, D].
+    and int32 [e, S]; in a backward 4 [e, S, D] (half of them of D').
 
     Args:
       overflow: (x, ids, weights, *leaves) -> (out, *leaves), block by block, of one rank's experts.
@@ -92,7 +92,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         rows, of = exchanged(_taken(x, slot, choice)), exchanged(of)
         ones = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
         out, *leaves = overflow(rows.reshape(-1, rows.shape[-1]), of.reshape(-1, 1), ones, *leaves)
-        out = exchanged(out.astype(x.dtype).reshape(rows.shape))
+        out = exchanged(out.astype(x.dtype).reshape(*rows.shape[:2], -1))
         return combine(out, weights, slot, choice), leaves
 
     def numbers(x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
@@ -107,7 +107,9 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
             compute = lambda total: total + one(by, ids, number, x, weights, leaves)[0]
             return lax.cond(number < count, compute, lambda total: total, total), None
 
-        return lax.scan(step, jnp.zeros(x.shape, weights.dtype), numbers(x, ids, experts))[0], *leaves
+        width = jax.eval_shape(overflow, x, ids, weights, *leaves)[0].shape[-1]
+        start = jnp.zeros((x.shape[0], width), weights.dtype)
+        return lax.scan(step, start, numbers(x, ids, experts))[0], *leaves
 
     def backward(saved: Any, cotangents: Any) -> Any:
         (x, ids, weights, leaves), (given, *of_first) = saved, cotangents

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...model.model import all_rows
+from ..routes import route
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("sequence", "global", "microbatch")
@@ -60,6 +61,23 @@ def counted(ids: jax.Array, experts: int) -> jax.Array:
     return jax.nn.one_hot(ids, experts, dtype=jnp.float32).sum(axis=(1, 2))
 
 
+def _mean_of_rows(x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x.mean(axis=0), x.shape)
+
+
+_of_microbatch = route(
+    "mean_of_microbatch",
+    ("rows",),
+    _mean_of_rows,
+    lambda x: (_mean_of_rows(x), None),
+    lambda _, given: (_mean_of_rows(given),),
+    couples="balance='microbatch' takes means over one replica's rows; use balance='global' for those of all replicas, "
+    "or 'sequence' for each row's own",
+    part=lambda ranks: _mean_of_rows,  # [B, E] has no tokens that ranks of `context` could part
+    certain=True,
+)
+
+
 def balance_loss(kind: str, counts: jax.Array, every: jax.Array, choices: int) -> jax.Array:
     """sum_e f_e P_e of each row, [B]: f_e is E times the share of choices that fall on expert e, P_e its mean score.
 
@@ -83,7 +101,7 @@ def balance_loss(kind: str, counts: jax.Array, every: jax.Array, choices: int) -
     if kind == "global":
         share = all_rows(share).mean(axis=0)
     if kind == "microbatch":
-        share, mean = (jnp.broadcast_to(x.mean(axis=0), x.shape) for x in (share, mean))
+        share, mean = _of_microbatch(share), _of_microbatch(mean)
     return (share * mean).sum(axis=-1)
 
 

@@ -1,4 +1,4 @@
 """The program of one expert rank, from a loss on one rank's rows and all experts."""
 
-from .localiser import exchange_tokens as exchange_tokens
+from .exchange import exchange_tokens as exchange_tokens
 from .rules import RULES as RULES

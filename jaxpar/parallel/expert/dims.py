@@ -2,7 +2,7 @@
 (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3).
 
 The first of these that names a leaf decides: the user's rules, the model's own table, annotations (Flax's logical
-names), and, where none of them names any leaf, shapes: a router [D, E] beside leaves [E, ..] of one more dim. The
+names), and, where none of them names any leaf, shapes: a router [D, E] beside leaves [E, ..] of more dims. The
 layout is made before any batch is seen, so that this may be wrong; then more is sent, and the result is the same,
 because the program of a rank follows the loss itself (`localiser.py`).
 
@@ -124,7 +124,9 @@ def _claimed(
 
 
 def _found(leaves: Leaves) -> Iterator[tuple[str, int]]:
-    """Leaves [.., E, a, b] beside a router [.., a, E], in the innermost module that has both, and their biases."""
+    """Leaves [.., E, a, b] beside a router [.., a, E], in the innermost module that has both, those of more dims, and
+    their biases.
+    """
     seen = set()
     for router, shape in leaves:
         if len(shape) < 2 or not (_ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
@@ -145,6 +147,13 @@ def _found(leaves: Leaves) -> Iterator[tuple[str, int]]:
             if alike:
                 count, depth = alike[0][1][-3], len(shape)
                 seen.update((path, len(s) - 3) for path, s in alike if s[-3] == count)
+                seen.update(  # a gate beside what it gates, [E, 2, a, b]
+                    (path, depth - 2)
+                    for path, s in inside
+                    if len(s) > depth + 1
+                    and s[: depth - 1] == (*shape[:-2], count)
+                    and (named or _EXPERTS.fullmatch(path))
+                )
                 seen.update(
                     (path, len(s) - 2)
                     for path, s in inside

@@ -122,11 +122,19 @@ class Experts(Localiser):
         consts = zip(flat.constvars, flat.consts, strict=True)
         env.update((v, Placed(x, None, v.aval.shape, weight=True)) for v, x in consts)
         env.update(zip(flat.invars, args, strict=True))
-        for eqn in flat.eqns:
-            inputs = [self._read(env, v) for v in eqn.invars]
-            with jx.standing(eqn):
-                env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
+        self.through(flat, env)
         return [self._read(env, v) for v in flat.outvars]
+
+    def through(self, flat: jx.Flat, env: dict[Any, Placed]) -> None:
+        """All equations of a flat program, in the values `env` of its variables."""
+        for eqn in flat.eqns:
+            self.compute(eqn, env)
+
+    def compute(self, eqn: Any, env: dict[Any, Placed]) -> None:
+        """One equation."""
+        inputs = [self._read(env, v) for v in eqn.invars]
+        with jx.standing(eqn):
+            env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
 
     @staticmethod
     def _read(env: dict[Any, Placed], atom: Any) -> Placed:
@@ -155,10 +163,15 @@ class Experts(Localiser):
     def note(self, eqn: Any, x: Placed) -> None:
         """Experts that are gathered: where, and bytes of all of them."""
         if isinstance(x.dim, int):
-            where = f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
+            where = place(eqn)
             inner = x.broadcast[0] if x.broadcast is not None else x
             size = math.prod(inner.shape) * jnp.result_type(x.value).itemsize
             self.gathered[where] = max(size, self.gathered.get(where, 0))
+
+
+def place(eqn: Any) -> str:
+    """An equation and its line, for people."""
+    return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
 
 
 def _knows_rank(eqn: Any) -> bool:
@@ -166,32 +179,3 @@ def _knows_rank(eqn: Any) -> bool:
     return eqn.primitive.name == "axis_index" or any(
         _knows_rank(inner) for sub in jec.jaxprs_in_params(eqn.params) for inner in jx.opened(sub)[0].eqns
     )
-
-
-def exchange_tokens(
-    flat: jx.Flat, dims: Sequence[int | None], ranks: int, rules: Any
-) -> tuple[Callable[..., list[Any]], dict[str, int]]:
-    """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
-
-    Args:
-      flat: the traced loss on one rank's rows and all experts.
-      dims: for each parameter, the dim of experts, None where it has none.
-      ranks: the number of devices on `expert`.
-      rules: what becomes of an equation, by primitive.
-
-    Returns the function, whose results are of this rank's rows, and where experts are gathered (place -> bytes of all
-    of them), which is filled when the function is traced. Raises nothing: what has no rule gets its inputs as the model
-    has them.
-    """
-    work = Experts(ranks, False, rules)
-
-    def fun(*values: Any) -> list[Any]:
-        work.gathered.clear()
-        args = []
-        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
-            leaf = i < len(dims)
-            active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
-        return [work.whole(x) for x in work.run(flat, args)]
-
-    return fun, work.gathered

@@ -112,7 +112,11 @@ def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
             return None
         found += new
     to: Any = Slots(*found)
-    return None if to.dim == to.slots else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, to))[0], to)]
+    return (
+        None
+        if to.dim == to.slots and at.dim != at.slots
+        else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, to))[0], to)]
+    )
 
 
 @rule("transpose")

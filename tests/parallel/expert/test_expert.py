@@ -67,9 +67,20 @@ def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, 
     assert ledger.total("sent", kind="all-to-all") == exchanges * cells.LAYERS * buffer * 3 // 4
 
 
-def test_experts_that_meet_no_slots_are_gathered_and_explained() -> None:
+def test_grouped_matmuls_are_exchanged_where_that_is_fewer_bytes() -> None:
+    step, ledger = traced("grouped", "expert=4,data=2")
+    assert step.tracing.experts_fewer == {}
+    assert not any("ragged_dot" in place for place in step.tracing.experts_gathered)
+    # To the experts 16 slots of 2 x 6 x 2 / 8 tokens in buffers of 8, features and a bias; features back. The rest is
+    # what may overflow: as much again in each round, forward once, backward twice.
+    first = cells.LAYERS * cells.EXPERTS * 8 * (2 * cells.DIM + cells.WIDE["grouped"]) * 4
+    assert ledger.total(kind="all-to-all") > 2 * first
     step, ledger = traced("ragged", "expert=4,data=2")
     assert ledger.total(kind="all-to-all") == 0
+    tokens = cells.EXPERTS * 8 * (2 * cells.DIM + cells.FFN) * 4
+    assert {*step.tracing.experts_fewer.values()} == {tokens}
+    assert {*step.tracing.experts_fewer} <= {*step.tracing.experts_gathered}
+    assert tokens > 2 * cells.EXPERTS * cells.DIM * cells.FFN * 4
     assert any("ragged_dot" in place and "expert_cells.py" in place for place in step.tracing.experts_gathered)
     assert ledger.total(kind="all-gather", axes=("expert",)) > 0
     step, ledger = traced("einsum", "expert=4,data=2")
@@ -90,6 +101,7 @@ LEAVES = (
     ("layers/moe/up", (3, 8, 16, 24)),
     ("layers/moe/up_bias", (3, 8, 24)),
     ("layers/moe/down", (3, 8, 24, 16)),
+    ("layers/moe/gates", (3, 8, 2, 24, 16)),
     ("layers/moe/shared/up", (3, 16, 24)),
     ("layers/attention/query/kernel", (3, 16, 16)),
     ("head/kernel", (16, 8)),
@@ -98,7 +110,7 @@ LEAVES = (
 
 def test_experts_are_the_leaves_beside_a_router() -> None:
     found = expert_dims(LEAVES, 4, {}, {}, {})
-    assert found == {"layers/moe/up": 1, "layers/moe/up_bias": 1, "layers/moe/down": 1}
+    assert found == {f"layers/moe/{name}": 1 for name in ("up", "up_bias", "down", "gates")}
 
 
 def test_rules_and_annotations_come_first() -> None:

@@ -1,0 +1,83 @@
+"""The program of one expert rank, from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...jaxprs import jaxpr as jx
+from ..tensor.localiser import Placed
+from .grouped import PRIMITIVE, Run, repeats, runs
+from .localiser import Experts, place
+
+
+@dataclass
+class Exchange(Experts):
+    """The rewriting of a loss, grouped matmuls as `grouped.py` has them. `fewer` has those whose experts are gathered
+    because they are fewer bytes than its tokens: where, and bytes of those.
+    """
+
+    fewer: dict[str, int] = field(default_factory=dict)
+
+    def through(self, flat: jx.Flat, env: dict[Any, Placed]) -> None:
+        """All equations of a flat program, those of a run of grouped matmuls together, where its last one stands."""
+        found = {id(run.eqns[-1]): run for run in runs(flat, self.rules)}
+        later = {id(eqn) for run in found.values() for eqn in run.eqns if not repeats(eqn)}
+        for eqn in flat.eqns:
+            if id(eqn) in found:
+                self.grouped(found[id(eqn)], env)
+            elif id(eqn) not in later:
+                self.compute(eqn, env)
+
+    def grouped(self, run: Run, env: dict[Any, Placed]) -> None:
+        """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
+        inputs = [self._read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
+        k = 1 + len(run.rows)
+        leaves, rest = inputs[k : k + len(run.leaves)], inputs[k + len(run.leaves) :]
+        tokens, experts = run.bytes()
+        split = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
+        if split and tokens <= experts:
+            with jx.standing(run.eqns[-1]):
+                flat, _ = jx.trace(run.exchanged, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs))
+                (env[run.out],) = self.run(flat, inputs)
+            return
+        if split:
+            self.fewer.update({place(eqn): tokens for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
+        for eqn in run.eqns:
+            if not repeats(eqn):
+                self.compute(eqn, env)
+
+
+def exchange_tokens(
+    flat: jx.Flat, dims: Sequence[int | None], ranks: int, rules: Any
+) -> tuple[Callable[..., list[Any]], dict[str, int], dict[str, int]]:
+    """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
+
+    Args:
+      flat: the traced loss on one rank's rows and all experts.
+      dims: for each parameter, the dim of experts, None where it has none.
+      ranks: the number of devices on `expert`.
+      rules: what becomes of an equation, by primitive.
+
+    Returns the function, whose results are of this rank's rows; where experts are gathered (place -> bytes of all of
+    them), and where they are because their tokens are more (place -> bytes of those). Both are filled when the function
+    is traced. Raises nothing: what has no rule gets its inputs as the model
+    has them.
+    """
+    work = Exchange(ranks, False, rules)
+
+    def fun(*values: Any) -> list[Any]:
+        work.gathered.clear()
+        work.fewer.clear()
+        args = []
+        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
+            leaf = i < len(dims)
+            active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
+        return [work.whole(x) for x in work.run(flat, args)]
+
+    return fun, work.gathered, work.fewer
