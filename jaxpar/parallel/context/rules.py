@@ -15,15 +15,13 @@ from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
-from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
 from .made import counts
-from .partial import PARTIAL
-from .split import Split, reshaped
+from .split import PARTIAL, Split, reshaped
 from .ways import AXIS
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
@@ -73,35 +71,6 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
         f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
         f"jp.cross_entropy by a chunk= {work.ranks} times as large"
     )
-
-
-@rule("slice")
-def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """All positions, all but some of the last, or one."""
-    (x,) = inputs
-    dim = x.dim
-    assert dim is not None
-    starts, limits, strides = (
-        list(eqn.params["start_indices"]),
-        list(eqn.params["limit_indices"]),
-        eqn.params["strides"],
-    )
-    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
-    size, chunk = work.size(n), work.chunk(n)
-    if strides and strides[dim] != 1:
-        return None
-    if start == 0 and (limit == x.shape[dim] or (work.rows == 1 and work.size(limit) == size)):
-        limits[dim] = size * work.rows  # what is beyond is left out of sums
-        return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
-    if limit - start == 1:
-        held = order_of(work.ranks, work.way.order)
-        row, place = divmod(start, n)
-        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
-        starts[dim] = row * size + slot * chunk + place % chunk
-        limits[dim] = starts[dim] + 1
-        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
-    return None
 
 
 # -- functions that put tokens into another order ----------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""Rules of equations that mix positions with those next to them, or with all before them: slices and paddings that move
+positions along, convolutions, cumulative sums, and scans of a diagonal linear recurrence.
+
+A rank gets what is next to its chunks from their neighbours (`ops/context/halo.py`), or of every chunk what it adds to
+those behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...jaxprs import jaxpr as jx
+from ...ops.context import from_chunks, order_of, with_neighbours
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import shape_of
+from .localiser import Positions
+from .rules import rule
+from .split import PARTIAL, Split
+from .ways import AXIS
+
+
+def overlap(work: Positions, n: int, chunk: int) -> int | None:
+    """That of n positions in chunks of a given length; None where it would be more than a chunk."""
+    parts = work.way.parts(work.ranks)
+    if -(-n // parts) == chunk:
+        return 0
+    return n - chunk * parts if abs(n - chunk * parts) < chunk else None
+
+
+def windows(
+    work: Positions, eqn: Any, x: Placed, start: int, width: int, fill: jax.Array | None = None
+) -> list[jax.Array] | None:
+    """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
+    `fill` in the place of those that are not there. None where that cannot be.
+    """
+    assert x.dim is not None
+    dim = work.split(x.dim)
+    if dim.rows > 1:
+        return None
+    n, at = x.shape[dim], int(dim)
+    chunk = work.chunk(n, dim.overlap)
+    before, after = max(-start, 0), max(start + width - chunk, 0)
+    if dim.overlap > 0 and start >= 0 and start + width <= chunk + dim.overlap:
+        found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.way.parts(1), at)]
+    elif dim.overlap > 0:
+        return None
+    elif max(before, after) > chunk:
+        if math.prod(x.shape) <= work.cheap:
+            return None
+        raise ValueError(
+            f"context={work.ranks} splits dim {at} of {list(x.shape)} into chunks of {chunk} positions, and "
+            f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} reaches {max(before, after)} further: ask "
+            "the next rank alone it can; use a smaller context=, or longer sequences"
+        )
+    else:
+        each = with_neighbours(x.value, before, after, AXIS, work.way.order, at)
+        found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
+    if fill is None:
+        return found
+    out = []
+    for first, y in zip(work.chunks(), found, strict=True):
+        place = first * chunk + start + jnp.arange(width)
+        there = jnp.expand_dims((place >= 0) & (place < n), [d for d in range(y.ndim) if d != at])
+        out.append(jnp.where(there, y, fill))
+    return out
+
+
+def moved(work: Positions, eqn: Any, x: Placed, start: int, length: int, fill: jax.Array | None = None) -> Found | None:
+    """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
+    assert x.dim is not None
+    dim = work.split(x.dim)
+    chunk = work.chunk(x.shape[dim] // dim.rows, dim.overlap)
+    more = overlap(work, length, chunk)
+    if start == 0 == more and dim.overlap <= 0 and fill is None:
+        return [(x.value, Split(int(dim), dim.rows))] if dim.rows == 1 else None
+    if more is None or (found := windows(work, eqn, x, start, chunk + max(more, 0), fill)) is None:
+        return None
+    return [(jnp.concatenate(found, int(dim)), Split(int(dim), 1, more))]
+
+
+@rule("slice")
+def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """All positions, one, or all but some of the first and last."""
+    (x,) = inputs
+    dim = x.dim
+    assert dim is not None
+    starts, limits, strides = (list(eqn.params[k] or ()) for k in ("start_indices", "limit_indices", "strides"))
+    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
+    if strides and strides[dim] != 1:
+        return None
+    everything = limit - start == x.shape[dim]
+    if limit - start == 1 and not everything and not work.overlap:
+        held, chunk = order_of(work.ranks, work.way.order), work.chunk(n)
+        row, place = divmod(start, n)
+        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
+        starts[dim] = row * work.size(n) + slot * chunk + place % chunk
+        limits[dim] = starts[dim] + 1
+        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
+        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
+    starts[dim], limits[dim] = 0, x.value.shape[dim]
+    (value,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
+    if everything:
+        return [(value, dim)]
+    shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
+    return moved(work, eqn, Placed(value, work.split(dim), shape), start, limit - start)
+
+
+@rule("pad")
+def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, fill = inputs
+    if x.dim is None or (found := TENSOR["pad"](work, eqn, inputs)) is not None:
+        return found if x.dim is not None else None
+    config = list(eqn.params["padding_config"])
+    low, high, between = config[x.dim]
+    config[x.dim] = (0, 0, 0)
+    if between:
+        return None
+    (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
+    shape = tuple(n if d == x.dim else k for d, (n, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
+    return moved(work, eqn, Placed(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
+
+
+@rule("concatenate")
+def _concatenate(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Whole values, such as zeros, before and after the split one: its positions move along."""
+    split = [i for i, x in enumerate(inputs) if x.dim is not None]
+    x, at = inputs[split[0]], eqn.params["dimension"]
+    if x.dim != at or any(inputs[i].dim != at for i in split):
+        return TENSOR["concatenate"](work, eqn, inputs)
+    if len(split) > 1 or work.rows > 1:
+        return None
+    firsts = [sum(y.shape[at] for y in inputs[:i]) for i in range(len(inputs))]
+    length = shape_of(eqn)[at]
+    found = moved(work, eqn, x, -firsts[split[0]], length)
+    if found is None:
+        return None
+    ((value, dim),) = found
+    assert isinstance(dim, Split)
+    places = work.positions(length, dim)
+    over = lambda mask: jnp.expand_dims(mask, [d for d in range(value.ndim) if d != at])
+    for i, (y, first) in enumerate(zip(inputs, firsts, strict=True)):
+        if i in split or not (n := y.shape[at]):
+            continue
+        own = jnp.take(y.value, jnp.clip(places - first, 0, n - 1), axis=at)
+        value = jnp.where(over((places >= first) & (places < first + n)), own, value)
+    return [(value, dim)]
+
+
+@rule("conv_general_dilated")
+def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Along positions by those of the neighbours that the kernel reaches; along anything else each by itself."""
+    x, kernel = inputs
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    if x.dim is None or kernel.dim is not None:
+        return None
+    if x.dim == numbers.lhs_spec[0] and params["batch_group_count"] == 1:
+        return [(jx.bind(eqn, [x.value, kernel.value])[0], numbers.out_spec[0])]
+    if x.dim not in numbers.lhs_spec[2:]:
+        return None
+    along = numbers.lhs_spec.index(x.dim) - 2
+    if params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
+        return None
+    dim = work.split(x.dim)
+    low, high = params["padding"][along]
+    reach = (kernel.shape[numbers.rhs_spec[2 + along]] - 1) * params["rhs_dilation"][along]
+    chunk, length = work.chunk(x.shape[dim] // dim.rows, dim.overlap), x.shape[dim] + low + high - reach
+    more = overlap(work, length, chunk)
+    zero = jnp.zeros((), x.value.dtype)
+    if more is None or (parts := windows(work, eqn, x, -low, chunk + max(more, 0) + reach, zero)) is None:
+        return None
+    padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
+    out = numbers.out_spec[2 + along]
+    done = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
+    return [(jnp.concatenate(done, out), Split(out, 1, more))]
+
+
+# -- with all before ---------------------------------------------------------------------------------------------------
+
+_JOINED = {
+    "cumsum": (jnp.add, lambda dtype: 0),
+    "cumprod": (jnp.multiply, lambda dtype: 1),
+    "cummax": (jnp.maximum, lambda dtype: _extreme(dtype, low=True)),
+    "cummin": (jnp.minimum, lambda dtype: _extreme(dtype, low=False)),
+    "cumlogsumexp": (jnp.logaddexp, lambda dtype: -jnp.inf),
+}
+
+
+def _extreme(dtype: Any, low: bool) -> Any:
+    if dtype == bool:
+        return not low
+    info = None if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)
+    return (-jnp.inf if low else jnp.inf) if info is None else (info.min if low else info.max)
+
+
+@rule(*_JOINED)
+def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Each chunk by itself, and what the chunks before it come to: of each a number for every row and feature, which
+    are gathered, (c - 1) p of them sent, p being the chunks of a rank.
+    """
+    (x,) = inputs
+    assert x.dim is not None
+    dim, n = work.split(x.dim), x.shape[x.dim]
+    if x.dim != eqn.params["axis"]:
+        return TENSOR["cumsum"](work, eqn, inputs)
+    if dim.rows > 1:
+        return None
+    join, of = _JOINED[eqn.primitive.name]
+    nothing = jnp.asarray(of(x.value.dtype), x.value.dtype)
+    place, back = work.positions(n, dim), eqn.params["reverse"]
+    if work.size(n) * work.ranks != n:
+        held = jnp.concatenate([at * work.chunk(n) + jnp.arange(work.chunk(n)) for at in work.chunks()])
+        there = jnp.expand_dims(held == place, [d for d in range(len(x.shape)) if d != dim])
+        value = jnp.where(there, x.value, nothing)
+    else:
+        value = x.value
+    each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.way.parts(1), dim)]
+    end = 0 if back else each[0].shape[dim] - 1
+    totals = from_chunks(jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.way.order)
+    before = [jnp.full_like(totals[0], nothing)]
+    for total in (totals[::-1] if back else totals)[:-1]:
+        before.append(join(before[-1], total))
+    known = jnp.stack(before[::-1] if back else before)
+    return [(jnp.concatenate([join(known[at], y) for at, y in zip(work.chunks(), each, strict=True)], int(dim)), dim)]
