@@ -19,6 +19,7 @@ position repeats others, and is left out where positions are added up.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from .ways import AXIS, GATHER, Way
 MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
 # What may be longer or shorter than the chunks that it is in.
 OVERLAPPING = frozenset((*ELEMENTWISE, "slice", "pad", "concatenate", "conv_general_dilated", "transpose", "squeeze",
-                         "broadcast_in_dim", "reduce_sum"))  # fmt: skip
+                         "broadcast_in_dim", "reduce_sum", "cumsum", *MIXING))  # fmt: skip
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Positions(Localiser):
         return (self.chunk(n, overlap) + max(overlap, 0)) * self.way.parts(1)
 
     def positions(self, n: int, dim: Split) -> jax.Array:
-        """Where in a dim of n the positions are that this rank has: int32. Those beyond the end of a row are its last."""
+        """Where in a dim of n this rank's positions are: int32. Those beyond the end of a row are its last."""
         per = n // dim.rows
         each = jnp.minimum(self._places(per, dim.overlap), per - 1)
         return (jnp.arange(dim.rows, dtype=jnp.int32)[:, None] * per + each).reshape(-1)
@@ -178,6 +179,8 @@ class Positions(Localiser):
 
     def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
         """The outputs of a flat program: partial sums only of one that is linear in them."""
+        # What nobody reads, such as the last positions for a cache, need have no rule.
+        flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
@@ -207,7 +210,7 @@ class Positions(Localiser):
         split = any(x.dim is not None for x in inputs)
         known = name in self.rules and (name in MIXING or not mixed)
         if any(x.dim is not None and self.split(x.dim).overlap for x in inputs):
-            known = known and (name in OVERLAPPING or (name in MIXING and name != "dot_general"))
+            known = known and name in OVERLAPPING
         if found is None and split and known:
             found = self.rules[name](self, eqn, inputs)
         if found is None:

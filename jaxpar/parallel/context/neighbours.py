@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,7 +32,19 @@ def overlap(work: Positions, n: int, chunk: int) -> int | None:
     parts = work.way.parts(work.ranks)
     if -(-n // parts) == chunk:
         return 0
-    return n - chunk * parts if abs(n - chunk * parts) < chunk else None
+    return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
+
+
+def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
+    """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
+    assert x.dim is not None
+    if math.prod(x.shape) > work.cheap:
+        dim = work.split(x.dim)
+        raise ValueError(
+            f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
+            f"{work.chunk(x.shape[dim], dim.overlap)} positions, and {eqn.primitive.name} at "
+            f"{jx.where(eqn) or 'a function of JAX'} reaches {by} further; use a smaller context=, or longer sequences"
+        )
 
 
 def windows(
@@ -52,13 +65,7 @@ def windows(
     elif dim.overlap > 0:
         return None
     elif max(before, after) > chunk:
-        if math.prod(x.shape) <= work.cheap:
-            return None
-        raise ValueError(
-            f"context={work.ranks} splits dim {at} of {list(x.shape)} into chunks of {chunk} positions, and "
-            f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} reaches {max(before, after)} further: ask "
-            "the next rank alone it can; use a smaller context=, or longer sequences"
-        )
+        return refuse(work, eqn, x, max(before, after))
     else:
         each = with_neighbours(x.value, before, after, AXIS, work.way.order, at)
         found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
@@ -123,6 +130,8 @@ def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     if between:
         return None
     (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
+    if overlap(work, x.shape[x.dim] + low + high, work.chunk(x.shape[x.dim], work.overlap)) is None:
+        return refuse(work, eqn, x, max(low, high))
     shape = tuple(n if d == x.dim else k for d, (n, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
     return moved(work, eqn, Placed(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
 
@@ -171,9 +180,10 @@ def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found |
     low, high = params["padding"][along]
     reach = (kernel.shape[numbers.rhs_spec[2 + along]] - 1) * params["rhs_dilation"][along]
     chunk, length = work.chunk(x.shape[dim] // dim.rows, dim.overlap), x.shape[dim] + low + high - reach
-    more = overlap(work, length, chunk)
+    if (more := overlap(work, length, chunk)) is None:
+        return refuse(work, eqn, x, reach)
     zero = jnp.zeros((), x.value.dtype)
-    if more is None or (parts := windows(work, eqn, x, -low, chunk + max(more, 0) + reach, zero)) is None:
+    if (parts := windows(work, eqn, x, -low, chunk + max(more, 0) + reach, zero)) is None:
         return None
     padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
     out = numbers.out_spec[2 + along]
@@ -186,17 +196,16 @@ def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found |
 _JOINED = {
     "cumsum": (jnp.add, lambda dtype: 0),
     "cumprod": (jnp.multiply, lambda dtype: 1),
-    "cummax": (jnp.maximum, lambda dtype: _extreme(dtype, low=True)),
-    "cummin": (jnp.minimum, lambda dtype: _extreme(dtype, low=False)),
+    "cummax": (jnp.maximum, lambda dtype: _range(dtype)[0]),
+    "cummin": (jnp.minimum, lambda dtype: _range(dtype)[1]),
     "cumlogsumexp": (jnp.logaddexp, lambda dtype: -jnp.inf),
 }
 
 
-def _extreme(dtype: Any, low: bool) -> Any:
-    if dtype == bool:
-        return not low
-    info = None if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)
-    return (-jnp.inf if low else jnp.inf) if info is None else (info.min if low else info.max)
+def _range(dtype: Any) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf, jnp.inf
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 @rule(*_JOINED)
@@ -209,22 +218,107 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | 
     dim, n = work.split(x.dim), x.shape[x.dim]
     if x.dim != eqn.params["axis"]:
         return TENSOR["cumsum"](work, eqn, inputs)
-    if dim.rows > 1:
+    chunk, after, back = work.chunk(n, dim.overlap), max(dim.overlap, 0), eqn.params["reverse"]
+    if dim.rows > 1 or (back and after):
         return None
     join, of = _JOINED[eqn.primitive.name]
     nothing = jnp.asarray(of(x.value.dtype), x.value.dtype)
-    place, back = work.positions(n, dim), eqn.params["reverse"]
-    if work.size(n) * work.ranks != n:
-        held = jnp.concatenate([at * work.chunk(n) + jnp.arange(work.chunk(n)) for at in work.chunks()])
-        there = jnp.expand_dims(held == place, [d for d in range(len(x.shape)) if d != dim])
-        value = jnp.where(there, x.value, nothing)
-    else:
-        value = x.value
+    value = x.value
+    if chunk * work.way.parts(work.ranks) + after != n:
+        held = jnp.concatenate([at * chunk + jnp.arange(chunk + after) for at in work.chunks()])
+        there = jnp.expand_dims(held < n, [d for d in range(len(x.shape)) if d != dim])
+        value = jnp.where(there, value, nothing)
     each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.way.parts(1), dim)]
-    end = 0 if back else each[0].shape[dim] - 1
-    totals = from_chunks(jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.way.order)
+    end = 0 if back else chunk - 1
+    totals = from_chunks(
+        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.way.order
+    )
     before = [jnp.full_like(totals[0], nothing)]
     for total in (totals[::-1] if back else totals)[:-1]:
         before.append(join(before[-1], total))
     known = jnp.stack(before[::-1] if back else before)
     return [(jnp.concatenate([join(known[at], y) for at, y in zip(work.chunks(), each, strict=True)], int(dim)), dim)]
+
+
+# -- recurrences -------------------------------------------------------------------------------------------------------
+
+_KEPT = frozenset(("neg", "convert_element_type", "copy", "reduce_precision"))
+
+
+@rule("scan")
+def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
+    parts = jx.scan_parts(eqn)
+    steps = inputs[len(parts.consts) + len(parts.carry) :]
+    if not any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
+        return TENSOR["scan"](work, eqn, inputs)
+    return _recurrence(work, eqn, inputs) if diagonal(parts) else None
+
+
+def _recurrence(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """h <- a h + b, element by element, in chunks (Blelloch 1990, Prefix Sums and Their Applications, section 1.4).
+
+    Over a chunk, h becomes A h + B. Each rank finds A and B of its chunks, all gather them, and each runs its chunks
+    again from the h with which they begin. Of chunks a rank has p; for each it sends A and B, 2 (c - 1) times an h.
+    """
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+    consts, init, steps = inputs[:n], inputs[n : n + k], inputs[n + k :]
+    if any(x.dim is not None for x in (*consts, *init)) or any(x.dim not in (None, 0) for x in steps):
+        return None
+    whole = work.size(parts.length) * work.ranks == parts.length
+    if work.overlap or work.rows > 1 or not whole or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
+        return None
+    body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
+    options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
+
+    def run(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def step(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            out = body(*(x.value for x in consts), *carry, *xs)
+            return out[:k], out[k:]
+
+        return lax.scan(step, carry, xs, length=work.chunk(parts.length), **options)
+
+    slots = work.way.parts(1)
+    each = [[jnp.split(work.part(x, 0), slots)[slot] for x in steps] for slot in range(slots)]
+    start = [x.value for x in init]
+    ones, zeros = (jax.tree.map(fill, start) for fill in (jnp.ones_like, jnp.zeros_like))
+    found = [jax.jvp(lambda carry, xs=xs: run(carry, xs)[0], (zeros,), (ones,)) for xs in each]
+    gathered = [
+        [from_chunks(jnp.stack([one[side][i] for one in found]), AXIS, work.way.order) for side in (0, 1)]
+        for i in range(k)
+    ]
+    chunks = range(work.way.parts(work.ranks))
+    begins: list[list[jax.Array]] = [start]
+    for chunk in reversed(chunks) if parts.reverse else chunks:
+        begins.append([grown[chunk] + decay[chunk] * h for (grown, decay), h in zip(gathered, begins[-1], strict=True)])
+    *begins, last = begins
+    known = [jnp.stack(hs) for hs in zip(*(begins[::-1] if parts.reverse else begins), strict=True)]
+    done = [run([h[at] for h in known], xs)[1] for at, xs in zip(work.chunks(), each, strict=True)]
+    return [*((h, None) for h in last), *((jnp.concatenate(ys), Split(0)) for ys in zip(*done, strict=True))]
+
+
+def diagonal(parts: jx.Scan) -> bool:
+    """Whether each carry of a scan becomes a h + b, where neither a nor b depends on any carry, and an element of h
+    goes into the same one alone.
+    """
+    flat = jx.flatten(parts.body)
+    n, k = len(parts.consts), len(parts.carry)
+    of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}  # None: of carries in another way
+    read = lambda atom: None if jx.is_literal(atom) else atom
+    for eqn in flat.eqns:
+        mine = [v for v in map(read, eqn.invars) if v in of]
+        if not mine:
+            continue
+        name, from_ = eqn.primitive.name, {of[v] for v in mine}
+        linear = (
+            name in _KEPT
+            or name in ("add", "sub", "add_any")
+            or (name == "mul" and len(mine) == 1)
+            or (name == "div" and mine == [read(eqn.invars[0])])
+            or (name == "select_n" and read(eqn.invars[0]) not in of)
+        )
+        same = all(v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                   for v in (*mine, *eqn.outvars))  # fmt: skip
+        of.update((v, from_.pop() if linear and same and len(from_) == 1 else None) for v in eqn.outvars)
+    return all(jx.is_literal(v) or v not in of or of[v] == i for i, v in enumerate(flat.outvars[:k]))

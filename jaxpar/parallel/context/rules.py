@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
@@ -22,7 +21,6 @@ from .keys import keys_of
 from .localiser import Positions
 from .made import counts
 from .split import PARTIAL, Split, reshaped
-from .ways import AXIS
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 _APART = """
@@ -41,15 +39,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return fun
 
     return register
-
-
-@rule("scan")
-def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    parts = jx.scan_parts(eqn)
-    steps = inputs[len(parts.consts) + len(parts.carry) :]
-    if any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
-        return None  # position by position: refused
-    return TENSOR["scan"](work, eqn, inputs)
 
 
 @rule("reshape")
@@ -140,8 +129,8 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return "free", dim
 
     split = [side for side in (0, 1) if inputs[side].dim is not None]
-    rows = [1 if (d := inputs[side].dim) is None else work.split(d).rows for side in (0, 1)]
-    if len(split) == 2 and (*role(0), rows[0]) == (*role(1), rows[1]) and role(0)[0] != "free":
+    how = [(1, 0) if (d := inputs[side].dim) is None else work.split(d).how[1:] for side in (0, 1)]
+    if len(split) == 2 and (*role(0), how[0]) == (*role(1), how[1]) and role(0)[0] != "free":
         kind, at = role(0)
         if kind == "contracted":
             return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
@@ -153,11 +142,11 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     kind, at = role(keep)
     mine, other = inputs[keep], inputs[1 - keep]
     if kind == "contracted":
-        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], rows[keep])), PARTIAL
+        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], *how[keep])), PARTIAL
     elif kind == "batch":
-        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], rows[keep])), Split(at, rows[keep])
+        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], *how[keep])), Split(at, *how[keep])
     else:
-        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), rows[keep])
+        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), *how[keep])
     return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
 
 

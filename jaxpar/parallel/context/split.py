@@ -36,8 +36,8 @@ _ONE = ("neg", "copy", "copy_p", "reshape", "squeeze", "transpose", "broadcast_i
 
 
 class Split(int):
-    """A dim, which consists of `rows` equal stretches, each split by itself: 1 but for a merged one. A stretch is longer
-    by `overlap` than what is in chunks.
+    """A dim, which consists of `rows` equal stretches, each split by itself: 1 but for a merged one. A stretch is
+    longer by `overlap` than what is in chunks.
     """
 
     rows: int

@@ -25,6 +25,8 @@ FIRST = (
     ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2,schedule=zb-h1"),
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
+    ("neighbours", "context=4,attention=ring"),
+    ("states", "context=2,attention=ring"),
 )
 LAYERS = ("llama_gqa", "gpt2", "mixture")
 BESIDE = (
@@ -58,6 +60,8 @@ def battery() -> list[Any]:
                     continue
                 if name == "chunked" and ranks * (2 if way == "ring" else 1) > 4:
                     continue  # chunks of four positions
+                if name == "neighbours" and ranks * (2 if way == "ring" else 1) > 8:
+                    continue  # two positions of the next chunk, which has one
                 found.append((name, f"{text},attention={way}"))
     return found
 
@@ -169,8 +173,12 @@ def other_places(x: jax.Array) -> jax.Array:
 
 REFUSED = {
     "recurrence": (lambda x: nn.RNN(nn.SimpleCell(8))(x), "scan at"),
-    "convolution": (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), "mixes its positions"),
-    "cumulative sum": (lambda x: jnp.cumsum(x, axis=1), "cumsum at"),
+    "convolution with strides": (
+        lambda x: nn.Conv(8, (3,), strides=(2,))(x).repeat(2, axis=1),
+        "conv_general_dilated at",
+    ),
+    "order": (lambda x: jnp.sort(x, axis=1), "sort at"),
+    "distant": (lambda x: jnp.pad(x, ((0, 0), (9, 0), (0, 0)))[:, :-9], "reaches 9 further"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
@@ -185,7 +193,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         step.traced(cells.batch_of(4))
     assert said in str(error.value)
     assert "test_context.py" in str(error.value)
-    assert "attend by jp.attention" in str(error.value)
+    assert ("use a smaller context=" if what == "distant" else "attend by jp.attention") in str(error.value)
 
 
 @pytest.mark.parametrize(
