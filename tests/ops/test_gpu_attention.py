@@ -59,14 +59,16 @@ def attention(one: Operation) -> bool:
     return isinstance(one, Kernel) and "dot_product_attention" in one.name
 
 
-def test_hops_of_the_ring_span_the_attention() -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.battery), 8])
+def test_hops_of_the_ring_span_the_attention(ranks: int) -> None:
     """In the scheduled program: each iteration sends once, starts before its first kernel and ends after its last; in
     the backward what moves are keys, values and both of their gradients.
     """
-    program, mesh = compiled("ring", 8, 32_768)
-    found = [loop for loop in loops(Executable(program.as_text(), mesh).operations) if loop.trips == 6]
+    program, mesh = compiled("ring", ranks, 32_768)
+    operations = Executable(program.as_text(), mesh).operations
+    found = [loop for loop in loops(operations) if loop.trips == ranks - 2]
     assert len(found) == 2
-    block = 2 * ROWS * 32_768 // 8 * GROUPS * SIZE
+    block = 2 * ROWS * 32_768 // ranks * GROUPS * SIZE
     for loop, moved in zip(found, (2 * block, 2 * block + 4 * block), strict=True):
         (start,) = (i for i, one in enumerate(loop.body) if isinstance(one, Start))
         (done,) = (i for i, one in enumerate(loop.body) if isinstance(one, Done))
@@ -75,11 +77,16 @@ def test_hops_of_the_ring_span_the_attention() -> None:
         assert len(kernels) == 2
         assert start < min(kernels)
         assert max(kernels) < done
+    # Before and after the loops as well, but for the last hop, of gradients that go home.
+    starts, ends = ([i for i, one in enumerate(operations) if isinstance(one, kind)] for kind in (Start, Done))
+    spans = [any(map(attention, operations[i:j])) for i, j in zip(starts, ends, strict=True)]
+    assert spans == [True, True, False]
 
 
-def test_every_block_is_cudnns() -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.battery), 8])
+def test_every_block_is_cudnns(ranks: int) -> None:
     """Own keys, then two kernels in each loop and after it, forward and backward; and no other product."""
-    text = compiled("ring", 8, 32_768)[0].as_text()
+    text = compiled("ring", ranks, 32_768)[0].as_text()
     assert text.count('custom_call_target="__cudnn$fmha') == 2 * (1 + 2 + 2)
     assert not [line for line in text.splitlines() if " dot(" in line or "__cublas" in line]
 

@@ -98,7 +98,8 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     dim = x.dim
     assert dim is not None
-    starts, limits, strides = (list(eqn.params[k] or ()) for k in ("start_indices", "limit_indices", "strides"))
+    starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
+    strides = eqn.params["strides"]
     start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
     if strides and strides[dim] != 1:
         return None
@@ -122,12 +123,14 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 @rule("pad")
 def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     x, fill = inputs
-    if x.dim is None or (found := TENSOR["pad"](work, eqn, inputs)) is not None:
-        return found if x.dim is not None else None
+    if x.dim is None:
+        return None
+    if (found := TENSOR["pad"](work, eqn, inputs)) is not None:
+        return found
     config = list(eqn.params["padding_config"])
     low, high, between = config[x.dim]
     config[x.dim] = (0, 0, 0)
-    if between:
+    if between or work.rows > 1:
         return None
     (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
     if overlap(work, x.shape[x.dim] + low + high, work.chunk(x.shape[x.dim], work.overlap)) is None:
@@ -174,7 +177,7 @@ def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found |
     if x.dim not in numbers.lhs_spec[2:]:
         return None
     along = numbers.lhs_spec.index(x.dim) - 2
-    if params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
+    if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
         return None
     dim = work.split(x.dim)
     low, high = params["padding"][along]
@@ -305,9 +308,9 @@ def diagonal(parts: jx.Scan) -> bool:
     flat = jx.flatten(parts.body)
     n, k = len(parts.consts), len(parts.carry)
     of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}  # None: of carries in another way
-    read = lambda atom: None if jx.is_literal(atom) else atom
+    carried = lambda atom: not jx.is_literal(atom) and atom in of
     for eqn in flat.eqns:
-        mine = [v for v in map(read, eqn.invars) if v in of]
+        mine = [v for v in eqn.invars if carried(v)]
         if not mine:
             continue
         name, from_ = eqn.primitive.name, {of[v] for v in mine}
@@ -315,10 +318,10 @@ def diagonal(parts: jx.Scan) -> bool:
             name in _KEPT
             or name in ("add", "sub", "add_any")
             or (name == "mul" and len(mine) == 1)
-            or (name == "div" and mine == [read(eqn.invars[0])])
-            or (name == "select_n" and read(eqn.invars[0]) not in of)
+            or (name == "div" and carried(eqn.invars[0]) and len(mine) == 1)
+            or (name == "select_n" and not carried(eqn.invars[0]))
         )
         same = all(v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
                    for v in (*mine, *eqn.outvars))  # fmt: skip
         of.update((v, from_.pop() if linear and same and len(from_) == 1 else None) for v in eqn.outvars)
-    return all(jx.is_literal(v) or v not in of or of[v] == i for i, v in enumerate(flat.outvars[:k]))
+    return all(not carried(v) or of[v] == i for i, v in enumerate(flat.outvars[:k]))
