@@ -179,8 +179,6 @@ class Positions(Localiser):
 
     def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
         """The outputs of a flat program: partial sums only of one that is linear in them."""
-        # What nobody reads, such as the last positions for a cache, need have no rule.
-        flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
@@ -202,7 +200,7 @@ class Positions(Localiser):
         name = eqn.primitive.name
         found = None
         if (start := self.begin.get(id(eqn))) is not None:
-            found = start.run(self, eqn, inputs)
+            found = start.run(self, inputs)
         elif any(x.partial for x in inputs):
             found = linear(eqn, inputs)
             if found is None:
@@ -257,6 +255,8 @@ def split_sequence(
     Raises ValueError where no sequence is found, or the ranks do not divide it; and, when the function is traced, where
     an equation mixes positions and has no rule.
     """
+    # What nobody reads, such as the last positions for a cache, need have no rule.
+    flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
     begin = starts(flat, leaves, batch, way.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 

@@ -17,6 +17,7 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
+from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
 
 # All three ways, every other axis, dropout, shifted targets, a product with the keys on its left.
@@ -146,6 +147,15 @@ def test_heads_that_tensor_does_not_divide_are_whole() -> None:
     q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
     flat, _ = jx.trace(jp.attention, q, k, k)
     assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
+
+
+def test_where_a_split_begins_is_held() -> None:
+    """Rules of differentiation are rewritten after the trace: a freed equation's id was another's, now and then."""
+    table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    found = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2)
+    assert [(key, start.eqn.primitive.name) for key, start in found.items()] == [
+        (id(start.eqn), "gather") for start in found.values()
+    ]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
