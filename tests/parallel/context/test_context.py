@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
-from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
+from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes
 from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
 
@@ -193,6 +193,21 @@ REFUSED = {
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
 }
+
+
+@pytest.mark.parametrize(
+    ("mixes", "sent"),
+    [
+        (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), halo_bytes(4 * 8, 2, 0, 4, 4)),
+        (lambda x: jnp.cumsum(x, axis=1), (3 * 4 * 8 * 4, 3 * 4 * 8 * 4)),
+    ],
+    ids=["convolution", "cumsum"],
+)
+def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> None:
+    step = jp.make_train_step(reader(mixes), cells.SGD, "context=4", jax.devices()[:4])
+    written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
+    kinds = ("all-gather", "reduce-scatter")
+    assert tuple(sum(one.sent for one in written if one.kind == kind) for kind in kinds) == sent
 
 
 @pytest.mark.parametrize("what", REFUSED)
