@@ -17,6 +17,7 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes
+from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
 
@@ -27,7 +28,6 @@ FIRST = (
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
-    ("states", "context=2,attention=ring"),
 )
 LAYERS = ("llama_gqa", "gpt2", "mixture")
 BESIDE = (
@@ -147,6 +147,34 @@ def test_heads_that_tensor_does_not_divide_are_whole() -> None:
     q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
     flat, _ = jx.trace(jp.attention, q, k, k)
     assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
+
+
+STEPS: dict[str, tuple[Any, bool]] = {
+    "a h + b": (lambda h, x: x * h + jnp.tanh(x), True),
+    "where it begins anew": (lambda h, x: jnp.where(x > 0, h, 0) - x / 2, True),
+    "with a product of all of h": (lambda h, x: h @ jnp.ones((3, 3)) + x, False),
+    "a of h": (lambda h, x: h * jax.nn.sigmoid(h) + x, False),
+    "to another place": (lambda h, x: h[::-1] + x, False),
+    "through a tanh": (lambda h, x: jnp.tanh(h + x), False),
+    "over h": (lambda h, x: x / h, False),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_states_that_may_be_found_in_chunks(what: str) -> None:
+    step, may = STEPS[what]
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    flat, _ = jx.trace(lambda x: jax.lax.scan(lambda h, x: (step(h, x), h), jnp.ones(3), x), x)
+    (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
+    assert diagonal(jx.scan_parts(scan)) == may
+
+
+def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    swap = lambda h, x: ((h[1] * x, h[0] + x), x)
+    flat, _ = jx.trace(lambda x: jax.lax.scan(swap, (jnp.ones(3), jnp.ones(3)), x), x)
+    (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
+    assert not diagonal(jx.scan_parts(scan))
 
 
 def test_where_a_split_begins_is_held() -> None:
