@@ -218,6 +218,68 @@ def flattened_shifted() -> jp.Model:
     return flattened(shift=True)
 
 
+def neighbours() -> jp.Model:
+    """What short convolutions, shifts and running sums are written as: RWKV's token shift, Mamba's convolution, padded
+    on both sides and cut; RecurrentGemma's, a sum of shifted windows; a convolution that sees what follows.
+    """
+    model, shape = window(), ("NWC", "WIO", "NWC")
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return model.init(key) | {"taps": draw(11, 3, DIM), "kernel": draw(12, 3, DIM, DIM)}
+
+    def mixed(params: Any, x: jax.Array) -> jax.Array:
+        taps, (rows, length, _) = params["taps"], x.shape
+        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1] + jnp.roll(x, -1, axis=1) * taps[0]
+        conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1,), dimension_numbers=shape)
+        cut = conv(before, taps[:, None], padding=[(2, 2)], feature_group_count=DIM)[:, :length]
+        shifted = [
+            jnp.concatenate([jnp.zeros((rows, i, DIM)), cut[:, : length - i]], 1) * taps[2 - i] for i in range(3)
+        ]
+        return conv(jnp.tanh(sum(shifted)), params["kernel"], padding="SAME")
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :-1]]
+        x = x + mixed(params, x)
+        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
+        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+        so_far = jnp.cumsum(x, axis=1) / 8 - jax.lax.cummax(jnp.tanh(x), axis=1, reverse=True)
+        return weighed(jnp.tanh(so_far) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
+def states() -> jp.Model:
+    """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
+    model = window()
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :-1]]
+        decay = -jnp.exp(params["bias"].reshape(1, DIM))
+        time = jax.nn.softplus(x @ params["query"])
+
+        def select(h: jax.Array, given: Any) -> Any:
+            x, key, time = given
+            h = h * jnp.exp(time * decay)[..., None] + (time * x)[..., None] * key[:, None]
+            return h, (h * key[:, None]).sum(-1)
+
+        order = lambda x: x.swapaxes(0, 1)
+        start = jnp.zeros((x.shape[0], DIM, 8))
+        x = x + order(jax.lax.scan(select, start, (order(x), order(x @ params["key"][:, :8]), order(time)))[1])
+        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
+        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+
+        def back(h: jax.Array, given: Any) -> Any:
+            h = given[0] * h + given[1]
+            return h, h
+
+        scan = jax.vmap(lambda h, given: jax.lax.scan(back, h, given, reverse=True))
+        last, x = scan(jnp.ones_like(x[:, 0]), (jax.nn.sigmoid(x @ params["up"]), x))
+        return weighed((x + last[:, None] / 8) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=model.init, loss=loss)
+
+
 def mixture() -> jp.Model:
     """Experts that drop nothing: each rank's tokens in slots of its own, and what overflows these."""
     sizes = {"dim": DIM, "layers": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "experts": 4, "z": 0.01, "balance": 0.5}
@@ -238,6 +300,8 @@ MODELS = {
         chunked,
         flattened,
         flattened_shifted,
+        neighbours,
+        states,
         mixture,
     )
 }
@@ -249,6 +313,8 @@ KERNELS = (
     "chunked",
     "flattened",
     "flattened_shifted",
+    "neighbours",
+    "states",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
 

@@ -77,8 +77,24 @@ def cross_entropy(
     known = jnp.where(padded < 0, head.shape[1], padded)
     known = known if ignore is None else jnp.where(padded == ignore, 0, known)
     _, nats = lax.scan(some, None, (cut(hidden, 1), cut(known, 0)))
-    nats = jnp.moveaxis(nats, 0, -1).reshape(*rows, t + missing)[..., :t]
+    nats = _first(jnp.moveaxis(nats, 0, -1).reshape(*rows, t + missing)[..., :t])
     return nats if ignore is None else jnp.where(labels == ignore, 0, nats)
+
+
+@jax.custom_vjp
+def _first(nats: jax.Array) -> jax.Array:
+    """`nats`, before any gradient: nothing in the backward reads them, so XLA's scheduler computed them last, and held
+    the head and all hidden states until then (1.3 GB more at the peak of an 8B model's step on H100s, jax 0.10.2).
+    """
+    return nats
+
+
+def _then(nats: jax.Array, given: jax.Array) -> tuple[jax.Array]:
+    # Zeros that cannot exist before `nats` do. Not by lax.optimization_barrier: XLA drops what nobody reads of it.
+    return (given + jnp.minimum(jnp.abs(jnp.nan_to_num(nats)), 0),)
+
+
+_first.defvjp(lambda nats: (nats, nats), _then)
 
 
 @jax.custom_vjp

@@ -1,6 +1,7 @@
 """The program of one context rank, which has some of the positions of every sequence."""
 
 from . import attention as attention
+from . import neighbours as neighbours
 from .localiser import split_sequence as split_sequence
 from .rules import RULES as RULES
 from .ways import Way as Way

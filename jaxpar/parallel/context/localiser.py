@@ -19,6 +19,7 @@ position repeats others, and is left out where positions are added up.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -29,24 +30,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
-from ...ops.context import from_zigzag, order_of, positions
+from ...ops.context import from_zigzag, order_of
 from ..tensor.localiser import Localiser, Placed
+from ..tensor.primitives import ELEMENTWISE
 from .made import pushed
-from .partial import PARTIAL, linear
-from .split import Split, by_row
+from .split import PARTIAL, Split, by_row, linear
 from .starts import FirstSplit, starts
 from .ways import AXIS, GATHER, Way
 
 # Their inputs need not be split alike: they hold programs, or treat each input by itself.
 MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
+# What may be longer or shorter than the chunks that it is in.
+OVERLAPPING = frozenset((*ELEMENTWISE, "slice", "pad", "concatenate", "conv_general_dilated", "transpose", "squeeze",
+                         "broadcast_in_dim", "reduce_sum", "cumsum", *MIXING))  # fmt: skip
 
 
 @dataclass
 class Positions(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
     of a rule, `way` how attention reaches all keys, `tensor` the number of ranks that share heads,
-    and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows` is what a
-    plain number means in the rule of the equation at hand: the rows of its inputs.
+    and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows`
+    and `overlap` are what a plain number means in the rule of the equation at hand: those of its inputs.
     """
 
     begin: dict[int, FirstSplit] = field(default_factory=dict)
@@ -55,6 +59,7 @@ class Positions(Localiser):
     tensor: int = 1
     eqns: Sequence[Any] = ()
     rows: int = 1
+    overlap: int = 0
 
     # -- whole, split, partial -----------------------------------------------------------------------------------------
 
@@ -65,14 +70,17 @@ class Positions(Localiser):
         if x.dim is None:
             return x.value
         dim = self.split(x.dim)
-        return x.once(
-            "whole", lambda: by_row(lambda y, d: self._gathered(y, d, x.shape[dim] // dim.rows), x.value, dim)
-        )
+        n = x.shape[dim] // dim.rows
+        return x.once("whole", lambda: by_row(lambda y, d: self._gathered(y, d, n, dim.overlap), x.value, dim))
 
-    def _gathered(self, value: jax.Array, dim: int, n: int) -> jax.Array:
+    def _gathered(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
         every = lax.all_gather(value, AXIS, axis=dim, tiled=True)
         if self.way.order != "plain":
             every = from_zigzag(every, self.ranks, dim)
+        if overlap > 0:  # of each chunk itself, and of the last what follows
+            *first, last = jnp.split(every, self.way.parts(self.ranks), dim)
+            kept = [lax.slice_in_dim(x, 0, self.chunk(n, overlap), axis=dim) for x in first]
+            every = jnp.concatenate([*kept, last], dim)
         return lax.slice_in_dim(every, 0, n, axis=dim)
 
     def entered(self, x: Placed) -> jax.Array:
@@ -80,15 +88,15 @@ class Positions(Localiser):
         return self.whole(x)
 
     def split(self, dim: int) -> Split:
-        """A dim, and how many rows are merged in it."""
-        return dim if isinstance(dim, Split) else Split(dim, self.rows)
+        """A dim, how many rows are merged in it, and what of it overlaps."""
+        return dim if isinstance(dim, Split) else Split(dim, self.rows, self.overlap)
 
     def part(self, x: Placed, dim: int) -> jax.Array:
         """This rank's part along a dim."""
         at = self.split(dim)
-        if x.dim is not None and not x.partial and (x.dim, self.split(x.dim).rows) == (at, at.rows):
+        if x.dim is not None and not x.partial and self.split(x.dim).how == at.how:
             return x.value
-        return x.once(("part", at, at.rows), lambda: self._part(x, at))
+        return x.once(("part", at.how), lambda: self._part(x, at))
 
     def _part(self, x: Placed, dim: int) -> jax.Array:
         made = pushed(self, self.positions, x, self.split(dim)) if x.made is not None else None
@@ -96,14 +104,16 @@ class Positions(Localiser):
 
     def take(self, value: jax.Array, dim: int) -> jax.Array:
         """This rank's part of a value that it has whole; beyond its end the last position again."""
-        return by_row(self._taken, value, self.split(dim))
+        dim = self.split(dim)
+        return by_row(lambda x, d: self._taken(x, d, dim.overlap), value, dim)
 
-    def _taken(self, value: jax.Array, dim: int) -> jax.Array:
-        n, size = value.shape[dim], self.size(value.shape[dim])
-        if size * self.ranks > n:
-            value = jnp.pad(value, [(0, size * self.ranks - n if d == dim else 0) for d in range(value.ndim)], "edge")
-        chunk, chunks = self.chunk(n), self.chunks()
-        parts = [lax.dynamic_slice_in_dim(value, at * chunk, chunk, dim) for at in chunks]
+    def _taken(self, value: jax.Array, dim: int, overlap: int) -> jax.Array:
+        n = value.shape[dim]
+        chunk, after = self.chunk(n, overlap), max(overlap, 0)
+        missing = chunk * self.way.parts(self.ranks) + after - n
+        if missing:
+            value = jnp.pad(value, [(0, missing if d == dim else 0) for d in range(value.ndim)], "edge")
+        parts = [lax.dynamic_slice_in_dim(value, at * chunk, chunk + after, dim) for at in self.chunks()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
     def chunks(self) -> list[jax.Array]:
@@ -111,37 +121,47 @@ class Positions(Localiser):
         held = jnp.asarray(order_of(self.ranks, self.way.order), jnp.int32).reshape(self.ranks, -1)
         return list(held[lax.axis_index(AXIS)])
 
-    def chunk(self, n: int) -> int:
-        """The positions of one chunk of n."""
-        return -(-n // self.way.parts(self.ranks))
+    def chunk(self, n: int, overlap: int = 0) -> int:
+        """The positions of one chunk of n, without what overlaps."""
+        return -(-(n - overlap) // self.way.parts(self.ranks))
 
-    def size(self, n: int) -> int:
+    def size(self, n: int, overlap: int = 0) -> int:
         """How many of n positions a rank has, those beyond the end included."""
-        return self.chunk(n) * self.way.parts(1)
+        return (self.chunk(n, overlap) + max(overlap, 0)) * self.way.parts(1)
 
-    def positions(self, n: int, rows: int = 1) -> jax.Array:
-        """Where in a dim of n, which consists of so many rows, the positions are that this rank has: int32. Those
-        beyond the end of a row are its last.
-        """
-        per = n // rows
-        each = jnp.minimum(positions(self.size(per), AXIS, self.way.order), per - 1)
-        return (jnp.arange(rows, dtype=jnp.int32)[:, None] * per + each).reshape(-1)
+    def positions(self, n: int, dim: Split) -> jax.Array:
+        """Where in a dim of n this rank's positions are: int32. Those beyond the end of a row are its last."""
+        per = n // dim.rows
+        each = jnp.minimum(self._places(per, dim.overlap), per - 1)
+        return (jnp.arange(dim.rows, dtype=jnp.int32)[:, None] * per + each).reshape(-1)
+
+    def _places(self, n: int, overlap: int) -> jax.Array:
+        chunk = self.chunk(n, overlap)
+        each = jnp.arange(chunk + max(overlap, 0), dtype=jnp.int32)
+        return jnp.concatenate([at * chunk + each for at in self.chunks()])
 
     def kept(self, x: Placed) -> jax.Array:
-        """The part of a split value, zeros beyond the end."""
+        """The part of a split value, zeros where it has no position, or another chunk has the same."""
         assert x.dim is not None
         dim = self.split(x.dim)
         n = x.shape[dim] // dim.rows
-        if self.size(n) * self.ranks == n:
+        if dim.overlap == 0 and self.size(n) * self.ranks == n:
             return x.value
-        inside = jnp.tile(positions(self.size(n), AXIS, self.way.order) < n, dim.rows)
+        inside = self._places(n, dim.overlap) < n
+        if dim.overlap > 0:  # what follows is the next chunk's, but behind the last
+            chunk, parts = self.chunk(n, dim.overlap), self.way.parts(self.ranks)
+            own = jnp.arange(chunk + dim.overlap) < chunk
+            inside &= jnp.concatenate([own | (at == parts - 1) for at in self.chunks()])
+        inside = jnp.tile(inside, dim.rows)
         inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != dim])
         return jnp.where(inside, x.value, jnp.zeros_like(x.value))
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        rows = 1 if dim is None else self.split(dim).rows
-        return tuple(rows * self.size(n // rows) if d == dim else n for d, n in enumerate(shape))
+        if dim is None:
+            return (*shape,)
+        at = self.split(dim)
+        return tuple(at.rows * self.size(n // at.rows, at.overlap) if d == at else n for d, n in enumerate(shape))
 
     def shared(self, x: Placed) -> jax.Array:
         """A partial sum: of what every rank has whole, its share."""
@@ -168,24 +188,28 @@ class Positions(Localiser):
 
     def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
         """What becomes of one equation."""
-        rows = {self.split(x.dim).rows for x in inputs if x.dim is not None}
-        outer, self.rows = self.rows, max(rows) if len(rows) == 1 else 1
+        how = {(dim.rows, dim.overlap) for x in inputs if x.dim is not None for dim in [self.split(x.dim)]}
+        outer = self.rows, self.overlap
+        self.rows, self.overlap = max(how) if len(how) == 1 else (1, 0)
         try:
-            return self._equation(eqn, inputs, mixed=len(rows) > 1)
+            return self._equation(eqn, inputs, mixed=len(how) > 1)
         finally:
-            self.rows = outer
+            self.rows, self.overlap = outer
 
     def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
         name = eqn.primitive.name
         found = None
         if (start := self.begin.get(id(eqn))) is not None:
-            found = start.run(self, eqn, inputs)
+            found = start.run(self, inputs)
         elif any(x.partial for x in inputs):
             found = linear(eqn, inputs)
             if found is None:
                 inputs = [Placed(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
-        if found is None and split and name in self.rules and not (mixed and name not in MIXING):
+        known = name in self.rules and (name in MIXING or not mixed)
+        if any(x.dim is not None and self.split(x.dim).overlap for x in inputs):
+            known = known and name in OVERLAPPING
+        if found is None and split and known:
             found = self.rules[name](self, eqn, inputs)
         if found is None:
             for x in inputs:
@@ -231,6 +255,8 @@ def split_sequence(
     Raises ValueError where no sequence is found, or the ranks do not divide it; and, when the function is traced, where
     an equation mixes positions and has no rule.
     """
+    # What nobody reads, such as the last positions for a cache, need have no rule.
+    flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
     begin = starts(flat, leaves, batch, way.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 

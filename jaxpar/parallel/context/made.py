@@ -20,8 +20,8 @@ from .split import Split
 _SAME = frozenset(ELEMENTWISE)
 
 
-def pushed(work: Localiser, positions: Callable[[int, int], jax.Array], x: Placed, dim: Split) -> jax.Array | None:
-    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, rows)` are this rank's of
+def pushed(work: Localiser, positions: Callable[[int, Split], jax.Array], x: Placed, dim: Split) -> jax.Array | None:
+    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, dim)` are this rank's of
     n.
     """
     assert x.made is not None
@@ -33,13 +33,13 @@ def pushed(work: Localiser, positions: Callable[[int, int], jax.Array], x: Place
         dims, shape = eqn.params["broadcast_dimensions"], work.local(x.shape, dim)
         (y,) = inputs
         at = dims.index(dim) if dim in dims else -1
-        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, Split(at, dim.rows))
+        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, Split(at, dim.rows, dim.overlap))
         return jax.lax.broadcast_in_dim(small, shape, dims)
     if name == "iota" and not inputs:
         value = jax.lax.broadcasted_iota(eqn.params["dtype"], work.local(x.shape, dim), eqn.params["dimension"])
         if dim != eqn.params["dimension"]:
             return value
-        places = positions(x.shape[dim], dim.rows).astype(value.dtype)
+        places = positions(x.shape[dim], dim).astype(value.dtype)
         return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
     return None
 

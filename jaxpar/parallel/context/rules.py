@@ -11,20 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
-from ...ops.context import order_of
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
 from .made import counts
-from .partial import PARTIAL
-from .split import Split, reshaped
-from .ways import AXIS
+from .split import PARTIAL, Split, reshaped
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 _APART = """
@@ -43,15 +39,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return fun
 
     return register
-
-
-@rule("scan")
-def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    parts = jx.scan_parts(eqn)
-    steps = inputs[len(parts.consts) + len(parts.carry) :]
-    if any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
-        return None  # position by position: refused
-    return TENSOR["scan"](work, eqn, inputs)
 
 
 @rule("reshape")
@@ -73,35 +60,6 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
         f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
         f"jp.cross_entropy by a chunk= {work.ranks} times as large"
     )
-
-
-@rule("slice")
-def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """All positions, all but some of the last, or one."""
-    (x,) = inputs
-    dim = x.dim
-    assert dim is not None
-    starts, limits, strides = (
-        list(eqn.params["start_indices"]),
-        list(eqn.params["limit_indices"]),
-        eqn.params["strides"],
-    )
-    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
-    size, chunk = work.size(n), work.chunk(n)
-    if strides and strides[dim] != 1:
-        return None
-    if start == 0 and (limit == x.shape[dim] or (work.rows == 1 and work.size(limit) == size)):
-        limits[dim] = size * work.rows  # what is beyond is left out of sums
-        return [(jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0], dim)]
-    if limit - start == 1:
-        held = order_of(work.ranks, work.way.order)
-        row, place = divmod(start, n)
-        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
-        starts[dim] = row * size + slot * chunk + place % chunk
-        limits[dim] = starts[dim] + 1
-        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
-    return None
 
 
 # -- functions that put tokens into another order ----------------------------------------------------------------------
@@ -171,8 +129,8 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return "free", dim
 
     split = [side for side in (0, 1) if inputs[side].dim is not None]
-    rows = [1 if (d := inputs[side].dim) is None else work.split(d).rows for side in (0, 1)]
-    if len(split) == 2 and (*role(0), rows[0]) == (*role(1), rows[1]) and role(0)[0] != "free":
+    how = [(1, 0) if (d := inputs[side].dim) is None else work.split(d).how[1:] for side in (0, 1)]
+    if len(split) == 2 and (*role(0), how[0]) == (*role(1), how[1]) and role(0)[0] != "free":
         kind, at = role(0)
         if kind == "contracted":
             return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
@@ -184,11 +142,11 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     kind, at = role(keep)
     mine, other = inputs[keep], inputs[1 - keep]
     if kind == "contracted":
-        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], rows[keep])), PARTIAL
+        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], *how[keep])), PARTIAL
     elif kind == "batch":
-        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], rows[keep])), Split(at, rows[keep])
+        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], *how[keep])), Split(at, *how[keep])
     else:
-        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), rows[keep])
+        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), *how[keep])
     return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
 
 

@@ -20,19 +20,22 @@ class FirstSplit:
     """An equation whose operand `side`, whole so far, is split along dim 1.
 
     Attributes:
+      eqn: the equation. It is known by its `id`, which is its own while it is held: rules of differentiation are
+        rewritten when the program that they came from may be gone.
       side: which of the two operands has the sequence.
       dim: the dim of the sequence in the result.
       tokens: the number of positions in all rows.
     """
 
+    eqn: Any
     side: int
     dim: int
     tokens: int
 
-    def run(self, work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    def run(self, work: Localiser, inputs: Sequence[Placed]) -> Found:
         """The equation on this rank's positions."""
         values = [work.part(x, 1) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
-        return [(jx.bind(eqn, values)[0], self.dim)]
+        return [(jx.bind(self.eqn, values)[0], self.dim)]
 
 
 def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, FirstSplit]:
@@ -80,11 +83,11 @@ def _start(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
         if numbers.start_indices_batching_dims:
             return None
         rows = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
-        return FirstSplit(side, rows[1], tokens)
+        return FirstSplit(eqn, side, rows[1], tokens)
     if eqn.primitive.name == "dot_general":
         contracted, batch = (pair[side] for pair in eqn.params["dimension_numbers"])
         if batch or 0 in contracted or 1 in contracted:
             return None
         before = 0 if side == 0 else len(shapes[0]) - len(contracted)
-        return FirstSplit(side, before + 1, tokens)
+        return FirstSplit(eqn, side, before + 1, tokens)
     return None

@@ -16,7 +16,9 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
-from jaxpar.ops.context import gather_bytes, ring_bytes, ulysses_bytes
+from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes
+from jaxpar.parallel.context.neighbours import diagonal
+from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
 
 # All three ways, every other axis, dropout, shifted targets, a product with the keys on its left.
@@ -25,6 +27,7 @@ FIRST = (
     ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2,schedule=zb-h1"),
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
+    ("neighbours", "context=4,attention=ring"),
 )
 LAYERS = ("llama_gqa", "gpt2", "mixture")
 BESIDE = (
@@ -58,6 +61,8 @@ def battery() -> list[Any]:
                     continue
                 if name == "chunked" and ranks * (2 if way == "ring" else 1) > 4:
                     continue  # chunks of four positions
+                if name == "neighbours" and ranks * (2 if way == "ring" else 1) > 8:
+                    continue  # two positions of the next chunk, which has one
                 found.append((name, f"{text},attention={way}"))
     return found
 
@@ -144,6 +149,43 @@ def test_heads_that_tensor_does_not_divide_are_whole() -> None:
     assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
 
 
+STEPS: dict[str, tuple[Any, bool]] = {
+    "a h + b": (lambda h, x: x * h + jnp.tanh(x), True),
+    "where it begins anew": (lambda h, x: jnp.where(x > 0, h, 0) - x / 2, True),
+    "with a product of all of h": (lambda h, x: h @ jnp.ones((3, 3)) + x, False),
+    "a of h": (lambda h, x: h * jax.nn.sigmoid(h) + x, False),
+    "to another place": (lambda h, x: h[::-1] + x, False),
+    "through a tanh": (lambda h, x: jnp.tanh(h + x), False),
+    "over h": (lambda h, x: x / h, False),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_states_that_may_be_found_in_chunks(what: str) -> None:
+    step, may = STEPS[what]
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    flat, _ = jx.trace(lambda x: jax.lax.scan(lambda h, x: (step(h, x), h), jnp.ones(3), x), x)
+    (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
+    assert diagonal(jx.scan_parts(scan)) == may
+
+
+def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    swap = lambda h, x: ((h[1] * x, h[0] + x), x)
+    flat, _ = jx.trace(lambda x: jax.lax.scan(swap, (jnp.ones(3), jnp.ones(3)), x), x)
+    (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
+    assert not diagonal(jx.scan_parts(scan))
+
+
+def test_where_a_split_begins_is_held() -> None:
+    """Rules of differentiation are rewritten after the trace: a freed equation's id was another's, now and then."""
+    table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    found = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2)
+    assert [(key, start.eqn.primitive.name) for key, start in found.items()] == [
+        (id(start.eqn), "gather") for start in found.values()
+    ]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,12 +211,31 @@ def other_places(x: jax.Array) -> jax.Array:
 
 REFUSED = {
     "recurrence": (lambda x: nn.RNN(nn.SimpleCell(8))(x), "scan at"),
-    "convolution": (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), "mixes its positions"),
-    "cumulative sum": (lambda x: jnp.cumsum(x, axis=1), "cumsum at"),
+    "convolution with strides": (
+        lambda x: nn.Conv(8, (3,), strides=(2,))(x).repeat(2, axis=1),
+        "conv_general_dilated at",
+    ),
+    "order": (lambda x: jnp.sort(x, axis=1), "sort at"),
+    "distant": (lambda x: jnp.pad(x, ((0, 0), (9, 0), (0, 0)))[:, :-9], "reaches 9 further"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
 }
+
+
+@pytest.mark.parametrize(
+    ("mixes", "sent"),
+    [
+        (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), halo_bytes(4 * 8, 2, 0, 4, 4)),
+        (lambda x: jnp.cumsum(x, axis=1), (3 * 4 * 8 * 4, 3 * 4 * 8 * 4)),
+    ],
+    ids=["convolution", "cumsum"],
+)
+def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> None:
+    step = jp.make_train_step(reader(mixes), cells.SGD, "context=4", jax.devices()[:4])
+    written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
+    kinds = ("all-gather", "reduce-scatter")
+    assert tuple(sum(one.sent for one in written if one.kind == kind) for kind in kinds) == sent
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -185,7 +246,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         step.traced(cells.batch_of(4))
     assert said in str(error.value)
     assert "test_context.py" in str(error.value)
-    assert "attend by jp.attention" in str(error.value)
+    assert ("use a smaller context=" if what == "distant" else "attend by jp.attention") in str(error.value)
 
 
 @pytest.mark.parametrize(
