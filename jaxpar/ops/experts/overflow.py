@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ..routes import route
 from .dispatch import Order, order, wide
+from .needed import where_needed
 from .rounds import rounds
 
 _numbers = itertools.count()
@@ -105,7 +106,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                 out = applied(taken(weights.reshape(-1), at), taken(x, at // k), of(e, leaves))
                 return total.at[at // k].add(out, mode="drop")
 
-            return jax.lax.cond(mine > 0, compute, lambda total: total, total), None
+            return where_needed(mine > 0, compute, total), None
 
         return jax.lax.scan(step, jnp.zeros(x.shape, weights.dtype), blocks(by, *ids.shape))[0], *leaves
 
@@ -138,7 +139,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                     e,
                 )
 
-            return jax.lax.cond(mine > 0, compute, lambda carry: carry, carry), None
+            return where_needed(mine > 0, compute, carry), None
 
         start = (
             jnp.zeros(x.shape, wide(x.dtype)),
