@@ -103,7 +103,7 @@ def agree(step: Any, batch: Any) -> None:
     ],
 )
 def test_a_context_axis_is_predicted_explained_and_checked(way: str, kinds: tuple[str, ...], closed: int) -> None:
-    step, batch = gpu("llama-tiny", f"fsdp=2,context=4,attention={way}", 4, dim=256, heads=8, kv_heads=4, head_dim=32)
+    step, batch = gpu("llama-tiny", f"fsdp=2,context=4,attention={way}", 4, dim=256, heads=8, kv_heads=4)
     program = step.compile(batch)
     found = predict(program, step, batch, H100)
     assert sent(found, "context", *kinds) == LAYERS * closed
