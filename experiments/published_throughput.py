@@ -104,6 +104,9 @@ def main(options: Options) -> None:
     for run in RUNS:
         if options.only not in run.name or (run.held_out and not options.held_out):
             continue
+        if run.unsupported:
+            print(f"{run.name:60} published {run.tokens:9,.0f} tokens/s/GPU, not predicted: {run.unsupported}")
+            continue
         found = prediction(run, options.programs)
         ratio = tokens(run, found) / run.tokens
         print(
@@ -112,7 +115,8 @@ def main(options: Options) -> None:
             flush=True,
         )
         print(*found.lines()[: options.kernels], sep="\n", end="\n" * (options.kernels > 0))
-        for group in (run.group, "all, held out" if run.held_out else "all, not held out"):
+        of = "held out" if run.held_out else "added later" if run.later else "not held out"
+        for group in (run.group, f"all, {of}"):
             groups.setdefault(group, []).append(ratio)
     for group, ratios in sorted(groups.items()):
         print(f"{group:20} {summary(ratios)}")

@@ -14,6 +14,7 @@ import jax
 from ...jaxprs.collectives import on_the_wire
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
+from .shares import OVERFLOW
 
 # Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
 MOVES = frozenset(
@@ -108,10 +109,11 @@ class While:
 
 @dataclass(frozen=True)
 class Choice:
-    """A `conditional`: one of these runs."""
+    """A `conditional`: one of these runs. `overflow`: one has what finds no slot in experts' buffers, or nothing."""
 
     name: str
     branches: tuple[tuple[Operation, ...], ...]
+    overflow: bool = False
 
 
 Operation = Kernel | Start | Done | While | Choice
@@ -169,7 +171,8 @@ class Executable:
             body = tuple(operation for part in parts for operation in self._block(part))
             yield While(i.name, trips, body, i.share and i.share.paces)
         elif i.opcode == "conditional":
-            yield Choice(i.name, tuple(self._block(branch) for branch in i.branches))
+            overflow = i.source.endswith(f"{OVERFLOW}/cond")
+            yield Choice(i.name, tuple(self._block(branch) for branch in i.branches), overflow)
         elif i.opcode == "call":
             for called in i.called:
                 yield from self._block(called)

@@ -11,6 +11,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+OVERFLOW = "where_tokens_overflow"  # the scope of a conditional that computes what finds no slot in experts' buffers
+
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:/while)?$")
 
 

@@ -53,17 +53,19 @@ Queue = dict[str, float]  # collectives under way, in their order, and the secon
 
 
 class Clock:
-    """Walks a program; `parts` and `notes` then say what it met.
+    """Walks a program; `parts` and `notes` then say what it met, `overflows` that a mixture's tokens may find no slot.
 
     Args:
       hardware: what a device can do.
       hosts: for each place in the mesh the host of its device.
       slowest: how much longer the slowest device's matrix products take than what was measured on one.
+      overflow: tokens overflow their experts' slots wherever they may; else nowhere.
     """
 
-    def __init__(self, hardware: Hardware, hosts: Sequence[int], slowest: float = 1.0) -> None:
-        self.hardware, self.hosts, self.slowest = hardware, hosts, slowest
+    def __init__(self, hardware: Hardware, hosts: Sequence[int], slowest: float = 1.0, overflow: bool = False) -> None:
+        self.hardware, self.hosts, self.slowest, self.overflow = hardware, hosts, slowest, overflow
         self.notes: list[str] = []
+        self.overflows = False
         self._share = busy_share(hardware)
         self._parts: dict[str, Part] = {}
         self._seconds: dict[str, float] = {}
@@ -102,12 +104,16 @@ class Clock:
                     spent, queue = self._loop(one, queue, times)
                     now += spent
                 case Choice():
-                    # Tried without being counted: the slowest branch is the one that runs.
+                    # Tried without being counted: the slowest branch is the one that runs, but for what overflows.
                     tried = [self._run(branch, queue, 0) for branch in one.branches]
-                    slowest = max(range(len(tried)), key=lambda at: tried[at][0] + sum(tried[at][1].values()))
-                    spent, queue = self._run(one.branches[slowest], queue, times)
+                    choose = min if one.overflow and not self.overflow else max
+                    chosen = choose(range(len(tried)), key=lambda at: tried[at][0] + sum(tried[at][1].values()))
+                    spent, queue = self._run(one.branches[chosen], queue, times)
                     now += spent
-                    self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
+                    if one.overflow:
+                        self.overflows = True
+                    else:
+                        self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
         return now, queue
 
     def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:

@@ -4,7 +4,8 @@ The model, in full: the program is walked in the order of its schedule, with one
 collectives. A kernel takes what `efficiency` says, a collective what `links` says. An asynchronous collective runs
 from its start, after those before it, and its done waits for it; a synchronous one stops the kernels. While a
 collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their trips.
-A pipeline's bubble is in the program: its ticks do masked work.
+A pipeline's bubble is in the program: its ticks do masked work. Of a conditional the slowest branch is counted, but
+not what a dropless mixture computes only where tokens overflow their experts' slots: `Prediction.overflow` has that.
 
 Devices that are alike differ, and a step takes as long as the slowest of them: its matrix products take 8% longer than
 those measured on one, and at the ends of a prediction's interval 0% and 22% (`efficiency.SLOWEST`).
@@ -54,6 +55,9 @@ class Prediction:
       hardware: their kind.
       parts: every kernel and collective, in the order in which they first run.
       notes: what could not be known, and what the compiler did unasked.
+      overflow: seconds that a step takes longer, at most, where a dropless mixture's tokens find no slot in their
+        experts' buffers. They are not in `seconds`: none are needed while no expert gets more than 1.25 times the mean
+        load of each rank's tokens. All of them are, where all tokens choose the experts of one rank.
     """
 
     seconds: float
@@ -70,6 +74,7 @@ class Prediction:
     hardware: str
     parts: tuple[Part, ...]
     notes: tuple[str, ...]
+    overflow: float = 0.0
 
     @property
     def rows_per_second(self) -> float:
@@ -128,6 +133,8 @@ class Prediction:
         shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
         shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
         shares.append(f"collectives {1e3 * self.hidden:.1f} ms hidden, {1e3 * self.exposed:.1f} ms exposed")
+        if self.overflow:
+            shares.append(f"at most {1e3 * self.overflow:.1f} ms more where tokens overflow their experts' slots")
         kinds = [f"  {kind:20}{1e3 * seconds:10.1f} ms" for kind, seconds in self.by_kind.items()]
         notes = [textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in self.notes]
         return "\n".join([head, *shares, *kinds, *notes])
@@ -167,6 +174,9 @@ def predict(
     least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
     clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
     seconds = clock.time(compiled.operations)
+    worst = seconds
+    if clock.overflows:
+        worst = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
     said = remarks(Costs.of(compiled), step.mesh.devices.flat[0].platform)
     kernels = [part for part in clock.parts if not part.collective]
     sent = [part for part in clock.parts if part.collective]
@@ -186,4 +196,5 @@ def predict(
         hardware=hardware.kind,
         parts=tuple(clock.parts),
         notes=(*clock.notes, *said),
+        overflow=worst - seconds,
     )

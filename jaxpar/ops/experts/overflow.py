@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ..routes import route
 from .dispatch import Order, order, wide
+from .needed import where_needed
 from .rounds import rounds
 
 _numbers = itertools.count()
@@ -105,7 +106,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                 out = applied(taken(weights.reshape(-1), at), taken(x, at // k), of(e, leaves))
                 return total.at[at // k].add(out, mode="drop")
 
-            return jax.lax.cond(mine > 0, compute, lambda total: total, total), None
+            return where_needed(mine > 0, compute, total), None
 
         one = lambda x, leaves: applied(weights[:1, 0], x[:1], of(by.load[0], leaves))
         width = jax.eval_shape(one, x, leaves).shape[-1]
@@ -141,7 +142,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                     e,
                 )
 
-            return jax.lax.cond(mine > 0, compute, lambda carry: carry, carry), None
+            return where_needed(mine > 0, compute, carry), None
 
         start = (
             jnp.zeros(x.shape, wide(x.dtype)),

@@ -21,6 +21,7 @@ from jax import lax
 
 from ..routes import route
 from .dispatch import Order, combine, order, rows_of, summed, wide
+from .needed import where_needed
 
 AXIS = "expert"
 
@@ -105,7 +106,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
         def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
             compute = lambda total: total + one(by, ids, number, x, weights, leaves)[0]
-            return lax.cond(number < count, compute, lambda total: total, total), None
+            return where_needed(number < count, compute, total), None
 
         width = jax.eval_shape(overflow, x, ids, weights, *leaves)[0].shape[-1]
         start = jnp.zeros((x.shape[0], width), weights.dtype)
@@ -125,7 +126,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
                 to_x, to_weights, of_leaves = pull((given, of_leaves))
                 return of_x + to_x.astype(of_x.dtype), of_weights + to_weights, of_leaves
 
-            return lax.cond(number < count, compute, lambda carry: carry, carry), None
+            return where_needed(number < count, compute, carry), None
 
         start = jnp.zeros(x.shape, wide(x.dtype)), jnp.zeros_like(weights), list(of_first)
         (of_x, of_weights, of_leaves), _ = lax.scan(step, start, numbers(x, ids, experts))

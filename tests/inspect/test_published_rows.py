@@ -1,0 +1,33 @@
+"""The published runs: each names its source, and a strategy of as many devices as it ran on."""
+
+import math
+
+import published_throughput
+import pytest
+from published_rows import RUNS, Run
+
+import jaxpar as jp
+from jaxpar.models import NAMES
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_run_can_be_predicted(run: Run) -> None:
+    strategy = jp.Strategy.parse(run.strategy)
+    devices = math.prod(int(part) for part in run.target.split("x")[:-1])
+    axes = [getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")]
+    rest = math.prod(size for size in axes if size > 0)
+    assert devices == rest or (-1 in axes and devices % rest == 0)
+    assert run.rows % (devices // (strategy.pipe * strategy.tensor * strategy.context) * strategy.microbatches) == 0
+    assert run.source
+    assert run.tokens > 0
+    assert run.model in NAMES or run.unsupported
+
+
+def test_names_are_of_one_run_each() -> None:
+    assert len({run.name for run in RUNS}) == len(RUNS)
+    assert [sum(run.held_out for run in RUNS), sum(run.later for run in RUNS)] == [19, 14]
+
+
+def test_a_summary_counts_what_is_near() -> None:
+    said = published_throughput.summary([0.8, 0.91, 1.0, 1.09, 1.16])
+    assert said == "5 runs, median 1.00, 3 within 10%, 3 within 15%, 0.80 to 1.16"
