@@ -1,4 +1,4 @@
-"""The step that benchmarks compare with: `jax.jit` of a model's loss, its gradients and an optimizer, without jaxpar."""
+"""The step that benchmarks compare with: `jax.jit` of a loss, its gradients and an optimizer, without jaxpar."""
 
 from collections.abc import Callable
 from typing import Any
