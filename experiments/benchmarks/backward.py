@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import plain
 from turns import cpu, medians, report
 
 import jaxpar as jp
@@ -30,8 +31,7 @@ def programs() -> dict[str, Callable[[], Any]]:
     params, variables = jax.jit(model.create)(jax.random.key(0))
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        mean = model.call(params, variables, batch, None)[0]["loss"]
-        return mean.total / mean.count
+        return plain.loss(model, params, variables, batch)[0]
 
     forward, both = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
     made = {

@@ -73,6 +73,7 @@ def first_step(model_name: str, strategy: str) -> dict[str, dict[str, float]]:
     """Seconds by phase, {"wall", "cpu", "trace", ...}; `strategy` "plain" is `jax.jit` without jaxpar."""
     import jax
     import optax
+    import plain
     from jax import monitoring
 
     import jaxpar as jp
@@ -97,26 +98,9 @@ def first_step(model_name: str, strategy: str) -> dict[str, dict[str, float]]:
         return result
 
     if strategy == "plain":
-
-        def create(key: jax.Array) -> Any:
-            params, variables = model.create(key)
-            return params, variables, optimizer.init(params)
-
-        def plain(state: Any, batch: Any) -> Any:
-            params, variables, moments = state
-
-            def loss(params: Any) -> Any:
-                means, new = model.call(params, variables, batch, None)
-                return means["loss"].total / means["loss"].count, new
-
-            (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            changes, moments = optimizer.update(grads, moments, params)
-            metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-            return (optax.apply_updates(params, changes), new, moments), metrics
-
         phase("build", lambda: None)
-        step = jax.jit(plain, donate_argnums=0)
-        state = phase("init", lambda: jax.jit(create)(key))
+        step = jax.jit(plain.train(model, optimizer), donate_argnums=0)
+        state = phase("init", lambda: jax.jit(plain.create(model, optimizer))(key))
     else:
         made: list[Any] = []
         phase("build", lambda: made.append(jp.make_train_step(model, optimizer, STRATEGIES[strategy])))

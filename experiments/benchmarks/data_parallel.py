@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import plain
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from turns import cpu, medians, report
 
@@ -47,24 +48,11 @@ def runners() -> dict[str, Runner]:
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
-    def create(key: jax.Array) -> Any:
-        params, variables = model.create(key)
-        return params, variables, optimizer.init(params)
-
-    def plain(state: Any, batch: Any) -> Any:
-        params, variables, moments = state
-
-        def loss(params: Any) -> Any:
-            means, new = model.call(params, variables, batch, None)
-            return means["loss"].total / means["loss"].count, new
-
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        changes, moments = optimizer.update(grads, moments, params)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-        return (optax.apply_updates(params, changes), new, moments), metrics
-
-    by_hand = jax.jit(plain, donate_argnums=0, in_shardings=(whole, rows), out_shardings=(whole, whole))
-    made = {"plain": Runner(by_hand, jax.jit(create, out_shardings=whole)(jax.random.key(0)), batch)}
+    step = jax.jit(
+        plain.train(model, optimizer), donate_argnums=0, in_shardings=(whole, rows), out_shardings=(whole, whole)
+    )
+    create = jax.jit(plain.create(model, optimizer), out_shardings=whole)
+    made = {"plain": Runner(step, create(jax.random.key(0)), batch)}
     for strategy in STRATEGIES:
         step = jp.make_train_step(model, optimizer, strategy)
         made[strategy] = Runner(step, step.init(jax.random.key(0)), batch)

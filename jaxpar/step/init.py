@@ -34,16 +34,24 @@ class FirstState:
         """A new state, created sharded; see `TrainStep.init`."""
         _check_key(key)
         if params is None:
-            return jax.jit(self._create, out_shardings=self._shardings)(key)
+            return self._creating(key)
         places = jax.tree.leaves(self.layout.handed_out)
         given = {at: jax.device_put(x, places[at]) for at, x in self._given(params, fresh).items()}
-        return jax.jit(self._create, out_shardings=self._shardings)(key, given)
+        return self._creating(key, given)
 
     def begin(self, key: jax.Array, params: Any, variables: Any) -> State:
         """A new state with the masters `params`, as they are stored, and `variables`. Both are donated."""
         _check_key(key)
-        begun = jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
-        return begun(key, params, variables)
+        return self._beginning(key, params, variables)
+
+    @functools.cached_property
+    def _creating(self) -> Callable[..., State]:
+        """`_create`, compiled once however many states a step makes."""
+        return jax.jit(self._create, out_shardings=self._shardings)
+
+    @functools.cached_property
+    def _beginning(self) -> Callable[..., State]:
+        return jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
         layout = self.layout

@@ -45,6 +45,21 @@ def test_arrays_of_a_donated_state() -> None:
     raises(lambda: step(mixed, {"x": X}), "has params/w of an earlier state", "jax.tree.map(jnp.copy, state.params)")
 
 
+def test_first_states_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `init` was traced and compiled anew."""
+    step, traced = build("zero3"), []
+    create = step._create
+    monkeypatch.setattr(step, "_create", lambda *args: traced.append(args) or create(*args))
+    first = step.params(step.init(KEY))
+    step.init(KEY, params=first)
+    seen = len(traced)
+    assert seen
+    other = step.params(step.init(jax.random.key(1)))
+    np.testing.assert_array_equal(step.params(step.init(KEY, params=other))["w"], other["w"])
+    assert not np.array_equal(first["w"], other["w"])
+    assert len(traced) == seen
+
+
 def test_steps_under_transformations() -> None:
     """A gradient through a step found the state donated; the server's four programs cannot be traced as one."""
     step, server = build("single"), build("dp")
