@@ -123,10 +123,17 @@ class Slots(Engine):
         state, saved, left = self._first(row)
 
         def look(part: str) -> Any:
-            once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry) if name == part else carry
+            made = []  # by the part: some of it is for another part alone, as cotangents for the prologue's backward
+
+            def once(name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+                if name != part:
+                    return carry
+                made.append(fun(jnp.int32(0), carry))
+                return made[-1]
+
             env, _ = self._before(row["microbatch"], False)  # what operations read is there in every slot
             consts, _, xs = self._inputs(env, row)
-            return self.slot(state, row, saved, left, once), consts, xs
+            return self.slot(state, row, saved, left, once), made, consts, xs
 
         rest = self.schedule.ticks - sum(self.runs.values())
         return [(rest, look("")), *((n, look(part)) for part, n in self.runs.items() if n)]
