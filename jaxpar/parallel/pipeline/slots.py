@@ -52,6 +52,11 @@ class Once(Protocol):
         ...
 
 
+def scope(part: str) -> str:
+    """In which a part of a slot stands, in a program's names."""
+    return f"slot_{part}"
+
+
 def _lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """A function without what nobody reads: the embedding where only its masks are needed."""
     flat, out = jx.trace(fun, *args)
@@ -107,7 +112,8 @@ class Slots(Engine):
         """As a loop of one iteration, or of none."""
         body = _lean(fun, jnp.int32(0), carry)
         more = lambda state: state[0] < here.astype(jnp.int32)
-        with jax.named_scope(shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)):
+        share = shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
+        with jax.named_scope(f"{scope(name)}/{share}"):
             return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -116,20 +122,24 @@ class Slots(Engine):
         return state.stash, state.kept
 
     def separated(self) -> list[tuple[int, Any]]:
-        """The step's slots for a reader who counts: pairs of how many slots, and what one slot returns for zeros. The
-        first has no operation; each of the others runs one part of a slot and nothing else.
-        """
+        """How many slots run no part, and how many each, and what one returns that runs it alone: for who counts."""
         row = _at(self.rows(), jnp.int32(0))
         state, saved, left = self._first(row)
 
         def look(part: str) -> Any:
-            once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry) if name == part else carry
+            made = []  # by the part: some of it is for another part alone, as cotangents for the prologue's backward
+
+            def once(name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+                if name == part:
+                    made.append(fun(jnp.int32(0), carry))
+                return made[-1] if name == part else carry
+
             env, _ = self._before(row["microbatch"], False)  # what operations read is there in every slot
             consts, _, xs = self._inputs(env, row)
-            return self.slot(state, row, saved, left, once), consts, xs
+            return self.slot(state, row, saved, left, once), made, consts, xs
 
-        rest = self.schedule.ticks - sum(self.runs.values())
-        return [(rest, look("")), *((n, look(part)) for part, n in self.runs.items() if n)]
+        parts = [(n, look(part)) for part, n in self.runs.items() if n]
+        return [(self.schedule.ticks - sum(self.runs.values()), look("")), *parts]
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
@@ -155,10 +165,10 @@ class Slots(Engine):
 
     def rows(self) -> dict[str, jax.Array]:
         """What each slot of this rank looks up: its own, and what is the same on all ranks."""
-        rank, marks = lax.axis_index(AXIS), self.marks
-        own = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, rank] for name in _LOOKED_UP}
+        own = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKED_UP}
         left = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
-        return own | {name: jnp.array(on) for name, on in marks.items()} | {"left": jnp.array([x or 0 for x in left])}
+        marks = {name: jnp.array(on) for name, on in self.marks.items()}
+        return own | marks | {"left": jnp.array([x or 0 for x in left])}
 
     @functools.cached_property
     def marks(self) -> dict[str, list[bool]]:
@@ -199,8 +209,8 @@ class Slots(Engine):
         saved, left = jax.eval_shape(one, row)
         kept = left.values if "I" in self.kinds else []
         state = dataclasses.replace(state, stash=zeros(rows.stashes, saved.values), kept=zeros(rows.keeps, kept))
-        straight: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry)
-        grads = jax.eval_shape(lambda s, r: self.slot(s, r, saved, left, straight), state, row).grads
+        once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry)
+        grads = jax.eval_shape(lambda s, r: self.slot(s, r, saved, left, once), state, row).grads
         grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
         return dataclasses.replace(state, grads=grads), saved, left
 
@@ -258,9 +268,8 @@ class Slots(Engine):
         below, above, here, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
         for used, way, by in ((below, "below", 1), (above, "above", -1)):
             if used:
-                buffers = _put(
-                    buffers, jax.tree.map(lambda x, by=by: collectives.shift(x, AXIS, by), message), row[way]
-                )
+                came = jax.tree.map(lambda x, by=by: collectives.shift(x, AXIS, by), message)
+                buffers = _put(buffers, came, row[way])
         return _put(buffers, message, row["here"]) if here else buffers
 
     def _before(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:

@@ -17,13 +17,13 @@ from jaxpar.tables.lockstep import lockstep
 from jaxpar.tables.operations import TIME
 
 PIPES = range(2, 9)
-# p ranks, v chunks, m microbatches from p to 4 p; in groups of p where there are chunks
+# p ranks, v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks
 GRID = [
     Schedule(kind, p, m, v)
     for kind in ("gpipe", "1f1b")
     for p in PIPES
     for v in range(1, 5)
-    for m in range(p, 4 * p + 1, p if v > 1 else 1)
+    for m in range(p if v > 1 else 1, 4 * p + 1, p if v > 1 else 1)
 ]
 # Closed forms: the tick of the first backward, and the most that a rank holds.
 LAG = {"1f1b": lambda p, m, v: v * p - 1, "gpipe": lambda p, m, v: m * v + p - 1}

@@ -13,11 +13,14 @@ import optax
 import pytest
 from cells import OPTIMIZERS, OneDevice
 from flax import nnx
+from schedule_cells import kinds
 from test_pipeline import LAYERS, LENGTH, VOCAB, Loop, batch_of, experts, loop, scanned
 from zoo import cross_entropy
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets import target
+from jaxpar.inspect.timeline.drawing import held_bytes
 from jaxpar.models import llama
 
 SGD = optax.sgd(0.02, momentum=0.9)
@@ -142,6 +145,23 @@ def temporaries(schedule: str, chunks: int, microbatches: int) -> int:
 def test_memory_is_flat_in_microbatches(chunks: int) -> None:
     assert temporaries("1f1b", chunks, 32) <= 1.05 * temporaries("1f1b", chunks, 8)
     assert temporaries("1f1b", chunks, 32) < 0.5 * temporaries("gpipe", 1, 32)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("schedule", "chunks"), list(kinds()))
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("4xH100", marks=pytest.mark.cuda_compiler)])
+def test_temporaries_are_what_the_schedule_holds(devices: str, schedule: str, chunks: int) -> None:
+    """What is held from F to B or W, and from I to W, is nearly all of them, and none but GPipe's grow with m."""
+    mesh, found = jax.devices()[:4] if devices == "cpu" else target(devices).devices, []
+    for m in (16, 48):
+        text = f"pipe=4,schedule={schedule},chunks={chunks},microbatches={m}"
+        step = jp.make_train_step(plain(layers=16, dim=64, hidden=128), optax.sgd(0.1), text, mesh=mesh)
+        batch = {"tokens": jax.ShapeDtypeStruct((m, 257), jnp.int32)}
+        held, used = held_bytes(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
+        assert held <= used <= 1.6 * held
+        found.append(used)
+    few, many = found
+    assert many > 2.5 * few if schedule == "gpipe" else many < 1.01 * few
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1)])

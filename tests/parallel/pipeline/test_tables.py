@@ -5,7 +5,6 @@ What runs when is read from `table()` alone, by a checker of its own (`simulate`
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -348,11 +347,24 @@ def test_from_csv() -> None:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def test_torch_accepts_the_tables(tmp_path: Path) -> None:
+def every(p: int) -> list[Schedule]:
+    """Every schedule with each of its numbers of chunks, few and many microbatches."""
+    chunks = {"1f1b": (1, 2, 4), "gpipe": (1, 2, 4), **CHUNKS}
+    return [
+        Schedule(kind, p, m, v)
+        for kind in SCHEDULES
+        for v in chunks.get(kind, (2,))
+        for m in (1, p - 1, p, 2 * p, 2 * p + 1, 3 * p)
+        if m >= least(kind, p) and not (kind in ("1f1b", "gpipe") and v > 1 and m % p)
+    ]
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_torch_accepts_the_tables(p: int) -> None:
     """torch's own validator, its lowering to sends and receives, and its simulator of deadlocks."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for schedule in [*grid(3), Schedule("zb-h1", 8, 16), Schedule("zb-v", 4, 8, 2), Schedule("1f1b", 4, 8, 2)]:
-        p, stages = schedule.ranks, schedule.ranks * schedule.chunks
+    for schedule in every(p):
+        stages = p * schedule.chunks
         actions = {
             rank: [torch._Action.from_str(cell) for cell in line.split(",")] for rank, line in enumerate(schedule.csv())
         }

@@ -1,0 +1,145 @@
+"""Every schedule on every number of stages and microbatches, beside every other axis: the cells of one covering array.
+
+Each schedule with each of its numbers of chunks stands with every p and every m; with every model, mesh, number of rows
+and choice of remat it stands at least once, and so does every pair of these.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from cells import OneDevice, check, covering, pairs_of
+from test_pipeline import BLOCKS, LAYERS, LENGTH, MODELS, SGD, STEPS, VOCAB, batch_of
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+from jaxpar.models import llama
+from jaxpar.tables import SCHEDULES
+
+DEEP = 32  # layers: 8 ranks with 4 chunks
+COUNTS: dict[str, Callable[[int], int]] = {
+    "1": lambda p: 1,
+    "p": lambda p: p,
+    "p+1": lambda p: p + 1,
+    "2p": lambda p: 2 * p,
+    "3p": lambda p: 3 * p,
+}
+BESIDE = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=2", "fsdp=2,zero=3", "data=2,fsdp=2,zero=3")
+TENSOR = ("tensor=2", "tensor=2,sequence=true", "fsdp=2,zero=3,tensor=2,sequence=true")
+
+
+def deep(layers: int = DEEP) -> jp.Model:
+    """Heads, features and words that two ranks of `tensor` share."""
+    config = llama.Config(vocab=VOCAB + 1, dim=16, layers=layers, heads=4, kv_heads=2, ffn=24)
+    return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+
+
+BUILDERS: dict[str, Callable[[], jp.Model]] = {**MODELS, "deep": deep}
+DEPTH = {name: DEEP if name == "deep" else BLOCKS if "loop" in name else LAYERS for name in BUILDERS}
+
+
+class Cell(NamedTuple):
+    model: str
+    pipe: int
+    schedule: str
+    chunks: int
+    microbatches: str  # in terms of p
+    rows: str  # of a microbatch: of p rows, each rank has the head of one
+    beside: str
+    remat: str
+
+    @property
+    def devices(self) -> int:
+        """That it takes."""
+        return self.pipe * 2 ** self.beside.count("=2") // (2 if "zero=2" in self.beside else 1)
+
+
+def kinds() -> Iterator[tuple[str, int]]:
+    """Schedules, with the chunks that they may have."""
+    for name, recipe in SCHEDULES.items():
+        several = {"1f1b": (1, 2, 4), "gpipe": (1, 2, 4), "auto": (1, 2)}
+        yield from ((name, v) for v in several.get(name, (2,) if recipe.placement == "V" else (1,)))
+
+
+def product() -> Iterator[Cell]:
+    for model, pipe, (name, chunks), count, rows, beside, remat in itertools.product(
+        BUILDERS, (2, 4, 8), kinds(), COUNTS, ("1", "p"), (*BESIDE, *TENSOR), ("none", "layer")
+    ):
+        cell, m = Cell(model, pipe, name, chunks, count, rows, beside, remat), COUNTS[count](pipe)
+        if name == "dualpipe-v" and m < 2 * pipe:
+            continue  # it wants a microbatch for each stage
+        if name in ("1f1b", "gpipe") and chunks > 1 and m % pipe:
+            continue  # their chunks take groups of p
+        if cell.devices <= 16 and pipe * chunks <= DEPTH[model] and ("tensor" not in beside or model == "deep"):
+            yield cell
+
+
+def wanted(cell: Cell) -> set[Any]:
+    """What one cell covers: pairs of choices, where a schedule and its chunks are one; and a schedule with p and m."""
+    kind = (cell.schedule, cell.chunks)
+    choices = (kind, cell.pipe, cell.microbatches, cell.rows, cell.beside, cell.remat, cell.model)
+    return {*pairs_of(choices), (kind, cell.pipe, cell.microbatches)}
+
+
+@functools.cache
+def chosen() -> tuple[Cell, ...]:
+    """The covering array."""
+    return tuple(sorted(covering(product(), wanted)))
+
+
+@functools.cache
+def model_of(name: str) -> jp.Model:
+    return BUILDERS[name]()
+
+
+@functools.cache
+def one_device(name: str) -> OneDevice:
+    return OneDevice(model_of(name))
+
+
+@functools.cache
+def reference(name: str, blocks: int, rows: int) -> tuple[Any, Any]:
+    """Gradients and parameters of one device, of blocks of so many rows."""
+    return one_device(name).train(SGD, batch_of(blocks * rows), blocks, STEPS)
+
+
+def check_cell(cell: Cell) -> None:
+    """One compiled step against one device, and its messages against its slots."""
+    m = COUNTS[cell.microbatches](cell.pipe)
+    text = f"pipe={cell.pipe},schedule={cell.schedule},chunks={cell.chunks},microbatches={m},remat={cell.remat}"
+    step = jp.make_train_step(
+        model_of(cell.model), SGD, f"{text},{cell.beside}".rstrip(","), mesh=jax.devices()[: cell.devices]
+    )
+    blocks, rows = step.replicas * m, COUNTS[cell.rows](cell.pipe)
+    first = one_device(cell.model).first
+    check(step, model_of(cell.model), first, batch_of(blocks * rows), STEPS, *reference(cell.model, blocks, rows))
+    if cell.model != "experts":  # its balance losses travel along
+        (sent,) = (one for one in expected(step, batch_of(blocks * rows)) if one.kind == "collective-permute")
+        assert (sent.count, sent.bytes) == messages(cell, step.schedule, rows)
+
+
+def messages(cell: Cell, schedule: Any, rows: int) -> tuple[int, int]:
+    """How many activations a rank sends in a step, and their bytes: in a slot one each way; in lockstep one in each
+    tick with forwards, and one back in each with backwards.
+    """
+    count = 2 * schedule.ticks if schedule.branches else schedule.messages("F") + schedule.messages("B")
+    dim = 16 if cell.model == "deep" else 12
+    return count, count * rows * (LENGTH - 1) * dim * 4 // (2 if "sequence=true" in cell.beside else 1)
+
+
+GROUPS = (*(("deep", pipe) for pipe in (2, 4, 8)), *((name, None) for name in MODELS))
+
+
+def run(model: str, pipe: int | None) -> None:
+    """Every chosen cell of a model, or of it on so many stages, on 16 devices: says which of them fail, and why."""
+    mine = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
+    failed = []
+    for number, cell in enumerate(mine, start=1):
+        try:
+            check_cell(cell)
+        except Exception as error:
+            failed.append(f"{cell}: {type(error).__name__}: {error}")
+        print(f"{number} of {len(mine)}, {len(failed)} failed: {cell}", flush=True)
+    assert not failed, "\n".join(failed)

@@ -1,0 +1,40 @@
+"""The covering array of `schedule_cells.py`: gradients, parameters and collectives of every schedule."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from schedule_cells import GROUPS, SGD, batch_of, deep
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("model", "pipe"), GROUPS)
+def test_every_schedule(model: str, pipe: int | None) -> None:
+    """In a process with 16 devices: 8 stages beside another axis."""
+    program = f"import schedule_cells; schedule_cells.run({model!r}, {pipe})"
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
+    here, tests = Path(__file__).parent, Path(__file__).parents[2]
+    places = os.pathsep.join(map(str, (tests.parent, tests, here)))
+    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": places}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=7200)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_closed_form_has_what_one_part_of_a_slot_makes_for_another() -> None:
+    """Gradients of norms' scales are summed over `tensor` in the gradient of inputs, and added in the prologue's
+    backward: each part was counted alone, and nobody read them.
+    """
+    step = jp.make_train_step(
+        deep(layers=4), SGD, "pipe=2,tensor=2,sequence=true,schedule=zb-h1,microbatches=2", mesh=jax.devices()[:4]
+    )
+    batch = batch_of(2)
+    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
+    assert written.by("kind", "axes", value="count") == closed.by("kind", "axes", value="count")
+    assert written.total("count", kind="all-reduce", axes=("tensor",)) > 2 * 2 * 2  # norms, layers, microbatches
