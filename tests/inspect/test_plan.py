@@ -13,7 +13,8 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.inspect.plan.candidates import Estimator, candidates
+from jaxpar.inspect.plan.candidates import candidates
+from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.ranking import Plan

@@ -12,7 +12,8 @@ from test_plan import ADAM, BATCH, MODEL, ROWS, D, a_plan, here, line_of, stack
 import jaxpar as jp
 from jaxpar.inspect.plan import cache as plan_cache
 from jaxpar.inspect.plan import planner as planning
-from jaxpar.inspect.plan.candidates import Estimator, candidates
+from jaxpar.inspect.plan.candidates import candidates
+from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.make import TrainStep
 

@@ -34,12 +34,14 @@ from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
-from .candidates import Estimate, Estimator, candidates
+from .candidates import Splits, candidates
+from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
 from .ranking import Plan
 
 _TRIES = 3  # of a family whose fastest do not fit
+_ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
 
 
 def plan(
@@ -120,6 +122,7 @@ class _Planner:
             self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
         self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
+        self.splits = Splits()
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
@@ -217,7 +220,7 @@ class _Planner:
         assert best.estimate is not None
         more = best.memory["total"] / best.estimate.bytes  # than closed forms say
         found: list[tuple[bool, float, float, str, Strategy, Estimate]] = []
-        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch)):
+        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch), self.splits):
             if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
                 continue
             if self._needless(strategy, estimate, top) is None:
@@ -248,16 +251,32 @@ class _Planner:
 
     def _estimated(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
         """The candidates that may fit, fastest first, by closed forms; of those that are alike the simplest first."""
-        every = list(candidates(self.target, rows_of(self.batch), precision))
-        task = bar.add_task("closed forms", total=len(every))
         self.known = (self.cache and self.cache.get("closed forms", precision)) or {}
-        found = []
-        for strategy in every:
-            if (estimate := self._estimate(strategy)) is not None:
-                found.append((strategy, estimate))
-            bar.advance(task)
+        kept = self.cache and self.cache.get("splits")
+        (experts, context), why = kept or self._splits()
+        self.splits, rows = Splits(experts, context), rows_of(self.batch)
+        whole = dataclasses.replace(self.splits, context=1)
+        # Positions are split where rows are too few for the devices, or a row too long for one.
+        found: list[tuple[Strategy, Estimate]] = []
+        for splits in (whole, self.splits):
+            if splits is whole or not found or rows < len(self.target.devices):
+                every = [s for s in candidates(self.target, rows, precision, splits) if splits is whole or s.context > 1]
+                task = bar.add_task("closed forms", total=len(every))
+                for strategy in every:
+                    if (estimate := self._estimate(strategy)) is not None:
+                        found.append((strategy, estimate))
+                    bar.advance(task)
+                if splits is not whole and why:
+                    self.refused["context=2"] = why
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
+
+    def _splits(self) -> tuple[tuple[int, int], str]:
+        splits, why = self.estimator.splits()
+        found = (splits.expert, splits.context), why
+        if self.cache:
+            self.cache.put(found, "splits")
+        return found
 
     def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
         """Why it need not be compiled, after what was."""
@@ -266,7 +285,7 @@ class _Planner:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
         for line in self.lines:
             other, needs = line.strategy, line.memory["total"]
-            alike = (other.pipe, other.tensor, other.remat) == (strategy.pipe, strategy.tensor, strategy.remat)
+            alike = all(getattr(other, name) == getattr(strategy, name) for name in _ALIKE)
             if alike and line.estimate and not line.fits:
                 likely = estimate.bytes * needs / line.estimate.bytes
                 if likely > 1.1 * self.usable:
@@ -321,6 +340,7 @@ class _Planner:
         main, schedule = step.traced(self.batch).program.main, step.schedule
         if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
             numbers["notes"].append(f"{why}.")
+        numbers["notes"] += [f"Attention over context is by {way.name}: {way.why}." for way in step.tracing.ways]
         return {
             "memory": dataclasses.asdict(memory),
             "prediction": numbers,
