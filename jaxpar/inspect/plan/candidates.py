@@ -24,7 +24,10 @@ class Splits:
     context: int = 1
 
 
-def candidates(target: Target, rows: int, precision: str, splits: Splits = Splits()) -> Iterator[Strategy]:
+NONE = Splits()
+
+
+def candidates(target: Target, rows: int, precision: str, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that are sensible on a target for so many rows of a global batch.
 
     Left out are those that another is no worse than: GPipe keeps more than 1F1B for the same bubble, `tensor` without

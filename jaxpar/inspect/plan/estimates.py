@@ -11,9 +11,9 @@
                  sums of gradients are read and written, if there is more than one
     sent         what ranks of tensor, context and expert send for a row, as the traced loss has it, in messages of a
                  microbatch; of weights and gradients what the rule promises, those of experts for themselves
-    seconds      compute + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond compute, at
-                 `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less than the
-                 program takes
+    seconds      compute + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond compute,
+                 at `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less than
+                 the program takes
 
 The forms only choose what is compiled. Every number that is shown of a line comes from its compiled program.
 """
@@ -166,8 +166,8 @@ class Estimator:
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
         compute = m * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
-        for (kind, axes), (count, size) in facts.sent.items():
-            seconds = m * count / pipe * self._seconds(kind, size / count * rows / m, shape, axes)
+        for (kind, axes), (times, size) in facts.sent.items():
+            seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
             # A ring's hops go behind the attention of the block before, tokens behind other microbatches' experts.
             if kind == "collective-permute" or "expert" in axes:
                 hideable += seconds
@@ -230,8 +230,8 @@ class Estimator:
         return _Facts(first.flops, first.products, second.saved - first.saved, fixed, sent)
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
-        """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike as
-        one, which is used once forwards and once backwards; of those that no stage of a pipeline owns, once a step.
+        """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike
+        as one, which is used once forwards and once backwards; of those that no stage of a pipeline owns, once a step.
         """
         m = s.microbatches
         # How often it fetches them: idle ranks do too.

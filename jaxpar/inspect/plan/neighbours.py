@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ...strategy import AXES, PER_RANK, ROWS, Strategy
 from ...tables import SCHEDULES
 from ..targets.devices import Target
-from .candidates import REMATS, Splits
+from .candidates import NONE, REMATS, Splits
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
     return [members for one in rounds for members in one if members]
 
 
-def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = Splits()) -> Iterator[Strategy]:
+def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce`,
     `zero`, how context ranks attend, or a pipeline's schedule, or in that all replicas are plain or all are sharded;
     and that the devices, the rows of a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an

@@ -34,7 +34,7 @@ from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
-from .candidates import Splits, candidates
+from .candidates import NONE, Splits, candidates
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
@@ -122,7 +122,7 @@ class _Planner:
             self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
         self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
-        self.splits = Splits()
+        self.splits = NONE
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
@@ -257,19 +257,22 @@ class _Planner:
         self.splits, rows = Splits(experts, context), rows_of(self.batch)
         whole = dataclasses.replace(self.splits, context=1)
         # Positions are split where rows are too few for the devices, or a row too long for one.
-        found: list[tuple[Strategy, Estimate]] = []
-        for splits in (whole, self.splits):
-            if splits is whole or not found or rows < len(self.target.devices):
-                every = [s for s in candidates(self.target, rows, precision, splits) if splits is whole or s.context > 1]
-                task = bar.add_task("closed forms", total=len(every))
-                for strategy in every:
-                    if (estimate := self._estimate(strategy)) is not None:
-                        found.append((strategy, estimate))
-                    bar.advance(task)
-                if splits is not whole and why:
-                    self.refused["context=2"] = why
+        found = self._fitting(candidates(self.target, rows, precision, whole), bar)
+        if not found or rows < len(self.target.devices):
+            split = candidates(self.target, rows, precision, self.splits)
+            found += self._fitting((one for one in split if one.context > 1), bar)
+            if why:
+                self.refused["context=2"] = why
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
+
+    def _fitting(self, every: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
+        """Those that can be and may fit, with their closed forms."""
+        found = []
+        for strategy in bar.track(list(every), description="closed forms"):
+            if (estimate := self._estimate(strategy)) is not None:
+                found.append((strategy, estimate))
+        return found
 
     def _splits(self) -> tuple[tuple[int, int], str]:
         splits, why = self.estimator.splits()
