@@ -7,7 +7,9 @@
 Nothing runs on a device: all is compiled for GPUs that are not there (`make gpu-compiler`), and both times of a row are
 predicted for compiled programs, with the same model of the hardware. The best known strategy of a row is the fastest of
 those that are named here, from published configurations and wider searches; where a plan finds a faster one, that is
-the row's next best known.
+the row's next best known. Published: Llama-3.1-8B on 8 H100 by FSDP with selective recomputation, 70B on 256 by FSDP x 8
+tensor ranks (torchtitan, docs/performance.md, tables 1 and 3); Llama-3.1-405B on 1,024 H100 by 8 tensor x 8 pipeline x
+2 context ranks (Megatron Bridge, perf_recipes/llama/h100/llama31.py).
 
 One plan at a time. Each row is appended to `--results` as soon as it is there, and a row that is there is not computed
 again; compiled programs are in the planner's cache, so that a run which was ended goes on where it was.
@@ -15,10 +17,12 @@ again; compiled programs are in the planner's cache, so that a run which was end
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +71,10 @@ CASES = {
         "1024xH100",
         512,
         8192,
-        ("pipe=16,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",),
+        (
+            "pipe=16,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
+            "pipe=8,context=2,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
+        ),
     ),
 }
 
@@ -86,22 +93,35 @@ class Options:
     """a line of JSON for each row"""
 
 
-def planned(case: Case, top: int = 16, **options: Any) -> tuple[Plan, Plan]:
-    """What a plan finds, and the plan of the known strategies alone."""
+@contextlib.contextmanager
+def ended_after(seconds: int) -> Iterator[None]:
+    """After so many seconds of CPU time, what a plan takes for Ctrl-C: it ranks what it has."""
+    before = signal.signal(signal.SIGPROF, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def planned(case: Case, top: int = 16, cpu: int = 1200) -> tuple[Plan, Plan]:
+    """What a plan finds within so many seconds of CPU time, and the plan of the known strategies alone."""
     model = named(case.model)
     batch = model.example(case.rows, case.length)
-    options |= {"flops": model.flops(case.rows, case.length), "length": case.length or None}
+    options: dict[str, Any] = {"flops": model.flops(case.rows, case.length), "length": case.length or None}
     known = jp.plan(
         model.model, batch, case.target, strategies=[f"{one},precision=bf16" for one in case.known], **options
     )
     assert known.lines[0].fits, f"{known.lines[0].strategy} does not fit"
-    return jp.plan(model.model, batch, case.target, top=top, **options), known
+    with ended_after(cpu):
+        return jp.plan(model.model, batch, case.target, top=top, **options), known
 
 
-def row(name: str, top: int) -> dict[str, Any]:
+def row(name: str, top: int, cpu: int) -> dict[str, Any]:
     """A row of the table: strategies, predicted seconds, their ratio, and what the plan took."""
     begin = time.process_time()
-    found, known = planned(CASES[name], top)
+    found, known = planned(CASES[name], top, cpu)
     first, best = found.lines[0], known.lines[0]
     return {
         "case": name,
@@ -144,12 +164,9 @@ def main(options: Options) -> None:
             found = json.loads(line)
             if found["top"] == options.top:
                 done[found["case"]] = found
-    signal.signal(signal.SIGPROF, signal.default_int_handler)  # a plan takes it for Ctrl-C: it ranks what it has
     for name in names:
         if name not in done:
-            signal.setitimer(signal.ITIMER_PROF, options.cpu)
-            done[name] = row(name, options.top)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            done[name] = row(name, options.top, options.cpu)
             with options.results.open("a") as file:
                 file.write(json.dumps(done[name]) + "\n")
     print(table([done[name] for name in names]))
