@@ -1,6 +1,4 @@
-"""`experiments/ten_plans.py`: its questions can be asked, it goes on where it was, and what a plan finds is within 5% of
-the best one known.
-"""
+"""`experiments/ten_plans.py`: its questions can be asked, it goes on where it was, plans find the best known."""
 
 import json
 import math
