@@ -7,9 +7,9 @@
 Nothing runs on a device: all is compiled for GPUs that are not there (`make gpu-compiler`), and both times of a row are
 predicted for compiled programs, with the same model of the hardware. The best known strategy of a row is the fastest
 of those that are named here, from published configurations and wider searches; where a plan finds a faster one, that is
-the row's next best known. Published: Llama-3.1-8B on 8 H100 by FSDP with selective recomputation, 70B on 256 by FSDP x 8
-tensor ranks (torchtitan, docs/performance.md, tables 1 and 3); Llama-3.1-405B on 1,024 H100 by 8 tensor x 8 pipeline x
-2 context ranks (Megatron Bridge, perf_recipes/llama/h100/llama31.py).
+the row's next best known. Published: Llama-3.1-8B on 8 H100 by FSDP with selective recomputation (torchtitan,
+docs/performance.md, table 1); Llama-3.1-405B on 1,024 H100 by 8 tensor x 8 pipeline x 2 context ranks (Megatron Bridge,
+bridge.perf_recipes.llama.h100.llama31).
 
 One plan at a time. Each row is appended to `--results` as soon as it is there, and a row that is there is not computed
 again; compiled programs are in the planner's cache, so that a run which was ended goes on where it was.

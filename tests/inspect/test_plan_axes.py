@@ -107,9 +107,9 @@ def test_a_loss_without_positions_says_so_where_they_would_be_split() -> None:
 
 @pytest.mark.battery
 def test_a_long_row_is_split_and_its_program_sends_what_is_promised() -> None:
-    model = named("llama-tiny", layers=2, context=1024)
-    options: Any = {"top": 6, "cache": False, "length": 1024}
-    found = jp.plan(model.model, model.example(1, 1024), here(devices=2), ADAM, **options)
+    model = named("llama-tiny", layers=1)
+    options: Any = {"top": 3, "cache": False, "length": 128, "precision": "f32"}  # CPUs send bfloat16 as float32
+    found = jp.plan(model.model, model.example(1, 128), here(devices=2), ADAM, **options)
     assert any(line.strategy.context == 2 for line in found.lines)
     for line in found.lines:
         assert line.estimate is not None

@@ -286,13 +286,18 @@ class _Planner:
         fitting = [line for line in self.lines if line.fits]
         if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
-        for line in self.lines:
-            other, needs = line.strategy, line.memory["total"]
-            alike = all(getattr(other, name) == getattr(strategy, name) for name in _ALIKE)
-            if alike and line.estimate and not line.fits:
-                likely = estimate.bytes * needs / line.estimate.bytes
-                if likely > 1.1 * self.usable:
-                    return f"does not fit: {size(likely)} likely, as {other} needs {size(needs)}"
+        ratios = {
+            line.memory["total"] / line.estimate.bytes: line
+            for line in self.lines
+            if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _ALIKE)
+        }
+        if not all(line.fits for line in ratios.values()):
+            # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
+            ratio = min(ratios)
+            nearest = ratios[ratio]
+            if (likely := estimate.bytes * ratio) > 1.1 * self.usable:
+                needs = size(nearest.memory["total"])
+                return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
         if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
         return None
