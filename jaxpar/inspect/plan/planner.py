@@ -22,15 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
-from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
 from ...text import size
-from ..compiled.kernels import Executable
-from ..expected import expected
-from ..ledger import Ledger
-from ..memory import of_step
-from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
@@ -38,6 +32,7 @@ from .candidates import NONE, Splits, candidates
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
+from .numbers import numbers
 from .ranking import Plan
 
 _TRIES = 3  # of a family whose fastest do not fit
@@ -333,32 +328,7 @@ class _Planner:
         step = make_train_step(self.model, self.optimizer, strategy, self.target.devices, self.trainable, self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
-        program = Executable(compiled.as_text() or "", step.mesh)
-        (memory,) = of_step(step, self.batch, compiled).values()
-        found = predict(program, step, self.batch, self.target.hardware, self.flops)
-        ledger, closed = Ledger.of(program), expected(step, self.batch)
-        sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
-        links: dict[str, float] = {}
-        exposed: dict[str, float] = {}
-        for part in found.collectives:
-            axes = "+".join(part.axes)
-            links[part.way] = links.get(part.way, 0) + part.bytes
-            exposed[axes] = exposed.get(axes, 0.0) + part.exposed
-        numbers = {k: v for k, v in found.json().items() if k != "parts"}
-        main, schedule = step.traced(self.batch).program.main, step.schedule
-        if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
-            numbers["notes"].append(f"{why}.")
-        numbers["notes"] += [f"Attention over context is by {way.name}: {way.why}." for way in step.tracing.ways]
-        return {
-            "memory": dataclasses.asdict(memory),
-            "prediction": numbers,
-            "kernels": found.lines(),
-            "links": links,
-            "exposed": exposed,
-            "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
-            "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
-            "compile_seconds": seconds,
-        }
+        return numbers(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
 
 
 def _of_compiler(error: Exception) -> bool:
