@@ -117,12 +117,3 @@ def test_a_long_row_is_split_and_its_program_sends_what_is_promised() -> None:
         if line.strategy.context == 2:
             assert any(note.startswith("Attention over context is by") for note in line.prediction["notes"])
             assert all(got == pytest.approx(want, rel=0.02) for *_, want, got in line.sent if want > 1e5)
-
-
-@pytest.mark.battery
-def test_a_mixture_is_spread_by_experts() -> None:
-    model = named("mixtral-tiny", layers=2, capacity=1.25)
-    found = jp.plan(model.model, model.example(8, LENGTH), here(devices=2), ADAM, top=8, cache=False)
-    (line, *_) = [line for line in found.lines if line.strategy.expert == 2]
-    assert line.estimate is not None
-    assert line.estimate.seconds <= line.seconds
