@@ -13,7 +13,8 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.inspect.plan.candidates import Estimator, candidates
+from jaxpar.inspect.plan.candidates import candidates
+from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.ranking import Plan
@@ -238,6 +239,9 @@ def test_the_answer_is_the_first_sentence() -> None:
     assert str(dataclasses.replace(found, lines=(line,))).splitlines()[0] == said
     alone = dataclasses.replace(found, lines=(line,), length=None)
     assert str(alone).startswith("fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1B rows: ")
+    rough = dataclasses.replace(line, strategy=jp.Strategy(fsdp=8, precision="bf16", reduce="compute"))
+    both = str(dataclasses.replace(found, lines=(rough, line)))
+    assert "(gradients summed in bf16; in f32, line 2, 0.0% slower, within the error)" in " ".join(both.split())
     line = dataclasses.replace(line, usable=1)
     refused = str(dataclasses.replace(found, lines=(line,)))
     assert refused.startswith("fits: no; the least that was compiled takes 53 of 85 GB, as fsdp=8")

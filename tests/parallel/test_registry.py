@@ -17,7 +17,7 @@ import jaxpar as jp
 from jaxpar.inspect.check import check
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.plan.candidates import Estimator
+from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.targets.devices import target
 from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.parallel import Promise, Rule, register, registry

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import size
-from .candidates import Estimate
+from .estimates import Estimate
 
 # Of a device's memory, for what is in no program: CUDA's context, NCCL's buffers, fragmentation. Ours, not measured.
 RESERVE = 0.08

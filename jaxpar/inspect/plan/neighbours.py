@@ -11,30 +11,33 @@ from typing import Any, TypeVar
 from ...strategy import AXES, PER_RANK, ROWS, Strategy
 from ...tables import SCHEDULES
 from ..targets.devices import Target
-from .candidates import REMATS
+from .candidates import NONE, REMATS, Splits
 
 T = TypeVar("T")
 
 
 def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[tuple[Strategy, T]]]:
-    """Strategies, and what is known of each, by kind: whether there is a pipeline, whether matmuls are split, and what
-    `fsdp` shards. First the first kind for each choice of `pipe` and `tensor`, then each one's second, and so on.
+    """Strategies, and what is known of each, by kind: whether there is a pipeline, whether matmuls, experts or
+    positions are split, and what `fsdp` shards. First the first kind for each choice of these axes, then each one's
+    second, and so on.
     """
-    kinds: dict[tuple[bool, bool], dict[int, list[tuple[Strategy, T]]]] = {}
+    kinds: dict[tuple[bool, ...], dict[int, list[tuple[Strategy, T]]]] = {}
     for strategy, known in found:
         shape = strategy.sizes(len(target.devices), target.hosts)
-        of_axes = kinds.setdefault((shape["pipe"] > 1, shape["tensor"] > 1), {})
-        of_axes.setdefault(strategy.zero if shape["fsdp"] > 1 else 0, []).append((strategy, known))
+        of_axes = kinds.setdefault(tuple(shape[axis] > 1 for axis in ("pipe", "expert", "context", "tensor")), {})
+        of_axes.setdefault(strategy.zero if strategy.fsdp != 1 else 0, []).append((strategy, known))
     rounds = itertools.zip_longest(*(list(by_zero.values()) for by_zero in kinds.values()))
     return [members for one in rounds for members in one if members]
 
 
-def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strategy]:
+def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce`,
-    `zero` or a pipeline's schedule, or in that all replicas are plain or all are sharded; and that the devices and the
-    rows of a global batch allow. `strategy`'s sizes are numbers.
+    `zero`, how context ranks attend, or a pipeline's schedule, or in that all replicas are plain or all are sharded;
+    and that the devices, the rows of a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an
+    `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
+    shape = strategy.sizes(n, target.hosts)
     changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
@@ -45,19 +48,25 @@ def neighbours(strategy: Strategy, target: Target, rows: int) -> Iterator[Strate
             for name, recipe in SCHEDULES.items()
             if recipe.planned or recipe.near
         ]
-    if strategy.fsdp > 1:
+    if strategy.fsdp != 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
-    shape = strategy.sizes(n, target.hosts)
-    traded = [axis for axis in AXES if axis not in ("context", "expert")]  # not every loss has what they split
-    for fewer in traded:
-        for more in traded:
+    if shape["context"] > 1:
+        changes += [{"attention": way} for way in ("auto", "ring", "gather")]
+    for fewer in AXES:
+        for more in AXES:
             if fewer != more and shape[fewer] % 2 == 0:
                 changes.append({fewer: shape[fewer] // 2, more: 2 * shape[more]})
     replicas = shape["data"] * shape["fsdp"]
     changes += [{"data": replicas, "fsdp": 1}, {"data": 1, "fsdp": replicas}]
     seen = {strategy}
     for change in changes:
-        found = _mended(strategy, change, rows // math.prod((shape | change)[axis] for axis in ROWS))
+        axes = shape | change
+        if axes["expert"] > splits.expert or axes["context"] > splits.context:
+            continue
+        if axes["fsdp"] == 1 != strategy.fsdp:
+            others = axes["expert"] * axes["context"] > 1 and not {"data", "fsdp"} <= {*change}
+            change = change | {"fsdp": -1 if others else 1}  # ZeRO over the other axes alone, or none
+        found = _mended(strategy, change, rows // math.prod(axes[axis] for axis in ROWS))
         if found is None or found in seen or not _sensible(found, target, rows):
             continue
         seen.add(found)
@@ -77,6 +86,8 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         change = change | {"microbatches": math.gcd(values["microbatches"], mine)}
     if values["fsdp"] == 1:
         change = change | {"zero": Strategy.zero}
+    if change.get("context") == 1:
+        change = change | {"attention": Strategy.attention}
     return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)
 
 

@@ -22,24 +22,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
-from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
 from ...text import size
-from ..compiled.kernels import Executable
-from ..expected import expected
-from ..ledger import Ledger
-from ..memory import of_step
-from ..predict.prediction import predict
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
-from .candidates import Estimate, Estimator, candidates
+from .candidates import NONE, Splits, candidates
+from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
+from .numbers import numbers
 from .ranking import Plan
 
 _TRIES = 3  # of a family whose fastest do not fit
+_ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
 
 
 def plan(
@@ -120,6 +117,7 @@ class _Planner:
             self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
         self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
+        self.splits = NONE
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
@@ -217,7 +215,7 @@ class _Planner:
         assert best.estimate is not None
         more = best.memory["total"] / best.estimate.bytes  # than closed forms say
         found: list[tuple[bool, float, float, str, Strategy, Estimate]] = []
-        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch)):
+        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch), self.splits):
             if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
                 continue
             if self._needless(strategy, estimate, top) is None:
@@ -248,29 +246,53 @@ class _Planner:
 
     def _estimated(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
         """The candidates that may fit, fastest first, by closed forms; of those that are alike the simplest first."""
-        every = list(candidates(self.target, rows_of(self.batch), precision))
-        task = bar.add_task("closed forms", total=len(every))
         self.known = (self.cache and self.cache.get("closed forms", precision)) or {}
-        found = []
-        for strategy in every:
-            if (estimate := self._estimate(strategy)) is not None:
-                found.append((strategy, estimate))
-            bar.advance(task)
+        kept = self.cache and self.cache.get("splits")
+        (experts, context), why = kept or self._splits()
+        self.splits, rows = Splits(experts, context), rows_of(self.batch)
+        whole = dataclasses.replace(self.splits, context=1)
+        # Positions are split where rows are too few for the devices, or a row too long for one.
+        found = self._fitting(candidates(self.target, rows, precision, whole), bar)
+        if not found or rows < len(self.target.devices):
+            split = candidates(self.target, rows, precision, self.splits)
+            found += self._fitting((one for one in split if one.context > 1), bar)
+            if why:
+                self.refused["context=2"] = why
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
+
+    def _fitting(self, every: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
+        """Those that can be and may fit, with their closed forms."""
+        found = []
+        for strategy in bar.track(list(every), description="closed forms"):
+            if (estimate := self._estimate(strategy)) is not None:
+                found.append((strategy, estimate))
+        return found
+
+    def _splits(self) -> tuple[tuple[int, int], str]:
+        splits, why = self.estimator.splits()
+        found = (splits.expert, splits.context), why
+        if self.cache:
+            self.cache.put(found, "splits")
+        return found
 
     def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
         """Why it need not be compiled, after what was."""
         fitting = [line for line in self.lines if line.fits]
         if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
-        for line in self.lines:
-            other, needs = line.strategy, line.memory["total"]
-            alike = (other.pipe, other.tensor, other.remat) == (strategy.pipe, strategy.tensor, strategy.remat)
-            if alike and line.estimate and not line.fits:
-                likely = estimate.bytes * needs / line.estimate.bytes
-                if likely > 1.1 * self.usable:
-                    return f"does not fit: {size(likely)} likely, as {other} needs {size(needs)}"
+        ratios = {
+            line.memory["total"] / line.estimate.bytes: line
+            for line in self.lines
+            if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _ALIKE)
+        }
+        if not all(line.fits for line in ratios.values()):
+            # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
+            ratio = min(ratios)
+            nearest = ratios[ratio]
+            if (likely := estimate.bytes * ratio) > 1.1 * self.usable:
+                needs = size(nearest.memory["total"])
+                return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
         if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
         return None
@@ -306,31 +328,7 @@ class _Planner:
         step = make_train_step(self.model, self.optimizer, strategy, self.target.devices, self.trainable, self.rules)
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
-        program = Executable(compiled.as_text() or "", step.mesh)
-        (memory,) = of_step(step, self.batch, compiled).values()
-        found = predict(program, step, self.batch, self.target.hardware, self.flops)
-        ledger, closed = Ledger.of(program), expected(step, self.batch)
-        sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
-        links: dict[str, float] = {}
-        exposed: dict[str, float] = {}
-        for part in found.collectives:
-            axes = "+".join(part.axes)
-            links[part.way] = links.get(part.way, 0) + part.bytes
-            exposed[axes] = exposed.get(axes, 0.0) + part.exposed
-        numbers = {k: v for k, v in found.json().items() if k != "parts"}
-        main, schedule = step.traced(self.batch).program.main, step.schedule
-        if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
-            numbers["notes"].append(f"{why}.")
-        return {
-            "memory": dataclasses.asdict(memory),
-            "prediction": numbers,
-            "kernels": found.lines(),
-            "links": links,
-            "exposed": exposed,
-            "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
-            "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
-            "compile_seconds": seconds,
-        }
+        return numbers(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
 
 
 def _of_compiler(error: Exception) -> bool:

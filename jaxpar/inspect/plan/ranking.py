@@ -17,6 +17,7 @@ from .line import RESERVE, SLOWER, Line
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
 _DAY = 86_400  # seconds
+_WAYS = {"link": "GB link", "network": "GB net"}  # and what a column is called
 _SHOWN = 4  # reasons of those that were not compiled
 
 
@@ -72,14 +73,16 @@ def table(plan: Plan) -> str:
     speed = "tokens/s" if plan.length else "rows/s"
     precisions = {line.strategy.precision for line in plan.lines}
     common = f"precision={precisions.pop()}, " if len(precisions) == 1 else ""
+    ways = [way for way in _WAYS if any(line.links.get(way) for line in plan.lines)]
+    sent = "".join(f"{_WAYS[way]:>8} " for way in ways)
     head = [
         f"{plan.devices} ({plan.target}), {each}: {common}{len(plan.lines)} compiled",
-        f"{'#':>2}  {'GB':>6} {'ms':>8} {speed:>10} {'MFU':>6} {'GB link':>8} {'GB net':>7}  strategy",
+        f"{'#':>2}  {'GB':>6} {'ms':>8} {speed:>10} {'MFU':>6} {sent} strategy",
     ]
     parts = [
         _fill(summary(plan), 2),
         "\n".join(
-            [*head, *(row for at, line in enumerate(plan.lines, 1) for row in _row(plan, at, line, bool(common)))]
+            [*head, *(row for at, line in enumerate(plan.lines, 1) for row in _row(plan, at, line, ways, bool(common)))]
         ),
     ]
     if losers := [line for line in plan.lines if line.why]:
@@ -102,18 +105,34 @@ def summary(plan: Plan) -> str:
     speed = best.prediction["rows_per_second"] * (plan.length or 1)
     unit, many = ("1T tokens", 1e12) if plan.length else ("1B rows", 1e9)
     parts.append(f"{many / speed / _DAY:,.1f} days for {unit}")
-    return f"{'; '.join(parts)}: {best.strategy}"
+    return f"{'; '.join(parts)}: {best.strategy}{_exact(plan)}"
 
 
-def _row(plan: Plan, number: int, line: Line, common: bool) -> Iterator[str]:
+def _exact(plan: Plan) -> str:
+    """The first line whose gradients are summed in float32, where the best's are not: that is less exact, and the
+    difference is often within the error.
+    """
+    best = plan.lines[0]
+    if best.strategy.reduce == "f32" or best.strategy.precision == "f32":
+        return ""
+    exact = [at for at, line in enumerate(plan.lines) if line.fits and line.strategy.reduce == "f32"]
+    sums = f" (gradients summed in {best.strategy.precision}"
+    if not exact:
+        return f"{sums})"
+    other = plan.lines[exact[0]]
+    within = ", within the error" if other.ties(best) else ""
+    return f"{sums}; in f32, line {exact[0] + 1}, {other.seconds / best.seconds - 1:.1%} slower{within})"
+
+
+def _row(plan: Plan, number: int, line: Line, ways: list[str], common: bool) -> Iterator[str]:
     found = line.prediction
     speed = found["rows_per_second"] * (plan.length or 1)
     mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    sent = [f"{line.links.get(way, 0) / 1e9:.1f}" for way in ("link", "network")]
+    sent = "".join(f"{line.links.get(way, 0) / 1e9:>8.1f} " for way in ways)
     tie = "~" if number > 1 and line.ties(plan.lines[0]) else " "
     numbers = (
         f"{number:>2}{tie} {line.memory['total'] / 1e9:>5.1f}{' ' if line.fits else '!'} {1e3 * line.seconds:>8,.1f} "
-        f"{_speed(speed):>10} {mfu:>6} {sent[0]:>8} {sent[1]:>7}  "
+        f"{_speed(speed):>10} {mfu:>6} {sent} "
     )
     strategy = dataclasses.replace(line.strategy, precision="f32") if common else line.strategy  # its default
     first, *more = _Wrapper(WIDTH - len(numbers), break_on_hyphens=False).wrap(str(strategy))
@@ -153,7 +172,7 @@ def _left(plan: Plan) -> Iterator[str]:
         yield "\n".join(lines)
     yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
-        "does not fit. GB link and GB net: what each device sends within a host and across. ms by the model of "
+        "does not fit. GB link and GB net: what each device sends within a host and across hosts. ms by the model of "
         "jaxpar.inspect.predict.prediction, of the compiled program; three published runs took "
         f"{SLOWER[0] - 1:.0%} to {SLOWER[1] - 1:.0%} longer. ~ may be as fast as 1: so little is no ranking.",
         2,
@@ -194,7 +213,7 @@ def explained(plan: Plan, number: int) -> str:
         ("compute", _ms(found["compute"]), "kernels, in the order of the compiled program"),
         ("exposed", _ms(found["exposed"]), "kernels wait for collectives"),
         ("hidden", _ms(found["hidden"]), "collectives behind kernels"),
-        *((name, _ms(seconds), _part(name, line)) for name, seconds in line.costs().items()),
+        *((name, _ms(seconds), _part(name, line)) for name, seconds in line.costs().items() if seconds),
         ("rows/s", _speed(speed), f"{plan.rows} rows / step"),
         *(
             [("tokens/s", _speed(speed * plan.length), f"{plan.rows} rows x {plan.length} / step")]

@@ -20,7 +20,7 @@ from test_tensor_dims import leaves_of
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.plan.candidates import Estimator
+from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.parallel.tensor.dims import tensor_dims
