@@ -72,7 +72,7 @@ def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
         most: dict[str, int] = {}
         for some in used_by(traced.program, schedule):
             sent: dict[str, int] = {}
-            for leaf in (layout.leaves[i] for i in some if layout.leaves[i].dim is not None):
+            for leaf in (layout.leaves[i].local for i in some if layout.leaves[i].dim is not None):
                 if leaf.trainable or not only:
                     shards = math.prod(step.mesh.shape[axis] for axis in leaf.shard) if sharded else 1
                     name = jnp.dtype(dtype(leaf.dtype)).name

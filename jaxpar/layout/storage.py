@@ -259,38 +259,27 @@ def make_leaves(
         )
 
     leaves = [placed(path, shape, r, at[0]) for (path, shape, r), at in zip(flat, origin, strict=True)]
-    for leaf in leaves:
-        if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
-            axis, n = ("tensor", ranks) if leaf.tensor == leaf.stage else ("expert", experts)
-            raise ValueError(
-                f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
-                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
-            )
     as_is = {at[0]: leaf for leaf, at in zip(leaves, origin, strict=True) if leaf.as_modelled}
-    models = tuple(
-        as_is.get(i)
-        or place(
-            name,
-            tuple(x.shape),
-            x.dtype,
-            shards,
-            t,
-            pipe,
-            tensor=dims.get(i),
-            ranks=ranks,
-            expert=of_experts.get(i),
-            experts=experts,
-        )
-        for i, (name, x, t) in enumerate(zip(names, shapes, trains, strict=True))
-    )
+
+    def one(pipe: Pipe, i: int, name: str, x: Any, trains: bool) -> Leaf:
+        """One of the model's own leaves."""
+        split = {"tensor": dims.get(i), "ranks": ranks, "expert": of_experts.get(i), "experts": experts}
+        return place(name, tuple(x.shape), x.dtype, shards, trains, pipe, **split)
+
+    every = list(enumerate(zip(names, shapes, trains, strict=True)))
+    models = tuple(as_is.get(i) or one(pipe, i, *leaf) for i, leaf in every)
     storage = Storage(tuple(leaves), tree, models, jax.tree.structure(params), tuple(origin))
     if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
+        for leaf in leaves:
+            if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
+                axis, n = ("tensor", ranks) if leaf.tensor == leaf.stage else ("expert", experts)
+                raise ValueError(
+                    f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
+                    f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
+                )
         return storage
     cut = replace(pipe, stages="cut")
-    every = enumerate(zip(names, shapes, trains, strict=True))
-    models = tuple(
-        place(name, tuple(x.shape), x.dtype, shards, t, cut, tensor=dims.get(i)) for i, (name, x, t) in every
-    )
+    models = tuple(one(cut, i, *leaf) for i, leaf in every)
     return Storage(
         models, storage.model_tree, models, storage.model_tree, tuple((i,) for i in range(len(models))), cut=True
     )

@@ -81,7 +81,7 @@ class Step(FirstState, Intake):
         pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
         storage = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
         if schedule is not None and storage.cut:
-            check_cut(schedule, mesh.shape, strategy.rule)
+            check_cut(schedule, strategy)
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

@@ -87,17 +87,17 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
 
 
-def check_cut(schedule: Schedule, sizes: Mapping[str, int], rule: str) -> None:
-    """Raises ValueError where a pipeline whose stages are parts of a program cannot be on a mesh of these `sizes`, or
-    under a `rule` of the user's own.
-    """
+def check_cut(schedule: Schedule, strategy: Strategy) -> None:
+    """Raises ValueError where a pipeline whose stages are parts of a program cannot be that of a strategy."""
     why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
-    for axis in ("tensor", "context", "expert"):
-        if sizes[axis] > 1:
-            raise ValueError(f"{axis}={sizes[axis]}: {why}, whose parts {axis} does not split; use data or fsdp for it")
-    if rule:
+    if strategy.attention == "ring":
         raise ValueError(
-            f"rule={rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
+            f"attention='ring': {why}, whose ranks are not in one layer at one time; a hop of the ring needs all "
+            "devices; use attention='gather' or 'ulysses'"
+        )
+    if strategy.rule:
+        raise ValueError(
+            f"rule={strategy.rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
         )
     if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:
         raise ValueError(

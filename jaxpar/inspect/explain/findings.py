@@ -124,7 +124,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
     schedule = step.schedule
     if schedule is not None and step.layout.storage.cut:
-        held = [math.prod(leaf.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
+        held = [math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
         yield (
             f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
             f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "

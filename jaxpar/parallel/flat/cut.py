@@ -24,6 +24,11 @@ FLOPS = 300.0
 LINK = 7.0  # bytes of memory in the time of one byte of a message: 3.35e12 / 450e9 (NVLink 4, one way)
 _PLACES = 3000  # at most so many equations are looked at as the first of a stage
 
+# How often a collective of a stage sends its larger side, forwards and backwards together, on a ring of many.
+_SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter"), 2)
+_SENDS |= dict.fromkeys(("tensor_unsplit", "tensor_take"), 1)  # one of a pair
+_SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
+
 _MOVES_NOTHING = frozenset(
     "reshape squeeze expand_dims broadcast_in_dim convert_element_type copy stop_gradient".split()
 )
@@ -45,6 +50,8 @@ def time_of(eqn: Any) -> float:
     if name in _MOVES_NOTHING:
         return 0.0
     written = float(sum(map(bytes_of, eqn.outvars)))
+    if name in _SENDS:
+        return LINK * max(written, sum(map(bytes_of, eqn.invars))) * _SENDS[name] / 3  # of `times`
     if name in ("dot_general", "conv_general_dilated"):
         ((flops, _),) = jx.matmuls([eqn]).values()
         moved = written + sum(bytes_of(v) for v in eqn.invars)

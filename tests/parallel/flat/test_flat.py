@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import context_cells
+import expert_cells
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,9 +170,15 @@ def one_device(name: str) -> OneDevice:
 # -- exact -------------------------------------------------------------------------------------------------------------
 
 CELLS = [
-    ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
 ]
 BATTERY = [
+    ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
+    ("irregular", "pipe=2,tensor=2,data=2,microbatches=4,chunks=2", 8),
+    ("unet", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("unet", "pipe=2,tensor=4,microbatches=2,schedule=gpipe", 8),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,stages=cut", 8),
+    ("encoder_decoder", "pipe=4,tensor=2,microbatches=4,stages=cut", 8),
     ("irregular", "pipe=4,microbatches=4", 4),
     ("encoder_decoder", "pipe=2,data=2,microbatches=2,stages=cut", 4),
     ("irregular", "pipe=2,microbatches=3,data=1,chunks=1,schedule=gpipe", 2),
@@ -198,6 +206,35 @@ def test_exact(name: str, strategy: str, devices: int) -> None:
     batch = jax.tree.map(lambda x: x[:rows], batch)
     grads, params = one.train(SGD, batch, blocks, 3)
     check(step, model, one.first, batch, 3, grads, params)
+
+
+CONTEXT = [
+    ("t5", "pipe=2,context=2,fsdp=2,microbatches=2,stages=cut"),
+    ("loop", "pipe=2,context=2,tensor=2,microbatches=2,stages=cut"),
+    ("encoder_decoder", "pipe=2,context=4,microbatches=2,stages=cut"),
+    ("window", "pipe=2,context=2,fsdp=2,zero=1,microbatches=2,stages=cut,attention=ulysses"),
+    ("llama_gqa", "pipe=2,context=2,data=2,microbatches=4,stages=cut,schedule=gpipe"),
+    ("mixture", "pipe=2,context=2,expert=2,microbatches=2,stages=cut"),
+]
+EXPERT = [
+    ("dropless", "pipe=2,expert=2,fsdp=2,microbatches=2,stages=cut"),
+    ("einsum", "pipe=2,expert=2,tensor=2,microbatches=4,stages=cut"),
+    ("capacity", "pipe=4,expert=2,microbatches=2,stages=cut,schedule=gpipe"),
+    ("ragged", "pipe=2,expert=2,fsdp=2,zero=2,microbatches=2,stages=cut"),
+]
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), CONTEXT)
+def test_exact_beside_context(name: str, strategy: str) -> None:
+    """All ranks of a group that shares positions are in one stage, and so in one branch."""
+    context_cells.check_cell(name, strategy)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), EXPERT)
+def test_exact_beside_expert(name: str, strategy: str) -> None:
+    expert_cells.check_cell(name, strategy)
 
 
 class Normed(nn.Module):
@@ -335,8 +372,7 @@ def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
     ("strategy", "devices", "message"),
     [
         ("pipe=2,schedule=zb-h1,microbatches=4", 2, "backwards are whole; use schedule='1f1b' or 'gpipe'"),
-        ("pipe=2,tensor=2,microbatches=4", 4, "tensor=2: the model has no stack .* use data or fsdp for it"),
-        ("pipe=2,context=2,microbatches=4", 4, "context=2: the model has no stack"),
+        ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': the model has no stack"),
         ("pipe=8,chunks=16,microbatches=8", 8, "makes 128 stages of a loss that has .* operations"),
         ("pipe=2,remat=layer,microbatches=4", 2, "remat='layer' applies to the layers of a layer stack"),
         ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
