@@ -52,23 +52,28 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     if rounds > 1 and length % stages:
         raise ValueError(
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
-            f"{rounds} blocks that alternate; use a number of stages that divides {length}, or data or fsdp for pipe"
+            f"{rounds} blocks that alternate; use a number of stages that divides {length}, stages='cut', or data or "
+            "fsdp for pipe"
         )
     if length < stages:
         unlike = uneven_block(layout, program.main.slices[0].leaf)
         raise ValueError(
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
-            f"{length} layers; use at most {length} stages{unlike}"
+            f"{length} layers; use at most {length} stages{unlike}, or stages='cut' if a Python loop runs them"
         )
     partial = next((s for s in program.main.slices if s.stride * length != layout.storage.units[s.leaf].layers), None)
     if partial is not None:
         leaf = layout.storage.units[partial.leaf]
         raise ValueError(
             f"pipe={ranks} spreads all {leaf.layers} layers of {leaf.path}, and the loss scans "
-            f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
+            f"{partial.stride * length} of them at once; scan all of them in one loop, use stages='cut', or data or "
+            "fsdp for pipe"
         )
     if program.main.reverse:
-        raise ValueError(f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards")
+        raise ValueError(
+            f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards, or use "
+            "stages='cut'"
+        )
     given = set(program.inputs)
     for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[at] not in given:
