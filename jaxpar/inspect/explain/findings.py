@@ -128,7 +128,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         yield (
             f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
             f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "
-            "Collectives inside of stages are those of all stages together, and a rank runs its own."
+            "Collectives inside of stages are those of the rank that sends most."
         )
     elif schedule is not None:
         yield (
@@ -154,7 +154,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
     if not known or any(one.count is None for one in found):
         yield "?: in a loop of unknown length; the bytes are those of one round, and FLOPs are not known."
     if any(one.conditional for one in found):
-        yield "Some collectives run in one branch of a conditional only: counts and bytes are upper bounds."
+        yield "Some collectives run in one branch of a conditional, or on one rank: counts and bytes are upper bounds."
     if moved:
         total = size(sum(move.bytes * move.count for move in moved))
         most = f"{moved[0].count} x {size(moved[0].bytes)}"

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,11 @@ from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.checkpoint.checkpoints import Checkpoints
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
+from jaxpar.parallel.flat.engine import used
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
@@ -363,6 +368,26 @@ def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
 
     two, four = products("pipe=2,microbatches=4", 2), products("pipe=4,microbatches=4", 4)
     assert 13 * 3 - 1 <= two <= four <= 13 * 3 + 2
+
+
+def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
+    """Of stages a device runs its own: all of them together were counted, p times what a device sends."""
+    model, batch = of("irregular")
+    step = made(model, "pipe=4,fsdp=2,microbatches=4", 8)
+    jaxpr = step.trace(batch)
+    found = Ledger.from_jaxpr(jaxpr, step.mesh)
+    closed = expected(step, batch)
+    assert found.by("kind", "axes") == closed.by("kind", "axes")
+    # Each leaf is gathered in a forward and in a backward of each microbatch, by the ranks that use it, padded by none.
+    traced = step.traced(batch)
+    sizes = [step.layout.leaves[i].local for i in range(len(step.layout.leaves))]
+    mine = lambda some: sum(4 * math.prod(sizes[i].stored) for i in some if sizes[i].dim is not None)
+    ranks = [mine(some) for some in used(traced.program, traced.schedule)]
+    most, every = max(ranks), sum(ranks)
+    assert most < found.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * most < every
+    paces = re.findall(r"runs_4_paces_(\d+)_of_(\d+)_on_(\d)", step.trace(batch).pretty_print(name_stack=True))
+    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # in each slot all wait for one
+    assert {rank for _, _, rank in paces} == set("0123")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
