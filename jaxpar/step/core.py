@@ -78,10 +78,10 @@ class Step(FirstState, Intake):
         experts = mesh.shape["expert"]
         mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
-        pipe = Pipe(ranks, strategy.chunks, turns, over, strategy.stages)
+        pipe = Pipe(ranks, strategy.chunks, turns, over, "cut" if strategy.cuts else str(strategy.stages))
         storage = make_leaves(params, shards, trainable, pipe, split, parts, mixed, experts)
         if schedule is not None and storage.cut:
-            check_cut(schedule, strategy)
+            check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

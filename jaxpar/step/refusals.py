@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
+from ..model.paths import below
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
+from ..text import did_you_mean
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone
@@ -92,8 +94,24 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
 
 
-def check_cut(schedule: Schedule, strategy: Strategy) -> None:
-    """Raises ValueError where a pipeline whose stages are parts of a program cannot be that of a strategy."""
+def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> None:
+    """Raises ValueError where a pipeline whose stages are parts of a program cannot be that of a strategy; `paths` are
+    those of the parameters.
+    """
+    stages = schedule.ranks * schedule.chunks
+    for cut in strategy.cuts:
+        if not below(cut, paths):
+            modules = {"/".join(path.split("/")[:n]) for path in paths for n in range(1, path.count("/") + 2)}
+            raise ValueError(
+                f"stages={strategy.stages!r}: no parameter lies below {cut!r}{did_you_mean(cut, sorted(modules))}; use "
+                f"paths of modules, such as {paths[-1].rpartition('/')[0] or paths[-1]!r}, or auto, layers, cut"
+            )
+    if strategy.cuts and len(strategy.cuts) != stages - 1:
+        raise ValueError(
+            f"stages={strategy.stages!r} makes {len(strategy.cuts) + 1} stages and pipe={schedule.ranks} x "
+            f"chunks={schedule.chunks} has {stages}; name {stages - 1} modules, at which the second and those after it "
+            "begin"
+        )
     why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
     if strategy.attention == "ring":
         raise ValueError(

@@ -77,6 +77,30 @@ def crossing(eqns: Sequence[Any]) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
+def stages_at(
+    eqns: Sequence[Any], reads: Sequence[frozenset[int]], points: Sequence[tuple[str, frozenset[int]]]
+) -> list[list[Any]]:
+    """The equations, in order, as groups of which each but the first begins where a parameter of its point is read.
+
+    `reads` are the numbers of the parameters that each equation reads, `points` names of modules and the numbers of
+    theirs. Raises ValueError where they do not follow one another in the program.
+    """
+    bounds, before = [0], "the loss"
+    for name, leaves in points:
+        at = next((at for at, read in enumerate(reads) if read & leaves), None)
+        if at is None:
+            raise ValueError(f"stages: the loss reads no parameter below {name!r}; cut at a module that it runs")
+        if at <= bounds[-1]:
+            raise ValueError(
+                f"stages: no stage can begin at {name!r}, whose parameters the loss reads no later than those at which "
+                f"the stage before it begins ({before}); name modules in the order in which the loss runs them, "
+                "without the first"
+            )
+        bounds.append(at)
+        before = repr(name)
+    return [list(eqns[a:b]) for a, b in itertools.pairwise([*bounds, len(eqns)])]
+
+
 def stages_of(eqns: Sequence[Any], stages: int) -> list[list[Any]]:
     """The equations, in order, as so many groups of which the longest is as short as can be.
 

@@ -390,6 +390,33 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     assert {rank for _, _, rank in paces} == set("0123")
 
 
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("irregular", ["block2", "block7", "block12"]),
+        pytest.param("unet", "Block_1:Block_2:Block_4/Conv_1", marks=pytest.mark.battery),
+    ],
+)
+def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
+    """At the first use of a parameter below each path, and no earlier."""
+    model, batch = of(name)
+    strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
+    assert jp.Strategy.parse(str(strategy)) == strategy
+    step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
+    traced = step.traced(batch)
+    names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
+    for before, after, path in zip(names, names[1:], strategy.cuts, strict=False):
+        assert any(one.startswith(f"{path}/") for one in after)
+        assert not any(one.startswith(f"{path}/") for one in before)
+
+
+@pytest.mark.battery
+def test_stages_at_blocks_of_the_users_are_exact() -> None:
+    (model, batch), one = of("irregular"), one_device("irregular")
+    step = made(model, "pipe=2,microbatches=2,stages=block10", 2)
+    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -402,6 +429,20 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
         ("pipe=2,remat=layer,microbatches=4", 2, "remat='layer' applies to the layers of a layer stack"),
         ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
         ("data=2,stages=cut", 2, "stages='cut' without a pipeline"),
+        (
+            "pipe=2,microbatches=2,stages=block44",
+            2,
+            "below 'block44' .did you mean 'block4'.*paths of modules",
+        ),
+        ("pipe=2,microbatches=2,stages=laeyrs", 2, "no parameter lies below 'laeyrs'.*or auto, layers, cut"),
+        ("pipe=2,stages=a::b", 2, "stages='a::b' is unknown; use one of auto, layers, cut or paths of modules"),
+        ("pipe=2,microbatches=2,stages=block3:block4", 2, "makes 3 stages and pipe=2 x chunks=1 has 2; name 1 modules"),
+        (
+            "pipe=3,microbatches=2,stages=block4:block3",
+            3,
+            "can begin at 'block3'.*begins .'block4'.*in the order",
+        ),
+        ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
     ],
 )
 def test_refused(strategy: str, devices: int, message: str) -> None:
