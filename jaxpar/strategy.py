@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,7 +94,8 @@ class Strategy:
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
         without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
-        names and shapes tell.
+        names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
+        first use of whose parameters the second stage and those after it begin.
       expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
         and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
@@ -134,7 +135,7 @@ class Strategy:
     pipe: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    stages: str = "auto"
+    stages: str | Sequence[str] = "auto"
     expert: int = 1
     context: int = 1
     attention: str = "auto"
@@ -182,12 +183,17 @@ class Strategy:
                 raise ValueError(f"{name}={count} is more than a step can have; use a whole number from 1 to {MOST:,}")
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
+        if isinstance(self.stages, list | tuple) and all(isinstance(path, str) for path in self.stages):
+            object.__setattr__(self, "stages", ":".join(self.stages))  # as in text
         if self.stages != "auto" and self.pipe == 1:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if name == "stages" and self.cuts and all(self.cuts):
+                continue
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
-                policy = " or a jax.checkpoint policy" if name == "remat" else ""
+                policy = {"remat": " or a jax.checkpoint policy", "stages": " or paths of modules, as in 'mid:up/0'"}
+                policy = policy.get(name, "")
                 near = did_you_mean(value, choices)
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{near}")
         for name in ("single", "server", "sequence"):
@@ -270,6 +276,12 @@ class Strategy:
                 f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return known
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The paths at which `stages` cuts; () where it is no list of paths."""
+        text = self.stages if isinstance(self.stages, str) else ""
+        return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
 
     def on(self, ranks: int) -> Strategy:
         """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""

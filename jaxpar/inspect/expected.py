@@ -7,7 +7,8 @@ losses, stages, and the model's own collectives.
 Each tick of a pipeline with a forward sends one message of the activations to the next rank, each with a backward one
 of their cotangents to the one before; ranks that share the epilogue reduce-scatter the last rank's activations and
 all-gather the cotangents, m times. Leaves outside the stages are reduced, and with ZeRO sharded, over `pipe` too; a
-stage's own leaf that is used outside the stack as well is all-gathered for that.
+stage's own leaf that is used outside the stack as well is all-gathered for that. Of ranks that run programs of their
+own, parts of a cut program, it is the one's that sends most.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..parallel.zero import ZERO2
 from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
-from .uses import Runs, count, uses
+from .uses import Counted, Runs, count, uses
 
 
 def expected(step: Step, batch: Any) -> Ledger:
@@ -37,14 +38,9 @@ def expected(step: Step, batch: Any) -> Ledger:
     Compiled programs have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
     """
     traced, rule = step.traced(batch), rule_of(step.strategy)
-    counted = count(step, traced)
-    found = list(counted.own)
-    units, sizes = step.layout.storage.units, step.mesh.shape
-    for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
-        found += _between_stages(step, leaf, runs)
-        # What ZeRO does not shard is replicated, as in plain data parallelism.
-        promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
-        found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
+    sizes, every = step.mesh.shape, count(step, traced)
+    counted = every[0]
+    found = max((_of_uses(step, traced, each) for each in every), key=lambda sent: sum(one.bytes for one in sent))
     if step.layout.storage.cut:
         found += _exchanged(step, traced)
     rows = tuple(traced.summed)
@@ -56,6 +52,18 @@ def expected(step: Step, batch: Any) -> Ledger:
         if counted.counts and rows:
             found.append(_entry(Sent("all-reduce", rows, jnp.float32, 1, 1), sizes))
     return Ledger(found)
+
+
+def _of_uses(step: Step, traced: Traced, counted: Counted) -> list[Collective]:
+    """What uses of the leaves send, and the model itself."""
+    rule, found = rule_of(step.strategy), list(counted.own)
+    units, sizes = step.layout.storage.units, step.mesh.shape
+    for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
+        found += _between_stages(step, leaf, runs)
+        # What ZeRO does not shard is replicated, as in plain data parallelism.
+        promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
+        found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
+    return found
 
 
 def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
@@ -72,7 +80,7 @@ def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
         most: dict[str, int] = {}
         for some in used_by(traced.program, schedule):
             sent: dict[str, int] = {}
-            for leaf in (layout.leaves[i] for i in some if layout.leaves[i].dim is not None):
+            for leaf in (layout.leaves[i].local for i in some if layout.leaves[i].dim is not None):
                 if leaf.trainable or not only:
                     shards = math.prod(step.mesh.shape[axis] for axis in leaf.shard) if sharded else 1
                     name = jnp.dtype(dtype(leaf.dtype)).name

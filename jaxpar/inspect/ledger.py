@@ -31,8 +31,8 @@ from ..jaxprs.jaxpr import live, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Nesting, merged, whole
-from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While
-from .compiled.shares import share_of
+from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, of_ranks
+from .compiled.shares import Share, share_of
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
@@ -134,10 +134,12 @@ def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[C
             hidden = not one.waits and any(map(_computes, until))
             here = dataclasses.replace(nesting, asynchronous=not one.waits, overlapped=hidden)
             yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers)
-        elif isinstance(one, While):
+        elif isinstance(one, While) and one.rank is None:
             yield from collectives(one.body, nesting.loop(one.trips))
         elif isinstance(one, Choice):
             yield from nesting.branches([functools.partial(collectives, branch) for branch in one.branches])
+    if own := of_ranks(operations):
+        yield from nesting.branches([functools.partial(collectives, loops) for loops in own.values()])
 
 
 def _computes(one: Operation) -> bool:
@@ -146,7 +148,17 @@ def _computes(one: Operation) -> bool:
 
 
 def _from_jaxpr(jaxpr: Any, mesh: Any, nesting: Nesting, mapped: bool = False) -> Iterator[Collective]:
+    everyones, own = list[Any](), dict[int, list[Any]]()
     for eqn in live(jaxpr.eqns, jaxpr.outvars) if mapped else jaxpr.eqns:
+        share = _share(eqn)
+        (everyones if share is None or share.rank is None else own.setdefault(share.rank, [])).append(eqn)
+    yield from _from_eqns(everyones, mesh, nesting)
+    if own:  # as of a conditional's branches, a device runs one rank's
+        yield from nesting.branches([functools.partial(_from_eqns, eqns, mesh) for eqns in own.values()])
+
+
+def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Collective]:
+    for eqn in eqns:
         name = eqn.primitive.name
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
             named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
@@ -171,6 +183,10 @@ def _from_jaxpr(jaxpr: Any, mesh: Any, nesting: Nesting, mapped: bool = False) -
                 yield from _from_jaxpr(opened(sub)[0], mesh, inner, name == "shard_map")
 
 
+def _share(eqn: Any) -> Share | None:
+    return share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
+
+
 def _trips(eqn: Any) -> int | Fraction | None:
-    share = share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
+    share = _share(eqn)
     return share.runs if share else eqn.params.get("length")

@@ -52,6 +52,7 @@ class Counted:
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.
       once: whether each use is run once: one microbatch, no pipeline.
       outside: leaves of a pipeline that no stage owns: their gradients are given as accumulated.
+      given: leaves of which some rank gives a gradient, where each rank has a program of its own.
     """
 
     runs: list[Runs]
@@ -60,11 +61,12 @@ class Counted:
     counts: bool
     once: bool
     outside: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
 
 
-def count(step: Step, traced: Traced) -> Counted:
-    """What one training step does with parameters."""
-    return _piped(step, traced) if traced.schedule else _plain(step, traced)
+def count(step: Step, traced: Traced) -> list[Counted]:
+    """What one training step does with parameters: of one rank after another, where each has a program of its own."""
+    return _piped(step, traced) if traced.schedule else [_plain(step, traced)]
 
 
 def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
@@ -73,10 +75,10 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
     for i, runs in enumerate(counted.runs):
         last = counted.once and program.uses[i] == (True,)
-        yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside)
+        yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside, i in counted.given)
 
 
-def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool) -> Uses:
+def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool, elsewhere: bool) -> Uses:
     """A unit and its uses, in numbers; its layers are on dim `dim`."""
     unit, shape, policy = step.layout.storage.units[index], step.mesh.shape, step.policy
     leaf = unit.local
@@ -100,7 +102,7 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
     return Uses(
         elements=elements,
         fetched=_some(Times(runs.fetched[0], all_parts), Times(runs.fetched[1], layer)),
-        given=_some(*given),
+        given=_some(*given) or (given[:1] if elsewhere else ()),  # of no use here, and still summed with others'
         updated=updated,
         last=last,
         shard=tuple(a for a in shard if shape[a] > 1),
@@ -170,7 +172,7 @@ def _plain(step: Step, traced: Traced) -> Counted:
     return Counted(runs, own, len(traced.outputs[0]), traced.counts, m == 1)
 
 
-def _piped(step: Step, traced: Traced) -> Counted:
+def _piped(step: Step, traced: Traced) -> list[Counted]:
     """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
     schedule = traced.schedule
     assert schedule is not None
@@ -183,6 +185,7 @@ def _piped(step: Step, traced: Traced) -> Counted:
         if schedule.branches or step.layout.storage.cut
         else [schedule.messages("F") - m, schedule.messages("B") - m, m]
     )
+    ranks: list[int | None] = []  # of stages that are parts of a program: whose each part is, None for all ranks
     once: dict[int, Runs] = {}
 
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
@@ -190,12 +193,11 @@ def _piped(step: Step, traced: Traced) -> Counted:
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
         loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
-        if isinstance(pipeline, Slots | FlatPipeline):
-            parts = pipeline.separated()
-            times[:] = [n for n, _ in parts]
-            found = [part for _, part in parts]
-            if isinstance(pipeline, FlatPipeline):
-                return found  # every leaf is some stage's
+        if isinstance(pipeline, FlatPipeline):
+            times[:], ranks[:], found = zip(*pipeline.separated(), strict=True)
+            return found  # every leaf is some stage's
+        if isinstance(pipeline, Slots):
+            times[:], found = zip(*pipeline.separated(), strict=True)
             grads = found[0][0].grads
         else:
             phases = [Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)]
@@ -206,10 +208,19 @@ def _piped(step: Step, traced: Traced) -> Counted:
 
     flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
     numbers = jax.tree.unflatten(jax.tree.structure(outs), list(range(len(flat.outvars))))
-    programs = (_live(flat, jax.tree.leaves(tick)) for tick in numbers)
-    runs, own = _counted(step, list(zip(times, programs, strict=True)))
-    runs = [once.get(i, each) for i, each in enumerate(runs)]
-    return Counted(runs, own, len(traced.outputs[0]), traced.counts, False, frozenset(once))
+    parts = [(n, _live(flat, jax.tree.leaves(tick))) for n, tick in zip(times, numbers, strict=True)]
+
+    def counted(parts: list[tuple[int, Any]], given: frozenset[int] = frozenset()) -> Counted:
+        runs, own = _counted(step, parts)
+        runs = [once.get(i, each) for i, each in enumerate(runs)]
+        return Counted(runs, own, len(traced.outputs[0]), traced.counts, False, frozenset(once), given)
+
+    whole = counted(parts)
+    if not ranks:
+        return [whole]
+    given = frozenset(i for i, runs in enumerate(whole.runs) if runs.given[0])
+    of = lambda rank: [part for part, home in zip(parts, ranks, strict=True) if home in (None, rank)]
+    return [counted(of(rank), given) for rank in range(schedule.ranks)]
 
 
 def _live(flat: Flat, outs: Sequence[int]) -> Any:

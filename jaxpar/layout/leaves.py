@@ -302,7 +302,7 @@ def place(
         shape, first = (*form.held, *shape[1:]), len(form.held)
         tensor, expert = (None if at is None else at + first - 1 for at in (tensor, expert))
     elif pipe.stages == "cut":
-        shards *= pipe.ranks
+        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)  # over `pipe` alone without ZeRO
     elif pipe.ranks > 1 and shards > 1:
         shards, axes = shards * pipe.ranks, ("pipe", *axes)
     stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))

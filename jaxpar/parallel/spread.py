@@ -19,13 +19,14 @@ class SpreadAccess:
     """
 
     def __init__(self, layout: Layout, rule: Rule):
-        self.leaves, self.policy, self.ranks = layout.storage.leaves, layout.policy, layout.mesh.shape["pipe"]
+        self.leaves, self.policy = [leaf.local for leaf in layout.storage.leaves], layout.policy
+        self.split, self.ranks = [leaf.split for leaf in layout.storage.leaves], layout.mesh.shape["pipe"]
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
 
     def _use(self, index: int, lead: int) -> Use:
         leaf = self.leaves[index]
         shard = leaf.shard if leaf.dim is not None and self.rules[index].sharded else ()
-        rest = tuple(a for a in summed_over(leaf.split) if a not in shard)
+        rest = tuple(a for a in summed_over(self.split[index]) if a not in shard)
         return Use((leaf.dim or 0) + lead, shard, rest, False, self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:

@@ -107,11 +107,15 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
     return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut)
 
 
-def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Callable[[Sequence[Any]], list[list[Any]]]) -> Program:
+Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
+
+
+def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Groups) -> Program:
     """Cut a program into one segment for each of the groups into which `groups` divides its equations, in order.
 
     What follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each segment
-    that reads it; `groups` gets the other equations. A segment of which nobody reads anything has no outputs.
+    that reads it; `groups` gets the other equations, and the numbers of the parameters that each reads. A segment of
+    which nobody reads anything has no outputs.
     """
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(params)]
@@ -119,7 +123,15 @@ def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Callable[[Sequence
     given = [*flat.constvars, *flat.invars[len(leaves) :]]
     floating = _floating(eqns, given, lambda eqn: eqn.primitive.name not in _DEAR) | _floating(eqns, leaves)
     known = _Known(index, jx.depends(eqns, leaves), floating, set(flat.constvars))
-    parts = groups([e for e in eqns if not any(v in floating for v in e.outvars)])
+    through: dict[Any, frozenset[int]] = {v: frozenset([i]) for v, i in index.items()}
+    ordered: list[tuple[Any, frozenset[int]]] = []
+    for eqn in _made_whole_early(eqns):
+        read = frozenset[int]().union(*(through.get(v, ()) for v in eqn.invars if not jx.is_literal(v)))
+        if any(v in floating for v in eqn.outvars):
+            through.update((v, read) for v in eqn.outvars)
+        else:
+            ordered.append((eqn, read))
+    parts = groups([eqn for eqn, _ in ordered], [read for _, read in ordered])
     pieces: list[Segment | Stack] = []
     wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
     for number in reversed(range(len(parts))):
@@ -135,6 +147,21 @@ def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Callable[[Sequence
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
     cut = tuple(map(tuple, parts))
     return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, groups=cut)
+
+
+def _made_whole_early(eqns: Sequence[Any]) -> list[Any]:
+    """What makes a result whole on each tensor rank stands behind what made its parts: at the end of the program, new
+    statistics of BatchNorm would be changed in the last stage, and not in their own.
+    """
+    read = {v for eqn in eqns for v in eqn.invars if not jx.is_literal(v)}
+    made = {v: at for at, eqn in enumerate(eqns) for v in eqn.outvars}
+
+    def place(at: int) -> float:
+        eqn = eqns[at]
+        last = eqn.primitive.name == "tensor_unsplit" and not read.intersection(eqn.outvars)
+        return made.get(eqn.invars[0], -1) + 0.5 if last else at
+
+    return [eqns[at] for at in sorted(range(len(eqns)), key=place)]
 
 
 def _scanned(scans: Sequence[Any], known: _Known, how: Slicing) -> tuple[dict[int, Reads], Any]:

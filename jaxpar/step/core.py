@@ -78,10 +78,11 @@ class Step(FirstState, Intake):
         experts = mesh.shape["expert"]
         mixed = expert_dims(flat, experts, mine, theirs, model.names()) if experts > 1 else {}
         turns = schedule is not None and schedule.placement == "V"
-        sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, strategy.stages), parts, experts)
+        stages = "cut" if strategy.cuts else str(strategy.stages)
+        sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, stages), parts, experts)
         storage = make_leaves(params, trainable, sharing, split, mixed)
         if schedule is not None and storage.cut:
-            check_cut(schedule, mesh.shape, strategy.rule)
+            check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
+from ..model.paths import below
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
+from ..text import did_you_mean
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone
@@ -52,23 +54,28 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     if rounds > 1 and length % stages:
         raise ValueError(
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
-            f"{rounds} blocks that alternate; use a number of stages that divides {length}, or data or fsdp for pipe"
+            f"{rounds} blocks that alternate; use a number of stages that divides {length}, stages='cut', or data or "
+            "fsdp for pipe"
         )
     if length < stages:
         unlike = uneven_block(layout, program.main.slices[0].leaf)
         raise ValueError(
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
-            f"{length} layers; use at most {length} stages{unlike}"
+            f"{length} layers; use at most {length} stages{unlike}, or stages='cut' if a Python loop runs them"
         )
     partial = next((s for s in program.main.slices if s.stride * length != layout.storage.units[s.leaf].layers), None)
     if partial is not None:
         leaf = layout.storage.units[partial.leaf]
         raise ValueError(
             f"pipe={ranks} spreads all {leaf.layers} layers of {leaf.path}, and the loss scans "
-            f"{partial.stride * length} of them at once; scan all of them in one loop, or use data or fsdp for pipe"
+            f"{partial.stride * length} of them at once; scan all of them in one loop, use stages='cut', or data or "
+            "fsdp for pipe"
         )
     if program.main.reverse:
-        raise ValueError(f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards")
+        raise ValueError(
+            f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards, or use "
+            "stages='cut'"
+        )
     given = set(program.inputs)
     for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[at] not in given:
@@ -87,17 +94,33 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
 
 
-def check_cut(schedule: Schedule, sizes: Mapping[str, int], rule: str) -> None:
-    """Raises ValueError where a pipeline whose stages are parts of a program cannot be on a mesh of these `sizes`, or
-    under a `rule` of the user's own.
+def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> None:
+    """Raises ValueError where a pipeline whose stages are parts of a program cannot be that of a strategy; `paths` are
+    those of the parameters.
     """
-    why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
-    for axis in ("tensor", "context", "expert"):
-        if sizes[axis] > 1:
-            raise ValueError(f"{axis}={sizes[axis]}: {why}, whose parts {axis} does not split; use data or fsdp for it")
-    if rule:
+    stages = schedule.ranks * schedule.chunks
+    for cut in strategy.cuts:
+        if not below(cut, paths):
+            modules = {"/".join(path.split("/")[:n]) for path in paths for n in range(1, path.count("/") + 2)}
+            raise ValueError(
+                f"stages={strategy.stages!r}: no parameter lies below {cut!r}{did_you_mean(cut, sorted(modules))}; use "
+                f"paths of modules, such as {paths[-1].rpartition('/')[0] or paths[-1]!r}, or auto, layers, cut"
+            )
+    if strategy.cuts and len(strategy.cuts) != stages - 1:
         raise ValueError(
-            f"rule={rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
+            f"stages={strategy.stages!r} makes {len(strategy.cuts) + 1} stages and pipe={schedule.ranks} x "
+            f"chunks={schedule.chunks} has {stages}; name {stages - 1} modules, at which the second and those after it "
+            "begin"
+        )
+    why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
+    if strategy.attention == "ring":
+        raise ValueError(
+            f"attention='ring': {why}, whose ranks are not in one layer at one time; a hop of the ring needs all "
+            "devices; use attention='gather' or 'ulysses'"
+        )
+    if strategy.rule:
+        raise ValueError(
+            f"rule={strategy.rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
         )
     if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:
         raise ValueError(

@@ -18,12 +18,12 @@ from ..jaxprs import jaxpr as jx
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
-from ..model.paths import name_of
+from ..model.paths import below, name_of
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Way, choose, split_sequence
 from ..parallel.expert import RULES as EXPERT_RULES
 from ..parallel.expert import exchange_tokens
-from ..parallel.flat.cut import stages_of
+from ..parallel.flat.cut import stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -199,9 +199,12 @@ class Tracing:
         axes = (self.axes, self.summed, self.traced_axes)
         return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered)
 
-    def _cut(self, eqns: Sequence[Any]) -> list[list[Any]]:
-        """Equations as the stages of a pipeline."""
+    def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
+        """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""
         assert self.schedule is not None
+        if self.strategy.cuts:
+            paths = [leaf.path for leaf in self.layout.leaves]
+            return stages_at(eqns, reads, [(at, frozenset(below(at, paths))) for at in self.strategy.cuts])
         ranks, chunks = self.schedule.ranks, self.schedule.chunks
         if len(eqns) < ranks * chunks:
             raise ValueError(
@@ -250,7 +253,8 @@ class Tracing:
         leaves, (variables, rows, _) = len(self._params), rest
         before = leaves + len(jax.tree.leaves(variables))
         batch = range(before, before + len(jax.tree.leaves(rows)))
-        branching = self.strategy.schedule if self.schedule is not None and self.schedule.branches else ""
+        apart = self.layout.storage.cut or (self.schedule is not None and self.schedule.branches)
+        branching = self.strategy.schedule if apart else ""  # ranks are not in one layer at one time
         way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching)
         self.ways[way] = None
         fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES, self.ranks)

@@ -5,12 +5,12 @@ Loops count by their `known_trip_count`, as for `Ledger`, which has the collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from . import shares
-from .kernels import Choice, Executable, Kernel, Operation, While
+from .kernels import Choice, Executable, Kernel, Operation, While, of_ranks
 from .products import Product
 
 
@@ -21,7 +21,8 @@ class Cost:
     Attributes:
       kernel: what runs.
       executions: per step; None in a loop of unknown length.
-      conditional: it runs in one branch of a conditional, of which the one with most FLOPs and bytes is counted.
+      conditional: it runs in one branch of a conditional, or on one rank, of which the one with most FLOPs and bytes
+        is counted.
     """
 
     kernel: Kernel
@@ -91,16 +92,18 @@ class Costs(tuple[Cost, ...]):
         return cost.executions
 
 
-def _counted(operations: Iterable[Operation], times: int | None, conditional: bool) -> Iterator[Cost]:
+def _counted(operations: Sequence[Operation], times: int | None, conditional: bool) -> Iterator[Cost]:
     for one in operations:
         if isinstance(one, Kernel):
             yield Cost(one, times, conditional)
-        elif isinstance(one, While):
+        elif isinstance(one, While) and one.rank is None:
             known = None if times is None or one.trips is None else shares.times(times, one.trips)
             yield from _counted(one.body, known, conditional)
         elif isinstance(one, Choice):
             branches = [list(_counted(branch, times, True)) for branch in one.branches]
             yield from max(branches, key=_weight)
+    if own := [list(_counted(loops, times, True)) for loops in of_ranks(operations).values()]:
+        yield from max(own, key=_weight)
 
 
 def _weight(costs: Sequence[Cost]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -98,13 +98,14 @@ class Done:
 @dataclass(frozen=True)
 class While:
     """A `while`: condition and body, `trips` times; None where nobody knows how often. A fraction is of the iterations
-    of the loop around it, in `paces` of which devices wait for this one.
+    of the loop around it, in `paces` of which devices wait for this one. With a `rank` it is that one's alone.
     """
 
     name: str
     trips: int | Fraction | None
     body: tuple[Operation, ...]
     paces: Fraction | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,15 @@ class Choice:
 
 
 Operation = Kernel | Start | Done | While | Choice
+
+
+def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
+    """The loops that ranks have of their own, by rank. As of a conditional's branches, a device runs one's."""
+    found: dict[int, list[Operation]] = {}
+    for one in operations:
+        if isinstance(one, While) and one.rank is not None:
+            found.setdefault(one.rank, []).append(dataclasses.replace(one, rank=None))
+    return found
 
 
 class Executable:
@@ -169,7 +179,8 @@ class Executable:
             trips = self.module.trips(i, beside)
             parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
             body = tuple(operation for part in parts for operation in self._block(part))
-            yield While(i.name, trips, body, i.share and i.share.paces)
+            share = i.share
+            yield While(i.name, trips, body, share and share.paces, share and share.rank)
         elif i.opcode == "conditional":
             overflow = i.source.endswith(f"{OVERFLOW}/cond")
             yield Choice(i.name, tuple(self._block(branch) for branch in i.branches), overflow)

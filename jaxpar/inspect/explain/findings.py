@@ -124,11 +124,11 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
     schedule = step.schedule
     if schedule is not None and step.layout.storage.cut:
-        held = [math.prod(leaf.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
+        held = [math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
         yield (
             f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
             f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "
-            "Collectives inside of stages are those of all stages together, and a rank runs its own."
+            "Collectives inside of stages are those of the rank that sends most."
         )
     elif schedule is not None:
         yield (
@@ -157,7 +157,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
     if not known or any(one.count is None for one in found):
         yield "?: in a loop of unknown length; the bytes are those of one round, and FLOPs are not known."
     if any(one.conditional for one in found):
-        yield "Some collectives run in one branch of a conditional only: counts and bytes are upper bounds."
+        yield "Some collectives run in one branch of a conditional, or on one rank: counts and bytes are upper bounds."
     if moved:
         total = size(sum(move.bytes * move.count for move in moved))
         most = f"{moved[0].count} x {size(moved[0].bytes)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..compiled import shares
-from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While
+from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While, of_ranks
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
 from .links import Reach, collective_seconds
@@ -88,7 +88,7 @@ class Clock:
 
     def _run(self, operations: Sequence[Operation], queue: Queue, times: int) -> tuple[float, Queue]:
         """(seconds, queue after them) of operations that run `times`, each time alike, with this queue before them."""
-        now, queue = 0.0, dict(queue)
+        now, queue, busiest = 0.0, dict(queue), self._busiest(operations)
         for one in operations:
             match one:
                 case Kernel():
@@ -101,7 +101,7 @@ class Clock:
                 case Done():
                     now += self._wait(queue, one.name, times)
                 case While():
-                    spent, queue = self._loop(one, queue, times)
+                    spent, queue = self._loop(one, queue, times if one.rank in (None, busiest) else 0)
                     now += spent
                 case Choice():
                     # Tried without being counted: the slowest branch is the one that runs, but for what overflows.
@@ -115,6 +115,14 @@ class Clock:
                     else:
                         self._note(f"{one.name}: of a conditional's branches the slowest is counted.")
         return now, queue
+
+    def _busiest(self, operations: Sequence[Operation]) -> int | None:
+        """Of ranks that have loops of their own the one that they take longest: of these its own are counted."""
+        spent = {
+            rank: sum(float(one.trips or 0) * self._run(one.body, {}, 0)[0] for one in loops if isinstance(one, While))
+            for rank, loops in of_ranks(operations).items()
+        }
+        return max(spent, key=lambda rank: spent[rank], default=None)
 
     def _loop(self, loop: While, queue: Queue, times: int) -> tuple[float, Queue]:
         trips, total = loop.trips, 0.0

@@ -24,6 +24,11 @@ FLOPS = 300.0
 LINK = 7.0  # bytes of memory in the time of one byte of a message: 3.35e12 / 450e9 (NVLink 4, one way)
 _PLACES = 3000  # at most so many equations are looked at as the first of a stage
 
+# How often a collective of a stage sends its larger side, forwards and backwards together, on a ring of many.
+_SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter"), 2)
+_SENDS |= dict.fromkeys(("tensor_unsplit", "tensor_take"), 1)  # one of a pair
+_SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
+
 _MOVES_NOTHING = frozenset(
     "reshape squeeze expand_dims broadcast_in_dim convert_element_type copy stop_gradient".split()
 )
@@ -45,6 +50,8 @@ def time_of(eqn: Any) -> float:
     if name in _MOVES_NOTHING:
         return 0.0
     written = float(sum(map(bytes_of, eqn.outvars)))
+    if name in _SENDS:
+        return LINK * max(written, sum(map(bytes_of, eqn.invars))) * _SENDS[name] / 3  # of `times`
     if name in ("dot_general", "conv_general_dilated"):
         ((flops, _),) = jx.matmuls([eqn]).values()
         moved = written + sum(bytes_of(v) for v in eqn.invars)
@@ -68,6 +75,30 @@ def crossing(eqns: Sequence[Any]) -> np.ndarray:
         change[first[v] + 1] += bytes_of(v)
         change[at + 1] -= bytes_of(v)
     return np.cumsum(change)[:-1]
+
+
+def stages_at(
+    eqns: Sequence[Any], reads: Sequence[frozenset[int]], points: Sequence[tuple[str, frozenset[int]]]
+) -> list[list[Any]]:
+    """The equations, in order, as groups of which each but the first begins where a parameter of its point is read.
+
+    `reads` are the numbers of the parameters that each equation reads, `points` names of modules and the numbers of
+    theirs. Raises ValueError where they do not follow one another in the program.
+    """
+    bounds, before = [0], "the loss"
+    for name, leaves in points:
+        at = next((at for at, read in enumerate(reads) if read & leaves), None)
+        if at is None:
+            raise ValueError(f"stages: the loss reads no parameter below {name!r}; cut at a module that it runs")
+        if at <= bounds[-1]:
+            raise ValueError(
+                f"stages: no stage can begin at {name!r}, whose parameters the loss reads no later than those at which "
+                f"the stage before it begins ({before}); name modules in the order in which the loss runs them, "
+                "without the first"
+            )
+        bounds.append(at)
+        before = repr(name)
+    return [list(eqns[a:b]) for a, b in itertools.pairwise([*bounds, len(eqns)])]
 
 
 def stages_of(eqns: Sequence[Any], stages: int) -> list[list[Any]]:

@@ -29,7 +29,7 @@ from ...slicing.program import Program
 from ...tables.operations import KINDS, StagePlace
 from .exchange import AXIS, Exchange
 from .packing import Buffers, Packing, plain, widest, zeros
-from .stages import Run, Stage, is_linear, run, stages
+from .stages import Run, Stage, is_linear, paces, run, stages
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "read", "below", "above", "here")
 
@@ -135,22 +135,23 @@ class FlatPipeline:
         """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W, which is nothing."""
         return list(self.first().stash.values()), []
 
-    def separated(self) -> list[tuple[int, Any]]:
-        """The step's slots for a reader who counts: pairs of how many, and what one returns for zeros. The first has no
-        operation; each of the others runs one stage's F, or its B, or what stands outside of the slots. No all-to-alls.
+    def separated(self) -> list[tuple[int, int | None, Any]]:
+        """The step's slots for a reader who counts: how many, on which rank (None for all), and what one returns for
+        zeros. The first has no operation; each of the others runs one stage's F, or its B, or what stands outside of
+        the slots. No all-to-alls.
         """
         row = {name: x[0] for name, x in self.lookups().items()}
         state, weights = self.first(), zeros(self.weights.widths, self.schedule.ranks)
         message = {name: x[0] for name, x in state.buffers.items()}
-        found: list[tuple[int, Any]] = [(len(self.rows.kind), self._sent(message, state.buffers, row))]
+        found: list[Any] = [(len(self.rows.kind), None, self._sent(message, state.buffers, row))]
         m, number = self.schedule.microbatches, jnp.int32(0)
         for stage, made in zip(self.stages, self.runs, strict=True):
-            ahead = (message, state.stash, state.sums, state.variables)
-            found.append((m, self._forward(stage, made, row, weights, number, ahead)))
+            ahead, rank = (message, state.stash, state.sums, state.variables), self.schedule.place(stage.number).rank
+            found.append((m, rank, self._forward(stage, made, row, weights, number, ahead)))
             if not self.forwards:
                 back = (message, state.grads, state.small)
-                found.append((m, self._backward(stage, made, row, weights, state.stash, number, back)))
-        return [*found, (1, self._everywhere(state.variables))]
+                found.append((m, rank, self._backward(stage, made, row, weights, state.stash, number, back)))
+        return [*found, (1, None, self._everywhere(state.variables))]
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,12 @@ class FlatPipeline:
     def forwards(self) -> bool:
         """Whether this is an evaluation."""
         return self.seeds is None
+
+    @functools.cached_property
+    def paces(self) -> dict[tuple[str, int], int]:
+        """The slots in which all ranks wait for a stage's F or B."""
+        numbers = {self.schedule.place(stage.number): stage.number for stage in self.stages}
+        return paces(self.program, numbers, self.rows.kind, self.rows.chunk)
 
     def lookups(self) -> dict[str, jax.Array]:
         """What each slot of this rank looks up."""
@@ -264,8 +271,8 @@ class FlatPipeline:
         rank, chunk = self.schedule.place(stage.number)
         here = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
         more = lambda state: state[0] < here.astype(jnp.int32)
-        m, ticks = self.schedule.microbatches, len(self.rows.kind)
-        with jax.named_scope(shares.name_of(m, m, ticks)):
+        share = shares.name_of(self.schedule.microbatches, self.paces[kind, stage.number], len(self.rows.kind), rank)
+        with jax.named_scope(share):
             return lax.while_loop(more, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
 
     def _read(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:

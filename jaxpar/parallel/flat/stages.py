@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...jaxprs import jaxpr as jx
 from ...slicing.pieces import Access, Segment
 from ...slicing.program import Program, backward, forward, read
+from ...tables.operations import KINDS, StagePlace
 from ...text import size
 from .cut import bytes_of, times
 from .packing import Packing
@@ -73,6 +75,25 @@ def described(program: Program, held: Sequence[int]) -> str:
         f"weights; the largest message has {size(max(stage.before.bytes for stage in every))}, and skips carry "
         f"{size(sum(carried))} of a microbatch through stages that do not make them"
     )
+
+
+def paces(
+    program: Program, numbers: Mapping[StagePlace, int], kinds: np.ndarray, chunks: np.ndarray
+) -> dict[tuple[str, int], int]:
+    """The slots in which all ranks wait for a stage's F or B: the longest that runs, of the predicted times.
+
+    `numbers` are those of the stages by their place, `kinds` and `chunks` [slots, ranks] of operations, 0 where a rank
+    is idle.
+    """
+    each = [float(times(group).sum()) for group in program.groups]
+    found = {(kind, number): 0 for number in numbers.values() for kind in "FB"}
+    for slot in range(len(kinds)):
+        ran = [
+            (KINDS[kinds[slot, rank] - 1], numbers[StagePlace(int(rank), int(chunks[slot, rank]))])
+            for rank in np.flatnonzero(kinds[slot])
+        ]
+        found[max(ran, key=lambda one: each[one[1]] * (1 if one[0] == "F" else 2))] += 1
+    return found
 
 
 def is_linear(program: Program, v: Any) -> bool:

@@ -2,9 +2,13 @@
 
 import functools
 import itertools
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import context_cells
+import expert_cells
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +20,11 @@ from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.checkpoint.checkpoints import Checkpoints
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
+from jaxpar.parallel.flat.engine import used
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
@@ -168,9 +175,15 @@ def one_device(name: str) -> OneDevice:
 # -- exact -------------------------------------------------------------------------------------------------------------
 
 CELLS = [
-    ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
 ]
 BATTERY = [
+    ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
+    ("irregular", "pipe=2,tensor=2,data=2,microbatches=4,chunks=2", 8),
+    ("unet", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("unet", "pipe=2,tensor=4,microbatches=2,schedule=gpipe", 8),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,stages=cut", 8),
+    ("encoder_decoder", "pipe=4,tensor=2,microbatches=4,stages=cut", 8),
     ("irregular", "pipe=4,microbatches=4", 4),
     ("encoder_decoder", "pipe=2,data=2,microbatches=2,stages=cut", 4),
     ("irregular", "pipe=2,microbatches=3,data=1,chunks=1,schedule=gpipe", 2),
@@ -200,6 +213,35 @@ def test_exact(name: str, strategy: str, devices: int) -> None:
     check(step, model, one.first, batch, 3, grads, params)
 
 
+CONTEXT = [
+    ("t5", "pipe=2,context=2,fsdp=2,microbatches=2,stages=cut"),
+    ("loop", "pipe=2,context=2,tensor=2,microbatches=2,stages=cut"),
+    ("encoder_decoder", "pipe=2,context=4,microbatches=2,stages=cut"),
+    ("window", "pipe=2,context=2,fsdp=2,zero=1,microbatches=2,stages=cut,attention=ulysses"),
+    ("llama_gqa", "pipe=2,context=2,data=2,microbatches=4,stages=cut,schedule=gpipe"),
+    ("mixture", "pipe=2,context=2,expert=2,microbatches=2,stages=cut"),
+]
+EXPERT = [
+    ("dropless", "pipe=2,expert=2,fsdp=2,microbatches=2,stages=cut"),
+    ("einsum", "pipe=2,expert=2,tensor=2,microbatches=4,stages=cut"),
+    ("capacity", "pipe=4,expert=2,microbatches=2,stages=cut,schedule=gpipe"),
+    ("ragged", "pipe=2,expert=2,fsdp=2,zero=2,microbatches=2,stages=cut"),
+]
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), CONTEXT)
+def test_exact_beside_context(name: str, strategy: str) -> None:
+    """All ranks of a group that shares positions are in one stage, and so in one branch."""
+    context_cells.check_cell(name, strategy)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), EXPERT)
+def test_exact_beside_expert(name: str, strategy: str) -> None:
+    expert_cells.check_cell(name, strategy)
+
+
 class Normed(nn.Module):
     """Convolutions, BatchNorm and skips: no loop, and statistics that change from microbatch to microbatch."""
 
@@ -227,10 +269,17 @@ def normed() -> tuple[jp.Model, Any]:
     return jp.from_linen(Normed(), loss, batch), batch
 
 
-def test_batch_norm() -> None:
-    """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank."""
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.battery)])
+def test_batch_norm(tensor: int) -> None:
+    """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank. Under
+    `tensor`, whose ranks have parts of them, they were refused: the last stage made them whole.
+    """
     model, batch = normed()
-    one, two = made(model, "single,microbatches=4", 1), made(model, "pipe=2,microbatches=4", 2)
+    one = made(model, "single,microbatches=4", 1)
+    rules = {"(Conv|BatchNorm).*": -1} if tensor > 1 else None
+    two = jp.make_train_step(
+        model, SGD, f"pipe=2,tensor={tensor},microbatches=4", mesh=jax.devices()[: 2 * tensor], rules=rules
+    )
     assert two.layout.storage.cut
     states = [step.init(jax.random.key(0)) for step in (one, two)]
     for _ in range(2):
@@ -240,7 +289,7 @@ def test_batch_norm() -> None:
     assert len(jax.tree.leaves(ours[1])) == 4
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), ours, theirs)
     copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in jax.tree.leaves(states[1].variables)]
-    assert all((x == y).all() for x, y in copies)
+    assert all((some[0] == one).all() for some in copies for one in some)
     first = [float(step.evaluate(s, batch)["loss"]) for step, s in pairs]
     assert first[0] == pytest.approx(first[1], rel=1e-5)
 
@@ -328,6 +377,53 @@ def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
     assert 13 * 3 - 1 <= two <= four <= 13 * 3 + 2
 
 
+def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
+    """Of stages a device runs its own: all of them together were counted, p times what a device sends."""
+    model, batch = of("irregular")
+    step = made(model, "pipe=4,fsdp=2,microbatches=4", 8)
+    jaxpr = step.trace(batch)
+    found = Ledger.from_jaxpr(jaxpr, step.mesh)
+    closed = expected(step, batch)
+    assert found.by("kind", "axes") == closed.by("kind", "axes")
+    # Each leaf is gathered in a forward and in a backward of each microbatch, by the ranks that use it, padded by none.
+    traced = step.traced(batch)
+    sizes = [step.layout.leaves[i].local for i in range(len(step.layout.leaves))]
+    mine = lambda some: sum(4 * math.prod(sizes[i].stored) for i in some if sizes[i].dim is not None)
+    ranks = [mine(some) for some in used(traced.program, traced.schedule)]
+    most, every = max(ranks), sum(ranks)
+    assert most < found.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * most < every
+    paces = re.findall(r"runs_4_paces_(\d+)_of_(\d+)_on_(\d)", step.trace(batch).pretty_print(name_stack=True))
+    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # in each slot all wait for one
+    assert {rank for _, _, rank in paces} == set("0123")
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("irregular", ["block2", "block7", "block12"]),
+        pytest.param("unet", "Block_1:Block_2:Block_4/Conv_1", marks=pytest.mark.battery),
+    ],
+)
+def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
+    """At the first use of a parameter below each path, and no earlier."""
+    model, batch = of(name)
+    strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
+    assert jp.Strategy.parse(str(strategy)) == strategy
+    step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
+    traced = step.traced(batch)
+    names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
+    for before, after, path in zip(names, names[1:], strategy.cuts, strict=False):
+        assert any(one.startswith(f"{path}/") for one in after)
+        assert not any(one.startswith(f"{path}/") for one in before)
+
+
+@pytest.mark.battery
+def test_stages_at_blocks_of_the_users_are_exact() -> None:
+    (model, batch), one = of("irregular"), one_device("irregular")
+    step = made(model, "pipe=2,microbatches=2,stages=block10", 2)
+    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -335,12 +431,25 @@ def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
     ("strategy", "devices", "message"),
     [
         ("pipe=2,schedule=zb-h1,microbatches=4", 2, "backwards are whole; use schedule='1f1b' or 'gpipe'"),
-        ("pipe=2,tensor=2,microbatches=4", 4, "tensor=2: the model has no stack .* use data or fsdp for it"),
-        ("pipe=2,context=2,microbatches=4", 4, "context=2: the model has no stack"),
+        ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': the model has no stack"),
         ("pipe=8,chunks=16,microbatches=8", 8, "makes 128 stages of a loss that has .* operations"),
         ("pipe=2,remat=layer,microbatches=4", 2, "remat='layer' applies to the layers of a layer stack"),
         ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
         ("data=2,stages=cut", 2, "stages='cut' without a pipeline"),
+        (
+            "pipe=2,microbatches=2,stages=block44",
+            2,
+            "below 'block44' .did you mean 'block4'.*paths of modules",
+        ),
+        ("pipe=2,microbatches=2,stages=laeyrs", 2, "no parameter lies below 'laeyrs'.*or auto, layers, cut"),
+        ("pipe=2,stages=a::b", 2, "stages='a::b' is unknown; use one of auto, layers, cut or paths of modules"),
+        ("pipe=2,microbatches=2,stages=block3:block4", 2, "makes 3 stages and pipe=2 x chunks=1 has 2; name 1 modules"),
+        (
+            "pipe=3,microbatches=2,stages=block4:block3",
+            3,
+            "can begin at 'block3'.*begins .'block4'.*in the order",
+        ),
+        ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
     ],
 )
 def test_refused(strategy: str, devices: int, message: str) -> None:
