@@ -100,3 +100,15 @@ def test_a_rooms_page_is_short_and_names_its_files(page: Path) -> None:
 
 def test_dir_shows_the_public_names_and_no_more() -> None:
     assert dir(jaxpar) == sorted([*jaxpar.__all__, "__version__"])
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Models apart: each has its `Config` and its `Layer`."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.relative_to(PACKAGE).parts[0] != "models":
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not twice, f"one name, two meanings: {twice}"

@@ -56,13 +56,13 @@ def compare(
     watch = ending.watch()
     patience = watch.silent if watch is not None and watch.own.armed else PATIENCE
     number = _counts[what] = _counts.get(what, 0) + 1
-    Exchange(Coordinator(), here, f"{what}/{number}", patience)(what, notes, texts or {}, hint)
+    Comparison(Coordinator(), here, f"{what}/{number}", patience)(what, notes, texts or {}, hint)
 
 
 _counts: dict[str, int] = {}
 
 
-class Exchange:
+class Comparison:
     """One comparison: called in every process, it raises ValueError in all or in none.
 
     Args:

@@ -22,7 +22,7 @@ def exchange(each: Mapping[int, Any], texts: Mapping[int, str] | None = None, ab
 
     def one(rank: int) -> None:
         ask: Callable[[int], str] = lambda rank: "its script has ended" if rank == absent else ""
-        compare = notes.Exchange(table, Place("test", "a:1", len(each), rank), "x/1", 300, ask)
+        compare = notes.Comparison(table, Place("test", "a:1", len(each), rank), "x/1", 300, ask)
         compare.host = f"node{rank}"
         try:
             compare("the options", each[rank], {"the program": texts[rank]} if texts else {}, "start all with the same")

@@ -221,7 +221,7 @@ class Estimator:
         one, two = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
         first, second = forward(step, one), forward(step, two)
         sent: dict[Any, tuple[int, float]] = {}
-        for each in count(step, step.traced(one)).own if step.mesh.size > 1 else ():
+        for each in count(step, step.traced(one))[0].own if step.mesh.size > 1 else ():
             # Rounds of what overflows are not counted: balanced experts have none.
             if each.count and not each.conditional:
                 times, size = sent.get((each.kind, each.axes), (0, 0.0))

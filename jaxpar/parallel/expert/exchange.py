@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from ...jaxprs import jaxpr as jx
 from ..tensor.localiser import Placed
-from .grouped import PRIMITIVE, Run, repeats, runs
-from .localiser import Experts, place
+from .grouped import PRIMITIVE, ExpertRun, repeats, runs
+from .localiser import ExpertLocaliser, place
 
 
 @dataclass
-class Exchange(Experts):
+class TokenExchange(ExpertLocaliser):
     """The rewriting of a loss, grouped matmuls as `grouped.py` has them. `fewer` has those whose experts are gathered
     because they are fewer bytes than its tokens: where, and bytes of those.
     """
@@ -33,7 +33,7 @@ class Exchange(Experts):
             elif id(eqn) not in later:
                 self.compute(eqn, env)
 
-    def grouped(self, run: Run, env: dict[Any, Placed]) -> None:
+    def grouped(self, run: ExpertRun, env: dict[Any, Placed]) -> None:
         """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
         inputs = [self._read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
         k = 1 + len(run.rows)
@@ -68,7 +68,7 @@ def exchange_tokens(
     is traced. Raises nothing: what has no rule gets its inputs as the model
     has them.
     """
-    work = Exchange(ranks, False, rules)
+    work = TokenExchange(ranks, False, rules)
 
     def fun(*values: Any) -> list[Any]:
         work.gathered.clear()

@@ -24,13 +24,13 @@ from ...ops import routes
 from ...ops.experts.dispatch import wide
 from ...ops.experts.dropless import dropless, slots_of
 from ..tensor.localiser import Found, Placed
-from .localiser import Experts, Slots
+from .localiser import ExpertLocaliser, SlotDims
 
 PRIMITIVE = "ragged_dot_general"
 _SAME = ("convert_element_type", "copy", "copy_p", "stop_gradient")  # sizes are what they were
 
 
-BY_ROWS: Any = Slots(0, 0)
+BY_ROWS: Any = SlotDims(0, 0)
 
 
 class MixesRowsError(Exception):
@@ -38,7 +38,7 @@ class MixesRowsError(Exception):
 
 
 @dataclass
-class ByRows(Experts):
+class ByRows(ExpertLocaliser):
     """What computes each row for itself, as a program of another number of `rows`."""
 
     rows: int = 0
@@ -64,7 +64,7 @@ class ByRows(Experts):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ExpertRun:
     """Grouped matmuls over the same groups, and what computes each row for itself between them.
 
     Attributes:
@@ -132,7 +132,7 @@ def _product(work: Any, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [(lax.dot_general(x.value, leaf.value, (((1,), (0,)), ((), ())), **options), BY_ROWS)]
 
 
-def runs(flat: jx.Flat, rules: Any) -> Iterator[Run]:
+def runs(flat: jx.Flat, rules: Any) -> Iterator[ExpertRun]:
     """The grouped matmuls of a flat program, each in one run, as long as they get."""
     if not any(map(_plain, flat.eqns)):
         return
@@ -255,7 +255,7 @@ def _before(last: Any, made: dict[Any, Any], groups: dict[Any, Any]) -> list[Any
     return list(found.values())
 
 
-def _run(eqns: Sequence[Any], rules: Any) -> Run | None:
+def _run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
     """These equations as a run; None where rows of several dtypes come in."""
     inner = {v for eqn in eqns for v in eqn.outvars}
     rows, leaves, rest, sizes = {}, {}, {}, {}
@@ -270,4 +270,4 @@ def _run(eqns: Sequence[Any], rules: Any) -> Run | None:
                 (rows if not repeats(eqn) and v.aval.shape[:1] == (tokens,) else rest)[v] = None
     if len({v.aval.dtype for v in rows}) > 1 or {*leaves} & {*rest, *rows}:
         return None
-    return Run(tuple(eqns), eqns[-1].invars[2], tuple(rows), tuple(leaves), tuple(rest), rules)
+    return ExpertRun(tuple(eqns), eqns[-1].invars[2], tuple(rows), tuple(leaves), tuple(rest), rules)

@@ -30,27 +30,27 @@ from .dims import AXIS
 
 
 @dataclass(frozen=True)
-class Slots:
+class SlotDims:
     """Where a slotwise value has experts, of which this is a rank's part, and where slots, those of all ranks."""
 
     dim: int
     slots: int
 
-    def __add__(self, n: int) -> Slots:
-        return Slots(self.dim + n, self.slots + n)
+    def __add__(self, n: int) -> SlotDims:
+        return SlotDims(self.dim + n, self.slots + n)
 
-    def moved(self, to: Callable[[int], int]) -> Slots:
+    def moved(self, to: Callable[[int], int]) -> SlotDims:
         """Where they are in another value."""
-        return Slots(to(self.dim), to(self.slots))
+        return SlotDims(to(self.dim), to(self.slots))
 
     def __contains__(self, dim: int) -> bool:
         return dim in (self.dim, self.slots)
 
 
 @dataclass
-class Experts(Localiser):
-    """One rewriting. A value's `dim` is that of a split leaf, or `Slots`; `weight` says that it is equal on all ranks,
-    as what comes of parameters and constants alone.
+class ExpertLocaliser(Localiser):
+    """One rewriting. A value's `dim` is that of a split leaf, or `SlotDims`; `weight` says that it is equal on all
+    ranks, as what comes of parameters and constants alone.
     """
 
     # -- whole, split, slotwise ----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Experts(Localiser):
         dim: Any = x.dim
         if dim is None:
             return x.value
-        if isinstance(dim, Slots):
+        if isinstance(dim, SlotDims):
             return x.once("whole", lambda: lax.all_to_all(x.value, AXIS, dim.slots, dim.dim, tiled=True))
         return x.once("whole", lambda: self._gathered(x, dim))
 
@@ -78,7 +78,7 @@ class Experts(Localiser):
         """This rank's experts of a value that is equal on all; or the value slotwise."""
         if x.dim == dim:
             return x.value
-        return x.once(("part", dim), lambda: self._slotwise(x, dim) if isinstance(dim, Slots) else self.take(x, dim))
+        return x.once(("part", dim), lambda: self._slotwise(x, dim) if isinstance(dim, SlotDims) else self.take(x, dim))
 
     def take(self, value: Any, dim: int) -> jax.Array:
         """This rank's experts of what every rank has."""
@@ -86,7 +86,7 @@ class Experts(Localiser):
         size = value.shape[dim] // self.ranks
         return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
 
-    def _slotwise(self, x: Placed, to: Slots) -> jax.Array:
+    def _slotwise(self, x: Placed, to: SlotDims) -> jax.Array:
         if x.weight and x.dim in (None, to.dim):  # each rank has the slots of all
             mine = x.value if x.dim is not None else None
             if x.broadcast is not None and mine is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
@@ -104,12 +104,12 @@ class Experts(Localiser):
 
     def handed(self, x: Placed, dim: Any) -> jax.Array:
         """What a function's own derivative returns for an input."""
-        assert dim is None or isinstance(dim, Slots), dim
+        assert dim is None or isinstance(dim, SlotDims), dim
         return self.whole(x) if dim is None else self.part(x, dim)
 
     def local(self, shape: Sequence[int], dim: Any) -> tuple[int, ...]:
         """The shape of what a rank has of a value."""
-        if not isinstance(dim, Slots):
+        if not isinstance(dim, SlotDims):
             return super().local(shape, dim)
         each = {dim.dim: lambda n: n // self.ranks, dim.slots: lambda n: n * self.ranks}
         return tuple(each.get(d, lambda n: n)(n) for d, n in enumerate(shape))

@@ -19,7 +19,7 @@ from ...ops import routes
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
-from .localiser import Experts, Slots
+from .localiser import ExpertLocaliser, SlotDims
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 RULES: dict[str, Rule] = {}
@@ -28,7 +28,7 @@ broadcast_in_dim reshape transpose squeeze concatenate stack unstack slice dynam
 """.split()
 
 
-def _of_leaves(rule: Any, work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _of_leaves(rule: Any, work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Split leaves, beside what is equal on all ranks: each rank does the same with its experts."""
     return rule(work, eqn, inputs) if all(x.weight for x in inputs) else None
 
@@ -40,8 +40,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         def chosen(name: str) -> Rule:
             of_leaves = functools.partial(_of_leaves, TENSOR[name]) if name in (*ELEMENTWISE, *_OF_LEAVES) else None
 
-            def run(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-                if any(isinstance(x.dim, Slots) for x in inputs):
+            def run(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+                if any(isinstance(x.dim, SlotDims) for x in inputs):
                     return fun(work, eqn, inputs)
                 return of_leaves(work, eqn, inputs) if of_leaves else None
 
@@ -55,20 +55,20 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def _slots(inputs: Sequence[Placed]) -> Any:
     """The first that is slotwise says where experts and slots are."""
-    return next(x.dim for x in inputs if isinstance(x.dim, Slots))
+    return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
 # -- each element for itself -------------------------------------------------------------------------------------------
 
 
 @rule(*(name for name in ELEMENTWISE if name in TENSOR))
-def _elementwise(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _elementwise(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     to = _slots(inputs)
     values = [_aligned(work, x, to, shape_of(eqn)) for x in inputs]
     return None if any(value is None for value in values) else [(jx.bind(eqn, values)[0], to)]
 
 
-def _aligned(work: Experts, x: Placed, to: Slots, shape: Sequence[int]) -> Any:
+def _aligned(work: ExpertLocaliser, x: Placed, to: SlotDims, shape: Sequence[int]) -> Any:
     """An operand of one shape, with 1 in its place, or a scalar, for slots; None where that is not known."""
     if not x.shape:
         return work.whole(x) if x.weight else None
@@ -82,7 +82,7 @@ def _aligned(work: Experts, x: Placed, to: Slots, shape: Sequence[int]) -> Any:
 
 
 @rule("optimization_barrier")
-def _each(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
 
 
@@ -90,7 +90,7 @@ def _each(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule("broadcast_in_dim")
-def _broadcast(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _broadcast(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     x, *_ = inputs
     at: Any = x.dim
     to, shape = at.moved(lambda d: eqn.params["broadcast_dimensions"][d]), shape_of(eqn)
@@ -100,7 +100,7 @@ def _broadcast(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
 
 
 @rule("reshape")
-def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reshape(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Both dims stay dims of their own."""
     x, *_ = inputs
     at: Any = x.dim
@@ -111,7 +111,7 @@ def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
         if len(new) != 1 or eqn.params["dimensions"] is not None:
             return None
         found += new
-    to: Any = Slots(*found)
+    to: Any = SlotDims(*found)
     return (
         None
         if to.dim == to.slots and at.dim != at.slots
@@ -120,17 +120,17 @@ def _reshape(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 
 @rule("transpose")
-def _transpose(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _transpose(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     (x,) = inputs
     return [(jx.bind(eqn, [x.value])[0], _slots(inputs).moved(list(eqn.params["permutation"]).index))]
 
 
 @rule("squeeze")
-def _squeeze(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _squeeze(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return _without(work, eqn, inputs, eqn.params["dimensions"])
 
 
-def _without(work: Experts, eqn: Any, inputs: Sequence[Placed], gone: Sequence[int]) -> Found | None:
+def _without(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed], gone: Sequence[int]) -> Found | None:
     """An equation after which some dims are gone."""
     (x,) = inputs
     at: Any = x.dim
@@ -141,7 +141,7 @@ def _without(work: Experts, eqn: Any, inputs: Sequence[Placed], gone: Sequence[i
 
 
 @rule("concatenate")
-def _concatenate(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _concatenate(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     to = _slots(inputs)
     if eqn.params["dimension"] in to:
         return None
@@ -149,7 +149,7 @@ def _concatenate(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | N
 
 
 @rule("slice")
-def _slice(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _slice(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     at: Any = x.dim
     starts, limits, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
@@ -162,14 +162,14 @@ def _slice(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 
 @rule("split")
-def _split(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _split(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     at: Any = x.dim
     return None if eqn.params["axis"] in at else [(value, at) for value in jx.bind(eqn, [x.value])]
 
 
 @rule("pad")
-def _pad(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _pad(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     x, fill = inputs
     at: Any = x.dim
     widths = eqn.params["padding_config"]
@@ -186,22 +186,22 @@ for _name in _OF_LEAVES:
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-def _reduce(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reduce(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return _without(work, eqn, inputs, eqn.params["axes"])
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _cumulative(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     at: Any = x.dim
     return None if eqn.params["axis"] in at else [(jx.bind(eqn, [x.value])[0], at)]
 
 
-def _dot(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """A product for each expert: here slots begin. One with what is equal on all ranks keeps them."""
     contracted, batch = eqn.params["dimension_numbers"]
     of_leaf = [side for side in (0, 1) if isinstance(inputs[side].dim, int)]
-    slotwise = [side for side in (0, 1) if isinstance(inputs[side].dim, Slots)]
+    slotwise = [side for side in (0, 1) if isinstance(inputs[side].dim, SlotDims)]
     place = lambda side, d: _place(eqn, side, d)
     if len(of_leaf) == 2:
         at = [list(batch[side]).index(x.dim) if x.dim in batch[side] else None for side, x in enumerate(inputs)]
@@ -220,7 +220,7 @@ def _dot(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
             free = [d for d in range(len(x.shape)) if d not in (*contracted[side], *batch[side])]
             if not free:
                 return None
-            x = replace(x, dim=Slots(dim, max(free, key=lambda d: x.shape[d])))  # type: ignore[arg-type]
+            x = replace(x, dim=SlotDims(dim, max(free, key=lambda d: x.shape[d])))  # type: ignore[arg-type]
         at: Any = x.dim
         if at.dim != dim or at.slots in (*contracted[side], *batch[side]):
             return None
@@ -254,13 +254,13 @@ def _place(eqn: Any, side: int, dim: int) -> int:
 # -- equations that hold programs --------------------------------------------------------------------------------------
 
 
-def _scan(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _scan(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Layers by layers. What is carried may differ from rank to rank after a step."""
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     given = list(inputs)
     for i, x in enumerate(inputs):
-        if i >= n + k and (isinstance(x.dim, Slots) or x.dim == 0):  # step by step over experts, or slots
+        if i >= n + k and (isinstance(x.dim, SlotDims) or x.dim == 0):  # step by step over experts, or slots
             work.note(eqn, x)
             given[i] = replace(x, value=work.whole(x), dim=None)
         elif n <= i < n + k:
@@ -268,7 +268,7 @@ def _scan(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return TENSOR["scan"](work, eqn, given)
 
 
-def _custom(work: Experts, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     route = routes.of(eqn)
     if route is not None and route.spread is not None:
         values = [work.part(x, 0) if i > 2 else work.whole(x) for i, x in enumerate(inputs)]

@@ -29,13 +29,13 @@ from ...slicing.program import Program
 from ...tables.operations import KINDS, StagePlace
 from .exchange import AXIS, Exchange
 from .packing import Buffers, Packing, plain, widest, zeros
-from .stages import Run, Stage, is_linear, paces, run, stages
+from .stages import Stage, StageRun, is_linear, paces, run, stages
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "read", "below", "above", "here")
 
 
 @dataclass(frozen=True)
-class State:
+class FlatCarry:
     """What one slot hands to the next.
 
     Attributes:
@@ -54,10 +54,10 @@ class State:
     variables: list[jax.Array]
 
 
-jax.tree_util.register_dataclass(State, [f.name for f in dataclasses.fields(State)], [])
+jax.tree_util.register_dataclass(FlatCarry, [f.name for f in dataclasses.fields(FlatCarry)], [])
 
 
-def used(program: Program, schedule: Order) -> list[list[int]]:
+def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
     """The leaves that each rank's stages read, in order."""
     found: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
     for number, piece in enumerate(program.pieces):
@@ -73,7 +73,7 @@ class Spread(Access, Protocol):
     leaves: Sequence[Leaf]
 
 
-class Order(Protocol):
+class SlotOrder(Protocol):
     """A schedule, as far as it is asked (`parallel/pipeline/schedules.py`)."""
 
     @property
@@ -108,7 +108,7 @@ class FlatPipeline:
     """
 
     program: Program
-    schedule: Order
+    schedule: SlotOrder
     rows: Any
     access: Spread
     parts: Sequence[jax.Array]
@@ -213,7 +213,7 @@ class FlatPipeline:
         return Exchange.of(self._used(), moved)
 
     @functools.cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StageRun]:
         """The stages' forwards and backwards."""
         inputs = jax.eval_shape(self.values, jax.ShapeDtypeStruct((), jnp.int32))
         changing = set(self._changing)
@@ -235,14 +235,14 @@ class FlatPipeline:
         """Of messages, whichever stages they are between."""
         return widest(stage.before for stage in self.stages)
 
-    def first(self) -> State:
+    def first(self) -> FlatCarry:
         """The state before the first slot."""
         stash = widest(r.stash for r in self.runs) if not self.forwards else {}
         given = {} if self.forwards else self.given
         small = {i: jnp.zeros(x.shape, x.dtype) for i, x in given.items() if self.access.leaves[i].dim is None}
         grads = {} if self.forwards else zeros(self.gradients.widths, self.schedule.ranks)
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        return State(
+        return FlatCarry(
             zeros(self.width, self.rows.buffers),
             zeros(stash, self.rows.stashes),
             grads,
@@ -253,7 +253,7 @@ class FlatPipeline:
 
     # -- one slot ------------------------------------------------------------------------------------------------------
 
-    def slot(self, state: State, row: Any, weights: Buffers) -> State:
+    def slot(self, state: FlatCarry, row: Any, weights: Buffers) -> FlatCarry:
         """Every stage's operation, if it is this rank's now; then messages."""
         message = {name: lax.dynamic_index_in_dim(x, row["read"], keepdims=False) for name, x in state.buffers.items()}
         stash, grads, small, sums, variables = state.stash, state.grads, state.small, state.sums, state.variables
@@ -264,7 +264,7 @@ class FlatPipeline:
             for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
                 back = functools.partial(self._backward, stage, made, row, weights, stash)
                 message, grads, small = self._once("B", stage, row, back, (message, grads, small))
-        return State(self._sent(message, state.buffers, row), stash, grads, small, sums, variables)
+        return FlatCarry(self._sent(message, state.buffers, row), stash, grads, small, sums, variables)
 
     def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
@@ -283,7 +283,7 @@ class FlatPipeline:
             self.weights.read(weights, rank, i, number) if spread(i) else self.parts[i] for i in stage.piece.unit.leaves
         ]
 
-    def _forward(self, stage: Stage, made: Run, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
+    def _forward(self, stage: Stage, made: StageRun, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
         message, stash, sums, variables = carry
         inputs = self.values(row["microbatch"] + number)
         inputs[: len(variables)] = variables
@@ -298,7 +298,7 @@ class FlatPipeline:
         return stage.behind.pack(outs, self.width), stash, sums, new
 
     def _backward(
-        self, stage: Stage, made: Run, row: Any, weights: Buffers, stash: Buffers, number: jax.Array, carry: Any
+        self, stage: Stage, made: StageRun, row: Any, weights: Buffers, stash: Buffers, number: jax.Array, carry: Any
     ) -> Any:
         message, grads, small = carry
         inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank

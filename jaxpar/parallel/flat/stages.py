@@ -102,7 +102,7 @@ def is_linear(program: Program, v: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class StageRun:
     """A stage's forward and backward, traced: functions of its leaves, the program's inputs, and its messages.
 
     Attributes:
@@ -125,7 +125,7 @@ def run(
     inputs: Sequence[Any],
     fixed: Sequence[bool],
     seeds: dict[int, jax.Array] | None,
-) -> Run:
+) -> StageRun:
     """Trace a stage, with abstract `leaves` (of its unit) and `inputs` of the program; `fixed` says which of these a
     backward finds as they were. `seeds` are cotangents of the program's outputs by position, None for an evaluation.
     """
@@ -154,7 +154,7 @@ def run(
     before = len(made) + len(found)
     tape = flat.outvars[before:]
     if seeds is None:
-        return Run(_as_fun(flat, flat.outvars, shape), None, Packing.of(()))
+        return StageRun(_as_fun(flat, flat.outvars, shape), None, Packing.of(()))
 
     linear = [on for v in stage.outgoing for on in [is_linear(program, v)]]
     cts_in = [x for x, on in zip(made, linear, strict=True) if on]
@@ -199,7 +199,7 @@ def run(
         outs = pull_fun(*pull.consts, *mine, *values, *given)
         return jax.tree.unflatten(jax.tree.structure(pulled), outs)
 
-    return Run(run_ahead, run_back, Packing.of(v.aval for v in kept))
+    return StageRun(run_ahead, run_back, Packing.of(v.aval for v in kept))
 
 
 def _as_fun(flat: jx.Flat, outs: Sequence[Any], shape: Any) -> Any:
