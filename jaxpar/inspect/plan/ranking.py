@@ -12,7 +12,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import WIDTH, size
-from .line import RESERVE, SLOWER, Line
+from .line import RESERVE, ERROR, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
@@ -173,8 +173,8 @@ def _left(plan: Plan) -> Iterator[str]:
     yield _fill(
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
         "does not fit. GB link and GB net: what each device sends within a host and across hosts. ms by the model of "
-        "jaxpar.inspect.predict.prediction, of the compiled program; three published runs took "
-        f"{SLOWER[0] - 1:.0%} to {SLOWER[1] - 1:.0%} longer. ~ may be as fast as 1: so little is no ranking.",
+        "jaxpar.inspect.predict.prediction, of the compiled program; eight of ten published runs took "
+        f"{ERROR[0]} to {ERROR[1]} times as long. ~ may be as fast as 1: so little is no ranking.",
         2,
     )
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):
