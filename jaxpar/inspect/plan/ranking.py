@@ -12,7 +12,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import WIDTH, size
-from .line import RESERVE, ERROR, Line
+from .line import ERROR, RESERVE, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
