@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.expert import RULES
-from jaxpar.parallel.expert.grouped import Run, runs
+from jaxpar.parallel.expert.grouped import ExpertRun, runs
 
 EXPERTS, DIM, FFN, TOKENS = 4, 6, 10, 40
 
@@ -31,7 +31,7 @@ def drawn() -> tuple[Any, jax.Array]:
     return w, draw(TOKENS, DIM)
 
 
-def found(fun: Any) -> tuple[jx.Flat, list[Run]]:
+def found(fun: Any) -> tuple[jx.Flat, list[ExpertRun]]:
     flat, _ = jx.trace(fun, *drawn(), jnp.zeros(EXPERTS, jnp.int32))
     return flat, list(runs(flat, RULES))
 
