@@ -72,13 +72,16 @@ def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.A
     return jnp.einsum("btec,ebcd->btd", combine, out)
 
 
-def _ragged(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
-    """Choices of all rows sorted by expert, each group its product."""
+def _ragged(p: Any, x: jax.Array, logits: jax.Array, padding: bool = False) -> jax.Array:
+    """Choices of all rows sorted by expert, each group its product; those of padding stand behind all groups."""
     gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
+    if padding:
+        ids = jnp.where(jnp.arange(x.shape[1])[:, None] % 3 == 2, EXPERTS, ids)
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
-    sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
-    hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + p["up_bias"][flat[order]]
+    sizes = jnp.bincount(flat, length=EXPERTS + 1).astype(jnp.int32)[:EXPERTS]
+    bias = p["up_bias"][jnp.minimum(flat[order], EXPERTS - 1)]
+    hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + bias
     out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
     back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, DIM)
     return (back * gates[..., None]).sum(axis=2)
@@ -98,9 +101,10 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
     "einsum": _einsum,
     "ragged": _ragged,
     "grouped": _ragged,
+    "padded": functools.partial(_ragged, padding=True),
     "dense": _dense,
 }
-WIDE = {"grouped": 48}  # experts that are more bytes than their tokens
+WIDE = {"grouped": 48, "padded": 48}  # experts that are more bytes than their tokens
 
 
 @functools.cache
