@@ -75,8 +75,8 @@ def test_the_table_is_what_plan_finds(model: str, devices: int) -> None:
         assert line.seconds * 1e3 == pytest.approx(milliseconds, rel=0.03)
         assert line.prediction["mfu"] == pytest.approx(mfu / 100, rel=0.03)
     if (model, devices) == ("llama3-8b", 8):
-        assert "of the 1,828 ms of `zero1`, 229 compute again" in PAGE
-        assert lines["zero1"].costs()["recomputation"] * 1e3 == pytest.approx(229, rel=0.05)
+        assert "of the 1,941 ms of `zero1`, 247 compute again" in PAGE
+        assert lines["zero1"].costs()["recomputation"] * 1e3 == pytest.approx(247, rel=0.05)
     if devices == 64:
         hsdp, fsdp = (lines[name].links["network"] / 1e9 for name in ("hsdp", "fsdp"))
         assert f"{hsdp:.1f} GB of a device leave it in place of {fsdp:.1f}" in PAGE
