@@ -57,10 +57,12 @@ def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: p
     """Llama-3-8B on 8 H100: ZeRO-1 with microbatches needed 1.7 times its closed form, and `fsdp=8,reduce=compute` was
     left out as not fitting, where `fsdp=8` needed 1.15 times its own and was the best.
     """
-    best = jp.Strategy.parse("fsdp=2,reduce=compute,precision=bf16")
+
+    def is_best(strategy: jp.Strategy) -> bool:
+        return (strategy.fsdp, strategy.zero, strategy.reduce) == (2, 3, "compute")
 
     def numbers(self: Any, strategy: jp.Strategy) -> Any:
-        made = vars(line_of("ddp", matmul=1.0 + (strategy != best) + (strategy.fsdp == 1), exposed=0.0))
+        made = vars(line_of("ddp", matmul=1.0 + (not is_best(strategy)) + (strategy.fsdp == 1), exposed=0.0))
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
         total = 10 if strategy.zero == 3 else 10**12
         return {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
@@ -68,7 +70,7 @@ def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: p
     monkeypatch.setattr(planning._Planner, "_numbers", numbers)
     found = a_plan(None, top=12, target=here(devices=2))
     assert any(not line.fits for line in found.lines)
-    assert found.best == best
+    assert is_best(found.best)
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
