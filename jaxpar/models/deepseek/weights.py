@@ -14,6 +14,7 @@ import numpy as np
 
 from ..llama import weights as llama
 from ..llama.architecture import Architecture
+from ..llama.hf_config import options_of, sizes_of
 from . import yarn
 from .config import Config
 from .model import DeepSeek
@@ -88,23 +89,18 @@ def to_config(given: Any) -> Config:
     """
     if isinstance(given, Config):
         return given
-    given = given.to_dict() if hasattr(given, "to_dict") else given
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config is a {type(given).__name__}; pass a deepseek.Config, or what config.json holds")
-    options = {name: value for name, value in given.items() if value is not None}
+    options = options_of(given, "a deepseek.Config, or what config.json holds")
     if (kind := options.get("model_type")) != "deepseek_v3":
         raise ValueError(f"model_type={kind!r} is not supported: a DeepSeek here is a 'deepseek_v3'")
     if "num_local_experts" in options:  # as transformers 5 writes it
         options.setdefault("n_routed_experts", options["num_local_experts"])
-    if missing := [name for name in _SIZES.values() if name not in options]:
-        raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
+    sizes = sizes_of(options, _SIZES)
     for name, known in _ONLY.items():
         if name in options and options[name] not in known:
             needed = repr(known[0]) if known else "none: dequantize its weights, and remove it"
             raise ValueError(f"{name}={options[name]!r} is not supported: a DeepSeek here has {needed}")
     if (keys := options.get("num_key_value_heads", options["num_attention_heads"])) != options["num_attention_heads"]:
         raise ValueError(f"num_key_value_heads={keys}: needs num_attention_heads, {options['num_attention_heads']}")
-    sizes = {ours: options[theirs] for ours, theirs in _SIZES.items()}
     return Config(
         **sizes,
         **_rope(options),

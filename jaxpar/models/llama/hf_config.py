@@ -30,6 +30,21 @@ _SIZES = {
 _STRETCH = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
+def options_of(given: Any, needed: str) -> dict[str, Any]:
+    """What a configuration of transformers, or its dict, says, but for nulls. Raises ValueError on anything else."""
+    given = given.to_dict() if hasattr(given, "to_dict") else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config is a {type(given).__name__}; pass {needed}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sizes_of(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Our sizes by their names there. Raises ValueError where one is missing."""
+    if missing := [name for name in names.values() if name not in options]:
+        raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
+    return {ours: options[theirs] for ours, theirs in names.items()}
+
+
 def to_config(given: Any) -> llama.Config:
     """Sizes of a `Llama` from a `Config`, a `transformers.LlamaConfig`, or its dict, such as what `config.json` holds.
 
@@ -41,15 +56,8 @@ def to_config(given: Any) -> llama.Config:
     """
     if isinstance(given, llama.Config):
         return given
-    given = given.to_dict() if hasattr(given, "to_dict") else given
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"config is a {type(given).__name__}; pass a llama.Config, a transformers.LlamaConfig or its dict"
-        )
-    options = {name: value for name, value in given.items() if value is not None}
-    if missing := [name for name in _SIZES.values() if name not in options]:
-        raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
-    sizes = {ours: options[theirs] for ours, theirs in _SIZES.items()}
+    options = options_of(given, "a llama.Config, a transformers.LlamaConfig or its dict")
+    sizes = sizes_of(options, _SIZES)
     for ours, theirs in _SIZES.items():
         if not isinstance(sizes[ours], Integral) or isinstance(sizes[ours], bool) or sizes[ours] < 1:
             raise ValueError(f"{theirs}={sizes[ours]!r} is no size; needs a whole number from 1, as the model's own "

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..llama import weights as llama
 from ..llama.architecture import Architecture
+from ..llama.hf_config import options_of, sizes_of
 from .model import Config, Mixtral
 
 _SIZES = {
@@ -62,18 +63,14 @@ def to_config(given: Any) -> Config:
     """
     if isinstance(given, Config):
         return given
-    given = given.to_dict() if hasattr(given, "to_dict") else given
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config is a {type(given).__name__}; pass a mixtral.Config, or what config.json holds")
-    options = {name: value for name, value in given.items() if value is not None}
+    options = options_of(given, "a mixtral.Config, or what config.json holds")
     kind = options.get("model_type")
     if kind not in _KINDS:
         raise ValueError(f"model_type={kind!r} is not supported: mixtures here are of {', '.join(_KINDS)}")
     if kind == "qwen3_moe" and "num_local_experts" in options:  # as transformers 5 writes it
         options.setdefault("num_experts", options["num_local_experts"])
     names, only = _KINDS[kind]
-    if missing := [name for name in names.values() if name not in options]:
-        raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
+    sizes = sizes_of(options, names)
     for name, known in {**_ONLY, **only}.items():
         if name in options and options[name] not in known:
             raise ValueError(
@@ -82,7 +79,6 @@ def to_config(given: Any) -> Config:
     rope = options.get("rope_parameters") or options.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"rope_parameters={dict(rope)} is not supported: mixtures here have 'default'")
-    sizes = {ours: options[theirs] for ours, theirs in names.items()}
     qwen = kind == "qwen3_moe"
     return Config(
         **sizes,
