@@ -1,9 +1,9 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
-from .quiet import filter_errors, is_command
+from .quiet import filter_start, is_command
 
 if is_command():
-    filter_errors()
+    filter_start()
 
 from . import collectives
 from .checkpoint.saved import Checkpoint

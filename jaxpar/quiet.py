@@ -1,25 +1,28 @@
-"""The command `jaxpar` without what XLA and CUDA say of themselves while they start.
+"""The command `jaxpar` without what XLA, CUDA and Gloo say of themselves while they start.
 
 With the CUDA compiler installed that is 6 to 16 lines on standard error for every command, written by C++ before any
-level can be set: TF_CPP_MIN_LOG_LEVEL does not reach them. So what C++ writes goes through a process that leaves out
-lines of the levels I and W; errors (E, F), all that Python writes, and whatever has another form are shown as they are.
-It is a process and no thread, since it must outlive an abort, whose last words matter most.
+level can be set: TF_CPP_MIN_LOG_LEVEL does not reach them. Gloo, which connects CPU devices of several processes,
+writes a line to standard output for each group of them. So what C++ writes goes through two processes that leave out
+lines of the levels I and W, and Gloo's that it is connected; errors (E, F), all that Python writes, and whatever has
+another form are shown as they are. They are processes and no threads, since they must outlive an abort, whose last
+words matter most.
 
 This is imported before jax is, and must not import it.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import signal
 import sys
+from typing import TextIO
 
 # Abseil's form: level, month and day, time, thread, file:line.
 _NOISE = re.compile(rb"[IW]\d{4} .*\] |WARNING: All log messages before absl::InitializeLog\(\) is called")
-# What Gloo writes to standard output for each group of processes of CPU devices, whatever its level. `jaxpar launch`,
-# through which all that its processes print goes anyway, leaves it out.
+# Whatever its level. `jaxpar launch` leaves it out for every script, as all that its processes print goes through it.
 GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\s*")
 
 
@@ -32,26 +35,33 @@ def is_command() -> bool:
     return module == ["jaxpar"] or os.path.basename(sys.argv[0]) == "jaxpar"
 
 
-def filter_errors() -> None:
-    """From now on what this process's C++ writes to standard error is filtered. Called once, before there are threads.
+def filter_start() -> None:
+    """From now on what this process's C++ writes is filtered. Called once, before there are threads.
 
-    Python's own standard error stays what it is, a terminal or not. Where there is no GPU, jax does not say that CUDA's
-    plugin cannot load one.
+    Python's own standard error and output stay what they are, terminals or not. Where there is no GPU, jax does not say
+    that CUDA's plugin cannot load one.
     """
     logging.getLogger("jax._src.xla_bridge").addFilter(_matters)
+    sys.stderr = sys.__stderr__ = _around(2, sys.stderr, _NOISE)  # type: ignore[misc, assignment]
+    sys.stdout = sys.__stdout__ = _around(1, sys.stdout, GLOO)  # type: ignore[misc, assignment]
+
+
+def _around(number: int, python: TextIO | None, noise: re.Pattern[bytes]) -> TextIO | None:
+    """The file `number` filtered for C++, and what Python has to write to for its own not to be; as it is if closed."""
     try:
-        real = os.dup(2)
-    except OSError:  # it is closed
-        return
+        real = os.dup(number)
+    except OSError:
+        return python
     read, write = os.pipe()
     if os.fork() == 0:
-        _pass_on(read, real, close=(0, 1, 2, write))
-    os.dup2(write, 2)
+        _pass_on(read, real, noise, close=(0, 1, 2, write))
+    os.dup2(write, number)
     os.close(write)
     os.close(read)
-    if sys.stderr is not None:
-        encoding, errors = sys.stderr.encoding, sys.stderr.errors
-        sys.stderr = sys.__stderr__ = open(real, "w", buffering=1, encoding=encoding, errors=errors)  # type: ignore[misc]  # noqa: SIM115
+    if not isinstance(python, io.TextIOWrapper):
+        return python
+    binary = open(real, "wb", buffering=0 if python.write_through else -1)  # noqa: SIM115
+    return io.TextIOWrapper(binary, python.encoding, python.errors, None, python.line_buffering, python.write_through)
 
 
 def _matters(record: logging.LogRecord) -> bool:
@@ -59,7 +69,7 @@ def _matters(record: logging.LogRecord) -> bool:
     return gpus or not record.getMessage().startswith("Jax plugin configuration error")
 
 
-def _pass_on(read: int, real: int, close: tuple[int, ...]) -> None:
+def _pass_on(read: int, real: int, noise: re.Pattern[bytes], close: tuple[int, ...]) -> None:
     """Copies lines until all writers are gone, and ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):  # those are the command's
         signal.signal(number, signal.SIG_IGN)
@@ -74,9 +84,9 @@ def _pass_on(read: int, real: int, close: tuple[int, ...]) -> None:
             while part := source.read(1 << 16):
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
-                    if not _NOISE.match(line):
+                    if not noise.match(line):
                         os.write(real, line + b"\n")
-            if rest and not _NOISE.match(rest):
+            if rest and not noise.match(rest):
                 os.write(real, rest)
     finally:
         os._exit(0)
