@@ -140,13 +140,24 @@ def style(theme: str) -> Iterator[str]:
 
 
 def pictures(path: Path, draw: Callable[[str], Any]) -> None:
-    """Writes path.svg, path.png and their dark twins of the figure that `draw(ink)` makes."""
+    """Writes path.svg, path.png and their dark twins of the figure that `draw(ink)` makes. path.svg itself is dark to
+    readers whose page or system is.
+    """
     for theme in THEMES:
         with style(theme) as ink:
             figure = draw(ink)
             for suffix in (".svg", ".png"):
                 figure.savefig(path.with_name(f"{path.name}{theme}{suffix}"), dpi=150)
             plt.close(figure)
+    light = path.with_name(f"{path.name}.svg")
+    light.write_text(follows_reader(light.read_text()))
+
+
+def follows_reader(svg: str) -> str:
+    """A light picture that is dark where its reader's page or system is."""
+    pairs = zip(THEMES[""], THEMES["-dark"], strict=True)
+    rules = [f'[style*="{of}: {a}"]{{{of}:{b}!important}}' for a, b in pairs for of in ("fill", "stroke")]
+    return svg.replace("<defs>", f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>\n <defs>", 1)
 
 
 def over_devices(axis: Any, at: Sequence[int], **labels: Any) -> None:

@@ -71,7 +71,7 @@ def reading(batch: Any, what: str = "the batch") -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, IndexError, AttributeError, TypeError) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         if (asked := _asked(error, batch)) is not None:
             hint = "read what is there, or give the data these names"
             if asked == _BY_NAME:

@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 
 from .calls import check_call
 from .model import Model, row_axes
+
+_OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
 
 
 def from_nnx(
@@ -43,7 +46,7 @@ def from_nnx(
             f"lambda rngs: {type(make).__name__}(..., rngs=rngs)"
         )
     if isinstance(make, nn.Module) or (isinstance(make, type) and issubclass(make, nn.Module)):
-        raise ValueError("from_nnx got a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply")
+        raise ValueError(f"from_nnx got {_OF_LINEN}")
     if not callable(make) or not callable(loss):
         raise ValueError(f"from_nnx(make={make!r}, loss={loss!r}): both must be functions")
 
@@ -54,24 +57,35 @@ def from_nnx(
         with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh
             module = make(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
-            raise ValueError(f"from_nnx: make(rngs) returned {type(module).__name__}, needs an nnx.Module")
+            found = _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"
+            raise ValueError(f"from_nnx: make(rngs) returned {found}")
         for _, part in nnx.iter_modules(module):
             for name, value in list(vars(part).items()):
                 if isinstance(value, Tracer):  # a plain array, which Flax takes for a static attribute under jit
                     setattr(part, name, nnx.data(value))
         return module
 
-    graphs = []
+    graphs, holders = [], []
 
     def parts(key: jax.Array) -> Any:
-        graph, *states = nnx.split(build(key), nnx.Param, ...)
+        graph, *states = nnx.split(module := build(key), nnx.Param, ...)
         graphs.append(graph)
-        return states
+        holders.append(held := _held_by_objects(module))
+        return states, [getattr(held_by, name) for held_by, name in held]
 
     # Not nnx.eval_shape: what is left of a plain array there (RoPE tables, WeightNorm's scales) is no array, and would
     # be taken for a static attribute.
-    param_state, other_state = jax.eval_shape(parts, jax.random.key(0))
-    (graph,) = graphs
+    (param_state, other_state), held = jax.eval_shape(parts, jax.random.key(0))
+    graph, holder = graphs[0], holders[0]
+    if held:  # of the traced module: its objects, which the graph holds as they are, get the numbers
+        made = jax.jit(lambda key: parts(key)[1])
+        for (held_by, name), value, other in zip(holder, *map(made, jax.random.split(jax.random.key(0))), strict=True):
+            if not np.array_equal(value, other, equal_nan=True):
+                raise ValueError(
+                    f"from_nnx: {name} of a {type(held_by).__name__} is random, and NNX does not see it, as the object "
+                    "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
+                )
+            object.__setattr__(held_by, name, np.asarray(value))
     params_tree, others_tree = _Tree(param_state), _Tree(other_state)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -104,6 +118,20 @@ def from_nnx(
         names=lambda: _annotations(param_state),
         rows=rows,
     )
+
+
+def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:
+    """Traced arrays in plain objects that are attributes of modules, such as a dataclass of RoPE tables: object, name.
+
+    To NNX such an object is static; a traced array in it would be used after its trace has ended.
+    """
+    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    for _, part in nnx.iter_modules(module):
+        for held_by in vars(part).values():
+            if not isinstance(held_by, nnx.Pytree | nnx.Variable | Tracer) and hasattr(held_by, "__dict__"):
+                names = [name for name, x in vars(held_by).items() if isinstance(x, Tracer)]
+                found |= {(id(held_by), name): (held_by, name) for name in names}
+    return list(found.values())
 
 
 def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:

@@ -122,7 +122,11 @@ def test_other_errors_of_a_loss_stay_and_carry_the_batch() -> None:
     table = {"a": 1}
     with pytest.raises(KeyError, match="'x'") as found:
         trace(lambda m, b: table["x"] * m(b["x"]).mean(), BATCH)
-    assert found.value.__notes__[0] == "the batch, a block of its rows: a dict of x float32[1, 4], y int32[1]"
+    note = "the batch, a block of its rows: a dict of x float32[1, 4], y int32[1]"
+    assert found.value.__notes__[0] == note
+    with pytest.raises(ValueError, match="label") as refused:  # it went without
+        trace(lambda m, b: jnp.einsum("ij,jk", b["x"], jnp.ones((3, 2))).mean(), BATCH)
+    assert refused.value.__notes__[0] == note
 
 
 def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:

@@ -86,5 +86,31 @@ def test_tensors_of_other_libraries_are_batches() -> None:
 
 
 def test_a_linen_module_is_none_of_nnx() -> None:
-    with pytest.raises(ValueError, match=r"from_nnx got a Linen module; use jp\.from_linen"):
-        jp.from_nnx(nn.Dense(1), lambda net, batch: 0.0)
+    for make, found in ((nn.Dense(1), "got"), (lambda rngs: nn.Dense(1), r"make\(rngs\) returned")):
+        with pytest.raises(ValueError, match=rf"from_nnx:? {found} a Linen module; use jp\.from_linen"):
+            jp.from_nnx(make, lambda net, batch: 0.0)
+
+
+class Table:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+def test_arrays_in_plain_objects_of_a_module() -> None:
+    """NNX takes such an object for static; its array, made while the module was traced, outlived the trace."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, random: bool) -> None:
+            self.scale = nnx.Param(jnp.ones(4))
+            self.table = Table(rngs.params.normal((4,)) if random else jnp.arange(4.0))
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.scale * self.table.values
+
+    loss = lambda net, batch: net(batch).mean()
+    model = jp.from_nnx(lambda rngs: Net(rngs, False), loss)
+    assert model.bind is not None
+    net = model.bind(*model.create(jax.random.key(0)))
+    np.testing.assert_array_equal(net(jnp.ones(4)), np.arange(4.0))
+    with pytest.raises(ValueError, match="values of a Table is random"):
+        jp.from_nnx(lambda rngs: Net(rngs, True), loss)
