@@ -60,7 +60,7 @@ def described(batch: Any) -> str:
         return f"an empty {type(batch).__name__}"
     named = [f"{name_of(path)} {_kind(x)}".strip() for path, x in leaves[:_LISTED]]
     more = f" and {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
-    kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array "
+    kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array " * hasattr(batch, "dtype")
     return f"{kind}{', '.join(named)}{more}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -30,6 +30,10 @@ class Apply:
 
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
         """Call the module; see the class."""
+        if "rngs" in kwargs:
+            raise ValueError("apply(rngs=...): leave it out; there is a key for each step and block of rows")
+        if args and isinstance(args[0], Mapping) and "params" in args[0]:
+            raise ValueError("apply(variables, ...): leave them out, apply(x); parameters and statistics are seen to")
         asked = (mutable,) if isinstance(mutable, str) else tuple(mutable)
         self.asked |= set(asked)
         rngs = {}
@@ -47,6 +51,13 @@ class Apply:
                 )
             self.variables = {**self.variables, **{name: new[name] for name in kept if name in new}}
         return (out, {name: new[name] for name in asked if name in new}) if asked else out
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"apply has no {name!r}; it is called as module.apply without variables, and has apply.train",
+            name=name,
+            obj=self,
+        )
 
     def _create(self, args: Any, method: Any, rngs: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self.variables:
@@ -92,6 +103,8 @@ def from_linen(
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
+    if isinstance(example, Iterator):
+        raise ValueError(f"from_linen(example=) is a {type(example).__name__}; give one of its batches, next(loader)")
     try:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
     except TypeError as error:

@@ -89,9 +89,11 @@ class FirstState:
             if unknown := [name for name in names if name not in at]:
                 if unknown == [""]:
                     raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
+                linen = any(name.startswith("params/") and name[len("params/") :] in at for name in unknown)
+                tree = "variables['params']" if linen else "a tree like step.params(state)"
                 raise ValueError(
                     f"params= has {few(unknown)}, and the model has {few(paths)}{did_you_mean(unknown[0], paths)}; "
-                    "pass a tree like step.params(state)"
+                    f"pass {tree}"
                 )
             given = {at[name]: x for name, (_, x) in zip(names, flat, strict=True)}
         missing = [path for number, path in enumerate(paths) if number not in given]

@@ -268,6 +268,7 @@ def test_key(key: Any) -> None:
         ([X], ("params= has 0", "the model has w", "step.params(state)")),
         ({}, ("params= lacks w", "step.params(state)", "fresh=lambda path")),
         ({"w": X}, ("w of shape (8, 2)", "the model needs (2, 2)")),
+        ({"params": {"w": X}}, ("params= has params/w", "pass variables['params']")),
     ],
 )
 def test_params(params: Any, parts: tuple[str, ...]) -> None:
@@ -404,9 +405,16 @@ def test_what_was_said_by_python_or_by_nobody() -> None:
     raises(lambda: jp.Strategy.parse("FSDP"), "'FSDP' is unknown", "did you mean 'fsdp'")
     raises(lambda: build().init(KEY, params="weights.npz"), "params= is a str", "step.params(state)")
     raises(lambda: build().init(KEY, params={}), "params= lacks w", "step.params(state)")
-    raises(
-        lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), "x"), "example=", "one array a str", "ShapeDtypeStruct"
-    )
+    raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), "x"), "example=", "is a str", "ShapeDtypeStruct")
+    raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), iter([X])), "a list_iterator", "next(loader)")
+    # What hands know of module.apply. An attribute error of `apply` said `Apply`, a name that nobody had written.
+    for call, parts in (
+        (lambda apply, x: apply(x, rngs={"dropout": KEY}), ("apply(rngs=...): leave it out", "a key for each step")),
+        (lambda apply, x: apply({"params": {}}, x), ("apply(variables, ...): leave them out, apply(x)",)),
+    ):
+        raises(lambda call=call: jp.from_linen(nn.Dense(2), call, X).create(KEY), *parts)
+    with pytest.raises(AttributeError, match=r"apply has no 'training'.* has apply\.train"):
+        jp.from_linen(nn.Dense(2), lambda apply, x: apply(x) * apply.training, X).create(KEY)
     for steps in (0, 1.5, True):
         raises(lambda steps=steps: jp.verify(jp.Model(weights, square), "ddp", {"x": X}, steps), "whole number from 1")
     raises(lambda: jp.plan("llama", {"x": X}, "8xH100"), "model is a str", "jp.from_nnx")
