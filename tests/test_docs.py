@@ -121,6 +121,8 @@ def test_commands_exist(
             # With an interpreter it need not look for one, which takes longer than all else.
             command = ["make", "--dry-run", f"PYTHON={sys.executable}", *words[1:]]
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        elif words == ["pip", "wheel", "--no-deps", "."]:  # `make package` makes it
+            continue
         elif words[:2] == ["pip", "install"]:
             extras = re.fullmatch(r"(?:jaxpar|\.)(?:\[(\w+)\])?", words[-1])
             assert extras, line
@@ -177,6 +179,13 @@ def test_files_named_in_docs_are_there() -> None:
     house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("##")[0]
     for path in re.findall(r"^\| \d+ \| `([\w/.]+)` \|", house, re.MULTILINE):
         assert (ROOT / "jaxpar" / path).exists(), f"CONTRIBUTING.md names {path}"
+
+
+def test_the_site_links_to_the_repository_that_the_package_names() -> None:
+    """Nobody else knows the address: it has none yet, and stands in pyproject.toml once it has."""
+    files = ROOT / "pyproject.toml", ROOT / "zensical.toml"
+    package, site = (tomllib.loads(file.read_text())["project"] for file in files)
+    assert site.get("repo_url") == package.get("urls", {}).get("Repository")
 
 
 def test_every_public_name_has_a_docstring() -> None:
