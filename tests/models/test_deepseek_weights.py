@@ -1,12 +1,11 @@
 """DeepSeek-V3's weights from and to Hugging Face: transformers' own model is the same function."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside_transformers import assert_same_logits, reference
 from flax import nnx
 from test_huggingface import assert_same
 
@@ -30,55 +29,25 @@ CONFIGS = {
 each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def reference(config: Config) -> Any:
-    """transformers' own model in float64, with weights of which none is at its initial value."""
-    torch = pytest.importorskip("torch", reason="needs torch and transformers: `make hf`")
-    hf = pytest.importorskip("transformers", reason="needs torch and transformers: `make hf`")
-    stated = to_dict(config, "float64")
-    stated = {name: x for name, x in stated.items() if name not in ("architectures", "torch_dtype", "model_type")}
-    torch.manual_seed(0)
-    settings = hf.DeepseekV3Config(**stated)
-    settings._experts_implementation = "eager"  # its grouped matmul is not there in float64
-    model = hf.DeepseekV3ForCausalLM(settings).double()
-    with torch.no_grad():
-        for name, x in model.state_dict().items():
-            spread = 0.2 if "norm" in name or "bias" in name else x.shape[-1] ** -0.5
-            x.copy_(("norm" in name) + spread * torch.randn(x.shape, dtype=torch.float64))
-    return model.eval()
-
-
-def ours(config: Config, params: Any) -> DeepSeek:
-    model = nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))
-    state = nnx.state(model)
-    nnx.replace_by_pure_dict(state, params)
-    nnx.update(model, state)
-    return model
+def shapes(config: Config) -> DeepSeek:
+    return nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
     "config", [CONFIGS["nodes"], pytest.param(CONFIGS["yarn"], marks=pytest.mark.battery)], ids=CONFIGS
 )
 def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
-    """Its norms and router compute in float32, as ours do: that is the difference that is left."""
-    torch = pytest.importorskip("torch", reason="needs torch and transformers: `make hf`")
-
-    model = reference(config)
+    model = reference("DeepseekV3", to_dict(config, "float64"))
     model.save_pretrained(tmp_path)
     found, params = from_hf(tmp_path)
     assert {**vars(found), "balance": 0} == {**vars(config), "balance": 0}
-    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 31))
-    with torch.no_grad():
-        wanted = model(torch.tensor(tokens)).logits.float().numpy()
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
-        got = np.asarray(ours(config, params)(jnp.asarray(tokens, jnp.int32)), np.float32)
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert_same_logits(model, shapes(config), params, config.vocab)
 
 
 @each
 def test_weights_come_back_as_they_were(config: Config, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
-    tree = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))))
+    tree = nnx.to_pure_dict(nnx.state(shapes(config)))
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), tree)
     written = to_hf(config, params, tmp_path)
     mixtures = config.layers - config.dense
