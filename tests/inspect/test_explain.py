@@ -19,7 +19,7 @@ from test_known_cost import compiled, group
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.hlo import arrays
-from jaxpar.inspect.explain.explanation import Explanation
+from jaxpar.inspect.explain.explanation import Explanation, _words
 from jaxpar.inspect.explain.findings import explain, leaves_host
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Ledger
@@ -287,6 +287,14 @@ def test_a_batch_that_lies_elsewhere_is_remarked() -> None:
     there = jax.device_put(BATCH["x"], jax.devices()[0])
     (remark,) = (r for r in step.explain({**BATCH, "x": there}).remarks if "batch" in r)
     assert remark.startswith("The batch's x [16, 32] lies as SingleDeviceSharding")
+
+
+def test_a_picture_names_each_way_once() -> None:
+    """It was "data parallel over 4, data parallel over 2, ...": replicated leaves are summed over `fsdp` too."""
+    ways = (("data parallel", ("data", "fsdp")), ("data parallel", ("data",)), ("ZeRO-3", ("fsdp",)))
+    checks = [SimpleNamespace(strategy=way, axes=axes) for way, axes in ways]
+    found: Any = SimpleNamespace(checks=checks, axes={"data": 2, "fsdp": 4}, transfers=())
+    assert _words(found) == "data parallel over 2, ZeRO-3 over 4"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "dp"])

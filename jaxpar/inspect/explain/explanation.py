@@ -162,9 +162,16 @@ class Explanation:
 
 
 def _words(found: Explanation) -> str:
-    """What spreads the step, in words: "data parallel over 2, ZeRO-3 over 4"."""
-    ways = dict.fromkeys((c.strategy, c.axes) for c in found.checks if c.strategy != "scalars")
-    spread = ", ".join(f"{way} over {math.prod(found.axes.get(axis, 1) for axis in axes)}" for way, axes in ways)
+    """What spreads the step, in words: "data parallel over 2, ZeRO-3 over 4".
+
+    Each way once, over its own axes: leaves that are replicated there are summed over others as well.
+    """
+    ways: dict[str, int] = {}
+    for check in found.checks:
+        if check.strategy != "scalars":
+            ranks = math.prod(found.axes.get(axis, 1) for axis in check.axes)
+            ways[check.strategy] = min(ranks, ways.get(check.strategy, ranks))
+    spread = ", ".join(f"{way} over {ranks}" for way, ranks in ways.items())
     return "data parallel through a central server" if found.transfers else spread or "nothing is sent"
 
 
