@@ -46,6 +46,7 @@ class Run:
       slower: kinds of kernels that took so many times longer there.
       held_out: whether it was set aside.
       later: added when the model of `predict` was not changed any more.
+      blind: written down before it was predicted, and predicted once (published_blind.py).
       unsupported: why it is not predicted.
     """
 
@@ -64,6 +65,7 @@ class Run:
     slower: Mapping[str, float] = dataclasses.field(default_factory=dict)
     held_out: bool = False
     later: bool = False
+    blind: bool = False
     unsupported: str = ""
 
 

@@ -1,4 +1,5 @@
-"""Predicted against published throughput, of training runs that others have published (published_rows.py).
+"""Predicted against published throughput, of training runs that others have published (published_rows.py,
+published_blind.py).
 
 python experiments/published_throughput.py
 python experiments/published_throughput.py --only MaxText --kernels 20
@@ -25,6 +26,7 @@ import jaxlib
 import optax
 import tyro
 from jax._src.cudnn import fused_attention_stablehlo
+from published_blind import BLIND
 from published_rows import RUNS, Run
 
 import jaxpar as jp
@@ -113,7 +115,7 @@ def summary(ratios: list[float]) -> str:
 
 def main(options: Options) -> None:
     groups: dict[str, list[float]] = {}
-    for run in RUNS:
+    for run in (*RUNS, *BLIND):
         if options.only not in run.name or (run.held_out and not options.held_out):
             continue
         if run.unsupported:
@@ -127,7 +129,7 @@ def main(options: Options) -> None:
             flush=True,
         )
         print(*found.lines()[: options.kernels], sep="\n", end="\n" * (options.kernels > 0))
-        of = "held out" if run.held_out else "added later" if run.later else "not held out"
+        of = "held out" if run.held_out else "added later" if run.later else "blind" if run.blind else "not held out"
         for group in (run.group, f"all, {of}"):
             groups.setdefault(group, []).append(ratio)
     for group, ratios in sorted(groups.items()):

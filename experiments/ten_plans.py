@@ -47,12 +47,16 @@ class Case:
 
 
 CASES = {
-    "gpt2": Case("gpt2", "8xH100", 256, 1024, ("data=8", "fsdp=8,zero=1")),
-    "gpt2-xl": Case("gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1",)),
+    "gpt2": Case("gpt2", "8xH100", 256, 1024, ("data=8", "fsdp=8,zero=1", "fsdp=8,zero=1,reduce=compute")),
+    "gpt2-xl": Case("gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1", "fsdp=8,zero=1,reduce=compute,remat=dots")),
     "llama3.2-1b": Case("llama3.2-1b", "8xH100", 64, 4096, ("fsdp=8,zero=1,remat=layer", "fsdp=8,reduce=compute")),
     "llama3-8b": Case("llama3-8b", "8xH100", 16, 8192, ("fsdp=8,remat=layer", "fsdp=8,reduce=compute,remat=dots")),
     "llama3-8b on 64": Case(
-        "llama3-8b", "64xH100", 128, 8192, ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,remat=dots")
+        "llama3-8b",
+        "64xH100",
+        128,
+        8192,
+        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,remat=dots", "fsdp=64,reduce=compute"),
     ),
     "llama2-13b": Case("llama2-13b", "16xA100-80GB", 64, 4096, ("fsdp=16,remat=layer", "fsdp=16,remat=dots")),
     "llama3-70b on 32": Case(

@@ -4,13 +4,14 @@ import math
 
 import published_throughput
 import pytest
+from published_blind import BLIND
 from published_rows import RUNS, Run
 
 import jaxpar as jp
 from jaxpar.models import NAMES
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*RUNS, *BLIND], ids=lambda run: run.name)
 def test_a_run_can_be_predicted(run: Run) -> None:
     strategy = jp.Strategy.parse(run.strategy)
     devices = math.prod(int(part) for part in run.target.split("x")[:-1])
@@ -24,7 +25,7 @@ def test_a_run_can_be_predicted(run: Run) -> None:
 
 
 def test_names_are_of_one_run_each() -> None:
-    assert len({run.name for run in RUNS}) == len(RUNS)
+    assert len({run.name for run in (*RUNS, *BLIND)}) == len(RUNS) + len(BLIND)
     assert [sum(run.held_out for run in RUNS), sum(run.later for run in RUNS)] == [19, 14]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import WIDTH, size
-from .line import ERROR, RESERVE, Line
+from .line import ERROR, RESERVE, UNSEEN, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
@@ -174,7 +174,8 @@ def _left(plan: Plan) -> Iterator[str]:
         f"GB of a device's {plan.memory / 1e9:.1f}, of which {RESERVE:.0%} are kept back for what is in no program; ! "
         "does not fit. GB link and GB net: what each device sends within a host and across hosts. ms by the model of "
         "jaxpar.inspect.predict.prediction, of the compiled program; eight of ten published runs took "
-        f"{ERROR[0]} to {ERROR[1]} times as long. ~ may be as fast as 1: so little is no ranking.",
+        f"{ERROR[0]} to {ERROR[1]} times as long, twelve of fifteen others {UNSEEN[0]} to {UNSEEN[1]} times. ~ may be "
+        "as fast as 1: so little is no ranking.",
         2,
     )
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):
