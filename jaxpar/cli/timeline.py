@@ -37,7 +37,7 @@ class TimelineOptions:
     chunks: int = 1
     """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others"""
     table: Path | None = None
-    """draw this table, in lines of torch's cells as --csv writes them, instead of one by name"""
+    """draw this table (a .csv), in lines of torch's cells as --csv writes them, instead of one by name"""
     model: str | None = None
     """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
     rows: int | None = None
