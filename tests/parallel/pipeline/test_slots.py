@@ -97,6 +97,26 @@ def test_a_strategy_takes_a_table_by_name_as_value_and_from_a_file(tmp_path: Pat
             jp.Strategy(pipe=4, schedule=name)
 
 
+TABLES = {
+    # Of whole backwards, which ranks run while others run forwards; two chunks of a loop, and no V.
+    "1f1b of the papers": ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"],
+    "interleaved": list(Schedule("1f1b", 2, 4, 2).csv()),
+    "whole and in halves": ["0F0,0F1,0I0,0F2,0W0,0B1,0B2", "1F0,1B0,1F1,1I1,1F2,1W1,1B2"],
+}
+
+
+@pytest.mark.xdist_group("pipeline experts")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "halves" in name else pytest.mark.battery) for name in TABLES]
+)
+def test_tables_from_elsewhere_train(name: str) -> None:
+    schedule = Schedule.from_csv(TABLES[name])
+    strategy = jp.Strategy(pipe=2, microbatches=schedule.microbatches, chunks=schedule.chunks, schedule=schedule)
+    step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:2])
+    m = schedule.microbatches
+    check(step, model_of("experts"), one_device("experts").first, batch_of(m), STEPS, *reference("experts", m))
+
+
 @pytest.mark.xdist_group("pipeline experts")
 def test_evaluation() -> None:
     """In a V, whose order of layers is its own: the loss before an update, twice."""
