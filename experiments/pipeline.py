@@ -3,12 +3,17 @@
 python experiments/pipeline.py
 python experiments/pipeline.py --model llama3.2-1b --layers 16 --length 2048 --rows 1 --precision bf16
 python experiments/pipeline.py --target h100 --model llama3-8b --layers 8 --length 2048 --rows 1 --precision bf16
-python experiments/pipeline.py --schedules 1f1b zb-h1 --pipe 8 --devices 8 --microbatches 8 16
+python experiments/pipeline.py --schedules 1f1b zb-h1 --pipe 8 --devices 8 --microbatches 8 24
+python experiments/pipeline.py --schedules 1f1b zb-h1 --pipe 8 --devices 8 --microbatches 8 24 --waits 50
 
 Each schedule is compiled, run and timed on the devices that are attached, or on simulated ones, one step of each in
 turn, so that what else a machine does slows all alike. Under 1F1B and GPipe all ranks compute in all ticks, also in
 those in which they idle, and the bubble is in the time; of the others a rank that idles computes nothing, and on one
 machine whose cores they share it leaves its time to the others: there they look faster than they are.
+
+With `--waits`, layers that do next to nothing but wait take the model's place, F, I and W as long as each other. Ranks
+wait at the same time, also where they share cores: how many forwards a step lasts is then what the engine makes of its
+table, and what it adds. How fast F, I and W of a model are on a device of its own, no shared machine shows.
 
 With `--target h100` the programs are compiled for H100s (no GPU is needed) and only their memory is looked at.
 
@@ -20,7 +25,7 @@ machine, and wait for each other's turn: what is measured there need not be the 
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +35,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import tyro
+import waits
 from report import (
     LINES,
     MB,
@@ -72,13 +78,17 @@ class Options(Timed):
     """compute dtype"""
     remat: Literal["none", "layer", "dots"] = "dots"
     """what each layer recomputes in its backward; an activation is what it does not"""
+    waits: int | None = None
+    """milliseconds: in place of a model, layers that wait so long in F, I and W of a rank, and hardly compute"""
     target: Literal["attached", "h100"] = "attached"
     """h100: compile for H100s that need not be there, run nothing"""
     out: Path = Path("runs/pipeline")
     """where pipeline.json, pipeline.svg, pipeline.png and their dark twins go"""
 
     def __post_init__(self) -> None:
-        self.positive("layers", "rows", "length", "steps")
+        self.positive("layers", "rows", "length", "steps", *["waits"] * (self.waits is not None))
+        if self.waits and self.target == "h100":
+            raise ValueError("--waits measures time, and with --target h100 nothing runs; leave one of the two out")
         for (_, kind, v), m in itertools.product(map(split, self.schedules), self.microbatches):
             Schedule(kind, self.pipe, m, v)  # before the first is compiled
 
@@ -92,7 +102,11 @@ class Cell:
       formula: (p - 1) / (v m).
       slots: activations that every rank has room for.
       slot, temporaries: bytes of one slot and of all temporaries of the compiled step.
+      forwards: that a step lasts by the table, a forward through all of a rank's layers taking 1.
       seconds: the fastest step; None where nothing ran.
+      lasted: forwards that it was measured to last: with `waits` of so long each, else by the slope.
+      beside: the median, over rounds, of a step's time over that of the first schedule with as many microbatches.
+      cpu: median seconds of all cores that a step takes.
       measured: idle time over busy time, by the slope over all m; None where it takes more than one m to know it.
     """
 
@@ -103,7 +117,11 @@ class Cell:
     slots: int
     slot: int = 0
     temporaries: int = 0
+    forwards: float = 0.0
     seconds: float | None = None
+    lasted: float | None = None
+    beside: float | None = None
+    cpu: float | None = None
     measured: float | None = None
 
 
@@ -121,16 +139,15 @@ def cells_of(options: Options) -> list[tuple[Cell, Schedule]]:
         name, kind, v = split(text)
         schedule = Schedule(kind, p, m, v)
         idle = float(schedule.bubble / (1 - schedule.bubble))  # of the work, where `bubble` is of the whole time
-        cells.append(
-            (Cell(name=name, microbatches=m, table=idle, formula=(p - 1) / (v * m), slots=schedule.slots), schedule)
-        )
+        known = {"formula": (p - 1) / (v * m), "slots": schedule.slots, "forwards": float(schedule.time)}
+        cells.append((Cell(name=name, microbatches=m, table=idle, **known), schedule))
     return cells
 
 
 def compiled(
     cell: Cell, schedule: Schedule, options: Options, chosen: Named, devices: Sequence[jax.Device]
-) -> Callable[[], float]:
-    """Compiles; what it gives takes so many seconds for a step."""
+) -> Callable[[], tuple[float, float]]:
+    """Compiles; what it gives takes so many seconds for a step, and so many of all cores."""
     strategy = jp.Strategy(
         pipe=schedule.ranks,
         data=-1,
@@ -138,7 +155,7 @@ def compiled(
         schedule=schedule.kind,
         chunks=schedule.chunks,
         precision=options.precision,
-        remat=options.remat,
+        remat="none" if options.waits else options.remat,  # to wait again in I is none of the table's
     )
     step = jp.make_train_step(chosen.model, optax.sgd(1e-3), strategy, mesh=devices)
     rows = options.rows * schedule.microbatches * len(devices) // schedule.ranks
@@ -146,25 +163,29 @@ def compiled(
     cell.slot = slot_bytes(step, batch)
     cell.temporaries = step.compile(batch).memory_analysis().temp_size_in_bytes
     if options.target == "h100":
-        return lambda: 0.0
-    tokens = np.random.default_rng(0).integers(chosen.config.vocab, size=batch["tokens"].shape)
-    batch, states = {"tokens": tokens.astype(np.int32)}, [step.init(jax.random.key(0))]
+        return lambda: (0.0, 0.0)
+    if not options.waits:
+        tokens = np.random.default_rng(0).integers(chosen.config.vocab, size=batch["tokens"].shape)
+        batch = {"tokens": tokens.astype(np.int32)}
+    states = [step.init(jax.random.key(0))]
 
-    def turn() -> float:
-        begin = time.perf_counter()
+    def turn() -> tuple[float, float]:
+        begin = time.perf_counter(), time.process_time()
         state, metrics = step(states.pop(), batch)
         jax.block_until_ready((state, metrics))
         states.append(state)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
     return turn
 
 
-def measure(cells: Sequence[Cell], turns: Sequence[Callable[[], float]], steps: int) -> None:
+def measure(cells: Sequence[Cell], turns: Sequence[Callable[[], tuple[float, float]]], steps: int) -> None:
     """The fastest of each cell's steps, which run in turn: what else a machine does makes them slower, never faster."""
-    rounds = [[turn() for turn in turns] for _ in range(WARM + steps)][WARM:]
-    for cell, taken in zip(cells, zip(*rounds, strict=True), strict=True):
-        cell.seconds = min(taken)
+    rounds = np.array([[turn() for turn in turns] for _ in range(WARM + steps)][WARM:])  # [round, cell, (wall, CPU)]
+    for at, cell in enumerate(cells):
+        first = next(i for i, other in enumerate(cells) if other.microbatches == cell.microbatches)
+        cell.seconds, cell.cpu = float(rounds[:, at, 0].min()), float(np.median(rounds[:, at, 1]))
+        cell.beside = float(np.median(rounds[:, at, 0] / rounds[:, first, 0]))
 
 
 def fit(cells: Sequence[Cell]) -> None:
@@ -175,22 +196,47 @@ def fit(cells: Sequence[Cell]) -> None:
             slope, _ = np.polyfit([c.microbatches for c in mine], [c.seconds for c in mine], 1)
             for c in mine:
                 c.measured = float(c.seconds / (slope * c.microbatches) - 1) if slope > 0 and c.seconds else None
+                c.lasted = None if c.measured is None else 3 * c.microbatches * (1 + c.measured)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def table(cells: Sequence[Cell], waits: bool) -> Table:
+    """Bubbles, times and memory; of layers that wait how long a step lasts, in forwards of a rank."""
     ran = any(cell.seconds for cell in cells)
-    heads = ["micro-\nbatches", "(p-1)\n/(v m)", "bubble\nin table"] + ["measured", "step\nms"] * ran
-    lines = grid(["schedule"], [*heads, "slots", "a slot\nMB", "temporaries\nMB"])
+    heads = ["forwards\nin table", "measured"] if waits else ["(p-1)\n/(v m)", "bubble\nin table"] + ["measured"] * ran
+    heads += ["step\nms", "of\nfirst", "CPU\nms"] * ran
+    heads += [] if waits else ["slots", "a slot\nMB", "temporaries\nMB"]
+    lines = grid(["schedule"], ["micro-\nbatches", *heads])
+    said = lambda x, form: "" if x is None else format(x, form)
     for place, cell in enumerate(cells):
-        times = ["" if cell.measured is None else f"{cell.measured:.1%}", f"{1e3 * (cell.seconds or 0):.1f}"] * ran
+        row = [f"{cell.formula:.1%}", f"{cell.table:.1%}"] + [said(cell.measured, ".1%")] * ran
+        row = [f"{cell.forwards:g}", said(cell.lasted, ".1f")] if waits else row
+        times = f"{1e3 * (cell.seconds or 0):.0f}", said(cell.beside, ".2f"), f"{1e3 * (cell.cpu or 0):.0f}"
         sizes = str(cell.slots), f"{cell.slot / MB:,.2f}", f"{cell.temporaries / MB:,.1f}"
+        row += [*(times if ran else ()), *(() if waits else sizes)]
         last = place + 1 < len(cells) and cells[place + 1].name != cell.name
-        bubbles = f"{cell.formula:.1%}", f"{cell.table:.1%}"
-        lines.add_row(cell.name, str(cell.microbatches), *bubbles, *times, *sizes, end_section=last)
+        lines.add_row(cell.name, str(cell.microbatches), *row, end_section=last)
     return lines
+
+
+def words(options: Options) -> Iterator[str]:
+    """What the columns are, and what a machine that ranks share can show."""
+    if options.target == "attached":
+        yield "Step: the fastest. Of first: the median, over rounds in which each schedule runs a step, of its time to"
+        yield "that of the first with as many microbatches. CPU: the median of what a step takes of all cores."
+    if options.waits:
+        yield "Forwards: that a step lasts, where F, I and W of a rank take as long as each other. Ranks wait at once,"
+        yield "also on shared cores: what is measured beyond the table is what the engine and a busy machine add. How"
+        yield "long F, I and W of a model take, it does not say."
+        return
+    yield "Bubble: idle time over work. Measured: what a step takes beyond m times the slope of its time over m, which"
+    yield "holds what it does once, too. Temporaries: of the compiled step; activations are slots x a slot of them."
+    if jax.default_backend() == "cpu" and options.target == "attached":
+        yield "Simulated devices share this machine's cores: a step's time is the work of all ranks, not that of the"
+        yield "busiest. Where ranks branch an idle one leaves its core to others, and no bubble is in the time; 1f1b"
+        yield "and gpipe compute in idle ticks too. CPU says which does more work, --waits who waits for whom."
 
 
 def draw(cells: Sequence[Cell], options: Options, title: str, ink: str) -> Any:
@@ -233,7 +279,10 @@ def main(options: Options) -> list[Cell]:
     else:
         start(options.devices)
         devices, place = jax.devices(), where()
-    screen, chosen = console(), named(options.model, layers=options.layers)
+    screen = console()
+    chosen: Any = named(options.model, layers=options.layers)
+    if options.waits:
+        chosen = waits.model(options.layers, options.waits / 1e3 * options.pipe / options.layers)
     planned = cells_of(options)
     cells, turns = [cell for cell, _ in planned], []
     with progress(screen, len(planned)) as next_is:
@@ -243,20 +292,21 @@ def main(options: Options) -> list[Cell]:
     if options.target == "attached":
         measure(cells, turns, options.steps)
     fit(cells)
-    size = f"{options.model} of {options.layers} layers, {chosen.parameters:,} parameters, {options.pipe} ranks"
+    for cell in cells if options.waits else ():
+        assert cell.seconds is not None  # it ran
+        cell.lasted = cell.seconds / (options.waits / 1e3)
+        cell.measured = cell.lasted / (3 * cell.microbatches) - 1
+    name = f"layers that wait, {options.waits} ms a rank," if options.waits else options.model
+    size = f"{name} of {options.layers} layers, {chosen.parameters:,} parameters, {options.pipe} ranks"
     each = f"microbatches of {options.rows} x {options.length}, {options.precision}, remat={options.remat}"
+    each = f"{options.steps} steps of each" if options.waits else each
     title = f"{size}\n{each}; {place}"
     if is_first():
         record(options.out / "pipeline.json", options, title=title, cells=[asdict(cell) for cell in cells])
         pictures(options.out / "pipeline", lambda ink: draw(cells, options, title, ink))
     screen.print(title)
-    screen.print(table(cells))
-    screen.print(
-        "Bubble: idle time over work. Measured: what a step takes beyond m times the slope of its time over m, which "
-        "holds what a step does once, too. Temporaries: of the compiled step; activations are slots x a slot of them."
-    )
-    if jax.default_backend() == "cpu" and options.target == "attached":
-        screen.print("Simulated devices share this machine's cores: their measured bubbles need not be the table's.")
+    screen.print(table(cells, bool(options.waits)))
+    screen.print(" ".join(words(options)))
     screen.print(f"{options.out}/pipeline.json, .svg, .png, and -dark.svg, -dark.png")
     return cells
 

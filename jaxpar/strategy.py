@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .tables import SCHEDULES
+from .tables import SCHEDULES, recipe_of
 from .tables.operations import MOST
 from .text import did_you_mean
 
@@ -89,7 +89,8 @@ class Strategy:
         (ZeRO, Rajbhandari et al. 2020, section 5).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
       schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
-        "gpipe", or one with backwards in halves, as "zb-h1".
+        "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
+        F, I, W and messages and this limit of activations; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
@@ -133,7 +134,7 @@ class Strategy:
     fsdp: int = 1
     zero: int = 3
     pipe: int = 1
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"  # a name, or a `Schedule`
     chunks: int = 1
     stages: str | Sequence[str] = "auto"
     expert: int = 1
@@ -189,7 +190,7 @@ class Strategy:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if name == "stages" and self.cuts and all(self.cuts):
+            if (name == "stages" and self.cuts and all(self.cuts)) or (name == "schedule" and _is_schedule(value)):
                 continue
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
                 policy = {"remat": " or a jax.checkpoint policy", "stages": " or paths of modules, as in 'mid:up/0'"}
@@ -296,7 +297,7 @@ class Strategy:
             if field.name == skip or value == field.default:
                 continue
             value = {True: "true", False: "false"}[value] if isinstance(value, bool) else value
-            parts.append(f"{field.name}={getattr(value, '__name__', value)}")
+            parts.append(f"{field.name}={getattr(value, 'label', getattr(value, '__name__', value))}")
         return ",".join(parts)
 
     def __str__(self) -> str:
@@ -325,6 +326,10 @@ def _meant(name: str, fields: Iterable[str]) -> str:
     if size and size[1] in (*AXES, "microbatches", "chunks"):
         return f" (did you mean '{size[1]}={size[2]}'?)"
     return did_you_mean(name, PRESETS) or did_you_mean(name, fields)
+
+
+def _is_schedule(value: Any) -> bool:
+    return value.endswith(".csv") or bool(recipe_of(value)) if isinstance(value, str) else hasattr(value, "label")
 
 
 def _is_int(value: Any) -> bool:

@@ -56,13 +56,11 @@ class TimelineOptions:
 
 def main(options: TimelineOptions, console: Console | None = None) -> None:
     """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
-    if options.table and options.model:
-        raise ValueError("--model trains by a schedule's name, and --table has none; leave one of the two out")
     if options.table:
         schedule = Schedule.from_csv(options.table.read_text().splitlines(), options.table.stem)
     else:
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
-    size = None if options.model is None else _slot_of(options)
+    size = None if options.model is None else _slot_of(options, schedule)
     console = console or Console(highlight=False)
     for line in draw(schedule, console.width, console.color_system is not None):
         console.print(line, no_wrap=True, crop=False)
@@ -76,23 +74,23 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
         console.print("written: " + ", ".join(written), soft_wrap=True)
 
 
-def _slot_of(options: TimelineOptions) -> int:
+def _slot_of(options: TimelineOptions, schedule: Schedule) -> int:
     """Bytes of one slot when the named model is trained so."""
     assert options.model is not None
     with contextlib.suppress(RuntimeError):  # jax may be running already, perhaps with devices enough
-        simulate(options.pipe)
-    if len(jax.devices()) < options.pipe:
+        simulate(schedule.ranks)
+    if len(jax.devices()) < schedule.ranks:
         raise ValueError(
-            f"pipe={options.pipe} ranks need as many devices, and jax already runs on {len(jax.devices())}"
+            f"pipe={schedule.ranks} ranks need as many devices, and jax already runs on {len(jax.devices())}"
         )
     model = named(options.model)
     strategy = Strategy(
-        pipe=options.pipe,
-        microbatches=options.microbatches,
-        schedule=options.schedule,
-        chunks=options.chunks,
+        pipe=schedule.ranks,
+        microbatches=schedule.microbatches,
+        schedule=schedule,
+        chunks=schedule.chunks,
         precision=options.precision,
         remat=options.remat,
     )
-    step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: options.pipe])
-    return slot_bytes(step, model.example(options.rows or options.microbatches, options.length))
+    step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: schedule.ranks])
+    return slot_bytes(step, model.example(options.rows or schedule.microbatches, options.length))

@@ -68,7 +68,8 @@ class Step(FirstState, Intake):
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
         shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
         ranks = mesh.shape["pipe"]
-        schedule = Schedule(strategy.schedule, ranks, strategy.microbatches, strategy.chunks) if ranks > 1 else None
+        numbers = ranks, strategy.microbatches, strategy.chunks
+        schedule = Schedule.of(strategy.schedule, *numbers) if ranks > 1 else None
         flat = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         parts = mesh.shape["tensor"]
         order = functools.partial(creation_order, model.create)

@@ -254,7 +254,7 @@ class Tracing:
         before = leaves + len(jax.tree.leaves(variables))
         batch = range(before, before + len(jax.tree.leaves(rows)))
         apart = self.layout.storage.cut or (self.schedule is not None and self.schedule.branches)
-        branching = self.strategy.schedule if apart else ""  # ranks are not in one layer at one time
+        branching = self.schedule.kind if apart and self.schedule else ""  # ranks are not in one layer at one time
         way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching)
         self.ways[way] = None
         fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES, self.ranks)

@@ -22,13 +22,14 @@ A schedule is a function of p ranks, m microbatches and v chunks a rank that wri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .greedy import zb_h1, zb_h2
 from .lockstep import gpipe, one_f_one_b
 from .operations import Placement, Table
-from .search import auto
+from .search import asked, auto
 from .v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 
@@ -63,3 +64,15 @@ SCHEDULES = {
     "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V"),
     "auto": Recipe("the fewest slots that a search finds", auto, planned=False, placement="V"),
 }
+
+
+def recipe_of(name: str) -> Recipe | None:
+    """The schedule of this name, or of times and memory, as in "auto:8.8:10.6:9.3:1.4:8"; None if there is none.
+
+    Raises ValueError for times that are not of that form (`search.asked`).
+    """
+    if not name.startswith("auto:"):
+        return SCHEDULES.get(name)
+    costs, limit = asked(name)
+    found = functools.partial(auto, costs=costs, limit=limit)
+    return SCHEDULES["auto"]._replace(words="the best that a search finds for these times", table=found)

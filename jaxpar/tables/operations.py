@@ -34,6 +34,13 @@ Placement = Literal["loop", "V"]
 PLACEMENTS: tuple[Placement, ...] = ("loop", "V")
 
 
+class Given(NamedTuple):
+    """A table that stands in no list, and its placement."""
+
+    table: Table
+    placement: Placement
+
+
 class StagePlace(NamedTuple):
     """A chunk of a rank."""
 

@@ -99,6 +99,41 @@ def _timed(orders: Orders, chunks: int, costs: OpCosts) -> Found:
 
 
 @functools.lru_cache(maxsize=8)  # a step asks for its table more than once
-def auto(p: int, m: int, v: int) -> Table:
-    """The best table for F = I = W = 1, whatever it holds; of other times, `Schedule.auto`."""
-    return as_soon_as_possible(best(p, m, v).orders, "V", v)
+def auto(p: int, m: int, v: int, costs: OpCosts | None = None, limit: float = math.inf) -> Table:
+    """The best table for given times and memory; without them for F = I = W = 1, whatever it holds."""
+    return as_soon_as_possible(best(p, m, v, costs, limit).orders, "V", v)
+
+
+def name_of(costs: OpCosts, limit: float = math.inf) -> str:
+    """The name of the best table for these times, to five digits, and this memory; `asked` reads it.
+
+    >>> name_of(OpCosts(8.8, 10.6, 9.3, 1.4), limit=8), name_of(OpCosts())
+    ('auto:8.8:10.6:9.3:1.4:8', 'auto')
+    """
+    if min(costs) < 0 or not 0 < costs.forward < math.inf:
+        raise ValueError(f"{costs}: times are 0 or more, that of a forward more than 0")
+    given, usual = [*costs[:4], limit, costs.freed], [*OpCosts()[:4], math.inf, 0.0]
+    while given and given[-1] == usual[len(given) - 1]:
+        given.pop()
+    return ":".join(["auto", *(f"{x:.5g}" for x in given)])
+
+
+def asked(name: str) -> tuple[OpCosts, float]:
+    """The times and the limit of a name `auto:F:I:W:message:limit:freed`; what is left out is 1:1:1:0:inf:0.
+
+    Raises ValueError for a name that is not of this form.
+    """
+    given = [1.0, 1.0, 1.0, 0.0, math.inf, 0.0]
+    parts = name.split(":")[1:]
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = [math.nan]
+    if len(numbers) > len(given) or not all(x >= 0 for x in numbers) or {0.0, math.inf} & {*numbers[:1]}:
+        raise ValueError(
+            f"schedule={name!r}: use auto:F:I:W:message:limit, times in any unit and the activations that a rank may "
+            "hold, as in auto:8.8:10.6:9.3:1.4:8, or auto alone"
+        )
+    given[: len(numbers)] = numbers
+    forward, inputs, weights, message, limit, freed = given
+    return OpCosts(forward, inputs, weights, message, freed), limit

@@ -33,6 +33,21 @@ def test_small(tmp_path: Path) -> None:
         assert (tmp_path / f"pipeline{theme}.svg").stat().st_size > 10_000
 
 
+@pytest.mark.battery
+def test_layers_that_wait(tmp_path: Path) -> None:
+    """No step lasts less than its table, by what ranks wait; how much more is the machine's."""
+    small = ["--devices", "4", "--layers", "8", "--waits", "100", "--steps", "1", "--microbatches", "4"]
+    small += ["--schedules", "1f1b", "zb-h1", "zb-v:2", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "experiments" / "pipeline.py"), *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "pipeline.json").read_text())["cells"]
+    assert [cell["forwards"] for cell in cells] == [21, 15, 15]  # 3 (m + p - 1), 3 m + p - 1
+    for cell in cells:
+        assert cell["lasted"] > 0.999 * cell["forwards"]
+        assert cell["beside"] > 0
+
+
 def test_the_measured_bubble_is_what_is_beyond_the_slope() -> None:
     from pipeline import Cell, fit
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.inspect.predict import Part, Prediction, predict
-from jaxpar.inspect.predict.slots import best_schedule, op_costs
+from jaxpar.inspect.predict.slots import best_schedule, op_costs, searched
 from jaxpar.inspect.targets import target
 from jaxpar.models import llama
 from jaxpar.parallel.pipeline.schedules import OpCosts, Schedule
@@ -50,6 +50,14 @@ def test_times_are_read_by_operation() -> None:
         times.append(schedule.timed(costs.times(schedule.chunks), costs.message)[0])
     assert times == sorted(times, reverse=True)
     assert times[-1] <= Schedule("zb-h1", 2, 8).timed(costs.times(), costs.message)[0]
+    # What a plan tries: tables that a strategy names, for p activations and 2 p.
+    tables = searched(found, step)
+    assert {table.kind.rpartition(":")[2] for table in tables} <= {"2", "4"}
+    for table in tables:
+        named = jp.Strategy.parse(f"pipe=2,microbatches=8,schedule={table.kind},chunks={table.chunks}")
+        assert Schedule.of(named.schedule, 2, 8, named.chunks).table() == table.table()
+    assert searched(found, step_of(tables[0].kind, jax.devices()[:2])) == []  # not of what was searched for
+    assert searched(found, step_of("1f1b", jax.devices()[:2])) == []
 
 
 def test_schedules_without_halves_are_refused() -> None:
@@ -66,3 +74,21 @@ def test_programs_say_what_belongs_to_which_operation() -> None:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), batch)
     costs = op_costs(predict(step.compile(abstract), step, abstract, there.hardware), step)
     assert min(costs.forward, costs.inputs, costs.weights, costs.message) > 0
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_what_is_found_for_predicted_times_trains() -> None:
+    """Four ranks: a step predicted for H100s, the best table for its times, and training by it, here."""
+    batch = {"tokens": np.random.default_rng(0).integers(32, size=(8, 9)).astype("int32")}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), batch)
+    there = target("4xH100")
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), "pipe=4,microbatches=8,schedule=zb-h1", mesh=there.devices)
+    found = predict(step.compile(abstract), step, abstract, there.hardware)
+    for limit, chunks in ((3, 1), (4, 1)):
+        schedule, _ = best_schedule(found, step, limit, (chunks,))
+        strategy = jp.Strategy(pipe=4, microbatches=8, schedule=schedule, chunks=schedule.chunks)
+        report = jp.verify(MODEL, strategy, batch, mesh=jax.devices()[:4])
+        assert report.ok, report
+    plan = jp.plan(MODEL, abstract, there, optax.sgd(0.1), strategies=[step.strategy], cache=False)
+    assert plan.lines[0].prediction["tables"] == [[one.kind, one.chunks] for one in searched(found, step)] != []

@@ -25,8 +25,8 @@ SCHEDULES += [Schedule("zb-h1", 3, 5), Schedule("zb-v", 2, 5, 2)]
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-# auto's are those of others.
-NAMED = [name for name in tables.SCHEDULES if name not in ("gpipe", "1f1b", "auto")]
+NAMED = list(tables.SCHEDULES)
+TINY = models.named("llama-tiny")
 
 
 def lanes(schedule: Schedule, color: bool = False, width: int = 10_000) -> list[str]:
@@ -166,14 +166,17 @@ def test_a_table_from_a_file(tmp_path: Path) -> None:
     path.write_text("0F0,0B0\n1B0,1F0\n")
     with pytest.raises(ValueError, match="rank 1 cannot go on: 1B0 needs 1F0"):
         shown(TimelineOptions(table=path))
-    with pytest.raises(ValueError, match="leave one of the two out"):
-        shown(TimelineOptions(table=path, model="llama-tiny"))
+    path.write_text("\n".join(Schedule("zb-h1", 2, 2).csv()))
+    size = 8 * TINY.config.dim * 4 * TINY.config.layers // 2  # of a rank's layers, their inputs
+    text = shown(TimelineOptions(table=path, model="llama-tiny", length=8, remat="layer"))
+    assert f"2 ({2 * size / 1e3:.1f} kB) on every rank" in text
 
 
 @pytest.mark.parametrize("name", ["", *NAMED])
 def test_pictures_of_the_docs_are_what_the_command_draws(tmp_path: Path, name: str) -> None:
-    """`pipe.svg` of 1F1B with chunks, and one for every schedule whose ranks branch."""
-    options = {"schedule": name, "chunks": 1 if name in ("zb-h1", "zb-h2") else 2} if name else {"chunks": 2}
+    """`pipe.svg` of 1F1B with chunks, and one for every schedule; `auto` for times and room of its own."""
+    known = {"schedule": "auto:8.8:10.6:9.3:1.4:3" if name == "auto" else name or "1f1b"}
+    options = known | {"chunks": 2 if not name or (tables.SCHEDULES[name].placement == "V" and name != "auto") else 1}
     shown(TimelineOptions(**options, svg=tmp_path / "drawn.svg"))  # type: ignore[arg-type]
     drawn = ROOT / "docs" / "assets" / (f"pipe-{name}.svg" if name else "pipe.svg")
     assert (tmp_path / "drawn.svg").read_text() == drawn.read_text()
@@ -182,8 +185,6 @@ def test_pictures_of_the_docs_are_what_the_command_draws(tmp_path: Path, name: s
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-
-TINY = models.named("llama-tiny")
 
 
 @pytest.mark.parametrize(("precision", "width", "chunks"), [("f32", 4, 1), ("bf16", 2, 2)])

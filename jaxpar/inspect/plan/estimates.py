@@ -160,7 +160,7 @@ class Estimator:
         pipe, m = shape["pipe"], s.microbatches
         rows = rows_of(self.batch) / math.prod(shape[axis] for axis in ROWS)
         numbers = (s.schedule, pipe, m, s.chunks)
-        schedule = _once(self._schedules, numbers, lambda: Schedule(*numbers)) if pipe > 1 else None
+        schedule = _once(self._schedules, numbers, lambda: Schedule.of(*numbers)) if pipe > 1 else None
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / m
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one

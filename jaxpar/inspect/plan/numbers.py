@@ -14,6 +14,7 @@ from ..expected import expected
 from ..ledger import Ledger
 from ..memory import of_step
 from ..predict.prediction import predict
+from ..predict.slots import searched
 from ..targets.devices import Target
 
 
@@ -37,6 +38,7 @@ def numbers(
     if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
         prediction["notes"].append(f"{why}.")
     prediction["notes"] += [f"Attention over context is by {way.name}: {way.why}." for way in step.tracing.ways]
+    prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
     return {
         "memory": dataclasses.asdict(memory),
         "prediction": prediction,

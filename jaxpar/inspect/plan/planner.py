@@ -215,7 +215,10 @@ class _Planner:
         assert best.estimate is not None
         more = best.memory["total"] / best.estimate.bytes  # than closed forms say
         found: list[tuple[bool, float, float, str, Strategy, Estimate]] = []
-        for strategy in neighbours(best.strategy, self.target, rows_of(self.batch), self.splits):
+        found_for = [dict(zip(("schedule", "chunks"), table, strict=True)) for table in best.prediction["tables"]]
+        tables = (dataclasses.replace(best.strategy, **table) for table in found_for)
+        others = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
+        for strategy in itertools.chain(tables, others):
             if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
                 continue
             if self._needless(strategy, estimate, top) is None:

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from ...parallel.pipeline.schedules import OpCosts, Schedule
 from ...parallel.pipeline.slots import scope
 from ...step.core import Step
+from ...tables import SCHEDULES
 from .prediction import Prediction
+
+
+def halved(schedule: Schedule) -> bool:
+    """Whether its backwards are run in halves, I and W, so that a prediction has their times."""
+    return {"I", "W"} <= {op.kind for column in schedule.table() for ops in column for op in ops}
 
 
 def op_costs(found: Prediction, step: Step) -> OpCosts:
@@ -20,8 +26,7 @@ def op_costs(found: Prediction, step: Step) -> OpCosts:
     Raises ValueError where the step's ranks do not run I and W: compile it with `schedule="zb-h1"` first.
     """
     schedule = step.schedule
-    kinds = {op.kind for column in schedule.table() for ops in column for op in ops} if schedule else set()
-    if schedule is None or not {"I", "W"} <= kinds:
+    if schedule is None or not halved(schedule):
         raise ValueError(
             f"{step.strategy} has no gradients of inputs and of weights of their own, whose times a search needs; "
             'compile and predict the step with schedule="zb-h1", and give both'
@@ -40,7 +45,8 @@ def op_costs(found: Prediction, step: Step) -> OpCosts:
 def best_schedule(
     found: Prediction, step: Step, limit: float = math.inf, chunks: Sequence[int] = (1, 2)
 ) -> tuple[Schedule, OpCosts]:
-    """The schedule of least time that a search finds for a step's predicted times, and these times.
+    """The schedule of least time that a search finds for a step's predicted times, and these times. A strategy takes it
+    as `schedule=`, with its `chunks`, or by its `kind`, which is text.
 
     Args:
       found: the prediction of `step`, which runs a schedule with I and W, such as "zb-h1".
@@ -60,3 +66,14 @@ def best_schedule(
     if not fitting:
         raise why or ValueError("chunks is empty; give 1, 2 or both")
     return min(fitting, key=lambda one: (one.timed(costs.times(one.chunks), costs.message)[0], one.chunks)), costs
+
+
+def searched(found: Prediction, step: Step) -> list[Schedule]:
+    """The best schedules for a step's predicted times with room for p activations a rank, and for 2 p, if its schedule
+    is a named one with I and W; else none.
+    """
+    schedule = step.schedule
+    if schedule is None or schedule.kind not in SCHEDULES or not halved(schedule) or not op_costs(found, step).forward:
+        return []
+    tables = [best_schedule(found, step, limit)[0] for limit in (schedule.ranks, 2 * schedule.ranks)]
+    return list({(table.kind, table.chunks): table for table in tables}.values())

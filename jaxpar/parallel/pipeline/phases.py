@@ -1,4 +1,4 @@
-"""What tables in lockstep have: phases, a scan for each, and the slot in which an activation waits for its backward."""
+"""What ticks are made of; of tables in lockstep the phases, a scan each, and where activations wait for backwards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...tables.operations import Table
+
+
+class Column(NamedTuple):
+    """A part of a tick: which kinds of operations may run in it, and how long it takes, in forwards of a chunk."""
+
+    tick: int
+    kinds: str
+    length: int
 
 
 class Phase(NamedTuple):
@@ -67,3 +75,17 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
                     reads[tick, rank] = slot = held.pop((chunk, microbatch))
                     heapq.heappush(free, slot)
     return writes, reads
+
+
+def looked_up(table: Table) -> dict[str, np.ndarray]:
+    """What a rank runs, int32 [tick, rank]: for F and B `valid`, `chunk`, `microbatch`."""
+    shape, out = (len(table), len(table[0])), {}
+    for kind in "FB":
+        ops = [next((op for op in table[tick][rank] if op.kind == kind), None) for tick, rank in np.ndindex(shape)]
+        for name, values in (
+            ("valid", [op is not None for op in ops]),
+            ("chunk", [op.chunk if op else 0 for op in ops]),
+            ("microbatch", [op.microbatch if op else 0 for op in ops]),
+        ):
+            out[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
+    return out

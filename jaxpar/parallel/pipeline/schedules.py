@@ -9,43 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
-from ...tables import SCHEDULES, operations, torch_csv
+from ...tables import SCHEDULES, Recipe, operations, recipe_of, torch_csv
 from ...tables.checker import check_table
 from ...tables.greedy import OpCosts
-from ...tables.operations import KINDS, MOST, TIME, Kind, Op, Placement, StagePlace, Table, neighbour, stage_of
+from ...tables.operations import KINDS, MOST, TIME, Given, Kind, Op, Placement, StagePlace, Table, neighbour, stage_of
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
-from ...tables.search import best
+from ...tables.search import name_of
 from ...text import did_you_mean
 from .buffers import SlotTables, Walk
-from .phases import Phase, grouped, stash_slots
+from .phases import Column, Phase, grouped, looked_up, stash_slots
 
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
 _CELLS = 1 << 22  # of a table
-
-
-class Column(NamedTuple):
-    """A part of a tick: which kinds of operations may run in it, and how long it takes, in forwards of a chunk."""
-
-    tick: int
-    kinds: str
-    length: int
-
-
-class Given(NamedTuple):
-    """A table that stands in no list, and its placement."""
-
-    table: Table
-    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class Schedule:
     given: Given | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.given is None and self.kind not in SCHEDULES:
+        if self.given is None and recipe_of(self.kind) is None:
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
                 f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
@@ -123,10 +109,28 @@ class Schedule:
         ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
     ) -> Schedule:
         """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
-        holds more than `limit` activations of all its layers (`tables/search.py`).
+        holds more than `limit` activations of all its layers (`tables/search.py`). Its kind, such as
+        "auto:8.8:10.6:9.3:1.4:8", has them to five digits: a strategy that names it trains by the same table.
         """
-        found = best(ranks, microbatches, chunks, costs, limit)
-        return Schedule.from_table(as_soon_as_possible(found.orders, found.placement, chunks), found.placement, "auto")
+        return Schedule(name_of(costs or OpCosts(), limit), ranks, microbatches, chunks)
+
+    @staticmethod
+    def of(given: str | Schedule, ranks: int, microbatches: int, chunks: int) -> Schedule:
+        """A strategy's schedule: by name, from a file of torch's lines (`from_csv`), or itself.
+
+        Raises ValueError where its table has other numbers than these, and where there is no such file.
+        """
+        if isinstance(given, str):
+            if not given.endswith(".csv"):
+                return Schedule(given, ranks, microbatches, chunks)
+            if not Path(given).is_file():
+                raise ValueError(f"schedule={given}: there is no such file; write it with `jaxpar timeline --csv`")
+            given = Schedule.from_csv(Path(given).read_text().splitlines(), Path(given).stem)
+        own, asked = (given.ranks, given.microbatches, given.chunks), (ranks, microbatches, chunks)
+        if own != asked:
+            said = [", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), some)) for some in (own, asked)]
+            raise ValueError(f"schedule={given.label} has {said[0]}, and the strategy {said[1]}; give what it has")
+        return given
 
     # -- the table -----------------------------------------------------------------------------------------------------
 
@@ -136,10 +140,7 @@ class Schedule:
 
     @functools.cached_property
     def _table(self) -> Table:
-        if self.given:
-            table = self.given.table
-        else:
-            table = SCHEDULES[self.kind].table(self.ranks, self.microbatches, self.chunks)
+        table = self.given.table if self.given else self._recipe.table(self.ranks, self.microbatches, self.chunks)
         if not self.forwards_only:
             return table
         orders = [[op for op in order if op.kind == "F"] for order in orders_of(table)]
@@ -177,7 +178,13 @@ class Schedule:
     @property
     def placement(self) -> Placement:
         """Which stages a rank's chunks are: "loop", c p + s of rank s, or "V", s and 2 p - 1 - s."""
-        return self.given.placement if self.given else SCHEDULES[self.kind].placement
+        return self.given.placement if self.given else self._recipe.placement
+
+    @property
+    def _recipe(self) -> Recipe:
+        recipe = recipe_of(self.kind)
+        assert recipe is not None  # an error of `__post_init__`
+        return recipe
 
     def stage(self, rank: int, chunk: int) -> int:
         """The number of a rank's chunk among all, in the order of the layers."""
@@ -204,6 +211,12 @@ class Schedule:
         return out
 
     # -- time ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Its name; of a table that stands in no list, with a digest of what it holds."""
+        digest = hashlib.sha256("\n".join(self.csv()).encode()).hexdigest()[:8]
+        return f"{self.kind}-{digest}" if self.given else self.kind
 
     @property
     def title(self) -> str:
@@ -306,17 +319,7 @@ class Schedule:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """A table in lockstep as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""
-        shape = (self.ticks, self.ranks)
-        out = {"write": self._slots[0], "read": self._slots[1]}
-        for kind in BOTH:
-            ops = [self.op(kind, rank, tick) for tick, rank in np.ndindex(shape)]
-            for name, values in (
-                ("valid", [op is not None for op in ops]),
-                ("chunk", [op.chunk if op else 0 for op in ops]),
-                ("microbatch", [op.microbatch if op else 0 for op in ops]),
-            ):
-                out[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
-        return out
+        return {"write": self._slots[0], "read": self._slots[1], **looked_up(self.table())}
 
     def csv(self) -> Iterator[str]:
         """Lines, one a rank, of cells such as `0F0`: stage, kind, microbatch; empty where the rank is idle.

@@ -6,19 +6,30 @@ and choice of remat it stands at least once, and so does every pair of these.
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from cells import OneDevice, check, covering, pairs_of
-from test_pipeline import BLOCKS, LAYERS, LENGTH, MODELS, SGD, STEPS, VOCAB, batch_of
+from cells import check, covering, pairs_of
+from test_pipeline import (
+    BLOCKS,
+    BUILDERS,
+    DEEP,
+    LAYERS,
+    LENGTH,
+    MODELS,
+    SGD,
+    STEPS,
+    batch_of,
+    model_of,
+    one_device,
+)
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
-from jaxpar.models import llama
 from jaxpar.tables import SCHEDULES
 
-DEEP = 32  # layers: 8 ranks with 4 chunks
 COUNTS: dict[str, Callable[[int], int]] = {
     "1": lambda p: 1,
     "p": lambda p: p,
@@ -30,13 +41,6 @@ BESIDE = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=2", "fsdp=2,zero=3", "data
 TENSOR = ("tensor=2", "tensor=2,sequence=true", "fsdp=2,zero=3,tensor=2,sequence=true")
 
 
-def deep(layers: int = DEEP) -> jp.Model:
-    """Heads, features and words that two ranks of `tensor` share."""
-    config = llama.Config(vocab=VOCAB + 1, dim=16, layers=layers, heads=4, kv_heads=2, ffn=24)
-    return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
-
-
-BUILDERS: dict[str, Callable[[], jp.Model]] = {**MODELS, "deep": deep}
 DEPTH = {name: DEEP if name == "deep" else BLOCKS if "loop" in name else LAYERS for name in BUILDERS}
 
 
@@ -90,16 +94,6 @@ def chosen() -> tuple[Cell, ...]:
 
 
 @functools.cache
-def model_of(name: str) -> jp.Model:
-    return BUILDERS[name]()
-
-
-@functools.cache
-def one_device(name: str) -> OneDevice:
-    return OneDevice(model_of(name))
-
-
-@functools.cache
 def reference(name: str, blocks: int, rows: int) -> tuple[Any, Any]:
     """Gradients and parameters of one device, of blocks of so many rows."""
     return one_device(name).train(SGD, batch_of(blocks * rows), blocks, STEPS)
@@ -137,9 +131,12 @@ def run(model: str, pipe: int | None) -> None:
     mine = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
     failed = []
     for number, cell in enumerate(mine, start=1):
+        begin = time.process_time()
         try:
             check_cell(cell)
         except Exception as error:
             failed.append(f"{cell}: {type(error).__name__}: {error}")
-        print(f"{number} of {len(mine)}, {len(failed)} failed: {cell}", flush=True)
+        said = failed[-1] if failed and failed[-1].startswith(f"{cell}:") else cell
+        spent = time.process_time() - begin
+        print(f"{number} of {len(mine)}, {len(failed)} failed, {spent:.0f} s: {said}", flush=True)
     assert not failed, "\n".join(failed)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from schedule_cells import GROUPS, SGD, batch_of, deep
+from schedule_cells import GROUPS, SGD, batch_of
+from test_pipeline import deep
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected

@@ -24,6 +24,7 @@ import jaxpar as jp
 from jaxpar.models import llama
 
 VOCAB, LENGTH = 31, 7
+DEEP = 32  # layers: 8 ranks with 4 chunks
 LAYERS, BLOCKS = 9, 5  # of scanned models and of loops; they divide among no number of stages here
 SGD = optax.sgd(0.02, momentum=0.9)
 STEPS = 3
@@ -98,7 +99,14 @@ def experts() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def deep(layers: int = DEEP) -> jp.Model:
+    """Heads, features and words that two ranks of `tensor` share."""
+    config = llama.Config(vocab=VOCAB + 1, dim=16, layers=layers, heads=4, kv_heads=2, ffn=24)
+    return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+
+
 MODELS: dict[str, Callable[[], jp.Model]] = {f.__name__: f for f in (scanned, loop, linen_loop, experts)}
+BUILDERS = {**MODELS, "deep": deep}  # `deep` for every schedule, in `schedule_cells.py`
 
 
 class Cell(NamedTuple):
@@ -150,7 +158,7 @@ def test_covering_array_is_small() -> None:
 
 @functools.cache
 def model_of(name: str) -> jp.Model:
-    return MODELS[name]()
+    return BUILDERS[name]()
 
 
 @functools.cache

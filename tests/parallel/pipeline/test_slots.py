@@ -2,7 +2,9 @@
 too, and messages are as many as slots. All of them: `test_every_schedule.py`.
 """
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +16,12 @@ from test_pipeline import COUNTS, SGD, STEPS, Cell, batch_of, model_of, one_devi
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
+from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.tables.greedy import OpCosts
 
 FIRST = (
-    Cell("experts", 4, "zb-h1", 1, "p+1", "fsdp=2,zero=3", "none"),
+    # What a search finds for given times and room for 3 activations.
+    Cell("experts", 4, "auto:1:1.3:0.7:0.1:3", 1, "p+1", "fsdp=2,zero=3", "none"),
     Cell("loop", 2, "zb-v", 2, "2p", "data=2", "layer"),
 )
 
@@ -24,7 +29,7 @@ FIRST = (
 def cells() -> Iterator[Any]:
     for cell in FIRST:
         marks = [pytest.mark.xdist_group(f"pipeline {cell.model}")]  # the cells of a model share references
-        yield pytest.param(cell, marks=marks, id="-".join(map(str, cell)).replace(",", "-"))
+        yield pytest.param(cell, marks=marks, id="-".join(map(str, cell)).replace(",", "-").replace(":", "-"))
 
 
 def step_of(cell: Cell) -> tuple[Any, dict[str, np.ndarray]]:
@@ -65,6 +70,51 @@ def test_cell(cell: Cell) -> None:
 )
 def test_beside_tensor(cell: tensor_cells.Cell) -> None:
     tensor_cells.check_cell(cell)
+
+
+@pytest.mark.xdist_group("pipeline experts")
+def test_a_strategy_takes_a_table_by_name_as_value_and_from_a_file(tmp_path: Path) -> None:
+    """One table, found for given times: the first cell above trains by it."""
+    found = Schedule.auto(4, 5, OpCosts(1, 1.3, 0.7, 0.1), limit=3)
+    assert max(found.in_flight(rank) for rank in range(4)) == 3 < Schedule("zb-h1", 4, 5).in_flight(0)
+    file, value = tmp_path / "mine.csv", Schedule.from_table(found.table(), found.placement, "mine")
+    file.write_text("\n".join(found.csv()))
+    for given, name in ((found, FIRST[0].schedule), (value, value.label), (str(file), str(file))):
+        strategy = jp.Strategy(pipe=4, microbatches=5, schedule=given)
+        step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:4])
+        assert str(strategy) == f"pipe=4,schedule={name},microbatches=5"
+        assert step.schedule is not None
+        assert step.schedule.table() == found.table()
+        if given is not value:
+            assert jp.Strategy.parse(str(strategy)).schedule == name
+    many = dataclasses.replace(strategy, microbatches=8, schedule=value)
+    with pytest.raises(ValueError, match=rf"{value.label} has pipe=4, microbatches=5, .* strategy pipe=4, micro.*=8"):
+        jp.make_train_step(model_of("experts"), SGD, many, mesh=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"schedule=none\.csv: there is no such file"):
+        Schedule.of("none.csv", 4, 5, 1)
+    for name in ("auto:1:x", "auto:0", "auto:1:1:1:0:8:0:0", "auto:1:-1"):
+        with pytest.raises(ValueError, match=f"schedule='{name}': use auto:F:I:W:message:limit"):
+            jp.Strategy(pipe=4, schedule=name)
+
+
+TABLES = {
+    # Of whole backwards, which ranks run while others run forwards; two chunks of a loop, and no V.
+    "1f1b of the papers": ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"],
+    "interleaved": list(Schedule("1f1b", 2, 4, 2).csv()),
+    "whole and in halves": ["0F0,0F1,0I0,0F2,0W0,0B1,0B2", "1F0,1B0,1F1,1I1,1F2,1W1,1B2"],
+}
+
+
+@pytest.mark.xdist_group("pipeline experts")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "halves" in name else pytest.mark.battery) for name in TABLES]
+)
+def test_tables_from_elsewhere_train(name: str) -> None:
+    schedule = Schedule.from_csv(TABLES[name])
+    strategy = jp.Strategy(pipe=2, microbatches=schedule.microbatches, chunks=schedule.chunks, schedule=schedule)
+    step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:2])
+    m = schedule.microbatches
+    check(step, model_of("experts"), one_device("experts").first, batch_of(m), STEPS, *reference("experts", m))
 
 
 @pytest.mark.xdist_group("pipeline experts")
