@@ -118,8 +118,9 @@ class Strategy:
         no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
-      remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
-        "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a `jax.checkpoint` policy.
+      remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
+        the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
+        `jax.checkpoint` policy.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 

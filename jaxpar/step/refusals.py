@@ -122,11 +122,6 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
         raise ValueError(
             f"rule={strategy.rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
         )
-    if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:
-        raise ValueError(
-            f"schedule={schedule.kind!r} runs backwards in halves ({', '.join(sorted(halves))}), and {why}, whose "
-            "backwards are whole; use schedule='1f1b' or 'gpipe'"
-        )
 
 
 def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], ranks: int) -> None:
@@ -146,8 +141,8 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
 
 
 def check_remat(program: Program, remat: Any) -> None:
-    """Raises ValueError where there is no layer to rematerialise."""
-    if remat != "none" and not program.stacks:
+    """Raises ValueError where there is no layer and no stage to rematerialise."""
+    if remat != "none" and not program.stacks and not program.groups:
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"

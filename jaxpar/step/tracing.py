@@ -186,11 +186,9 @@ class Tracing:
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._localised(self._exchanged(positions))
-        if self.layout.storage.cut:
-            program = cut_program(local, self._params, self._cut)
-        else:
-            how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
-            program = slice_program(local, how)
+        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+        cut = self.layout.storage.cut
+        program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
