@@ -23,7 +23,7 @@ from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Way, choose, split_sequence
 from ..parallel.expert import RULES as EXPERT_RULES
 from ..parallel.expert import exchange_tokens
-from ..parallel.flat.cut import stages_at, stages_of
+from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -200,10 +200,11 @@ class Tracing:
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
         """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""
         assert self.schedule is not None
+        ranks, chunks = self.schedule.ranks, self.schedule.chunks
         if self.strategy.cuts:
             paths = [leaf.path for leaf in self.layout.leaves]
-            return stages_at(eqns, reads, [(at, frozenset(below(at, paths))) for at in self.strategy.cuts])
-        ranks, chunks = self.schedule.ranks, self.schedule.chunks
+            at = points(self.strategy.cuts, ranks * chunks, paths)
+            return stages_at(eqns, reads, [(one, frozenset(below(one, paths))) for one in at])
         if len(eqns) < ranks * chunks:
             raise ValueError(
                 f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "

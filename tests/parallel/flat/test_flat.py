@@ -425,17 +425,19 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     [
         ("irregular", ["block2", "block7", "block12"]),
         pytest.param("unet", "Block_1:Block_2:Block_4/Conv_1", marks=pytest.mark.battery),
+        ("irregular", [2, 5, 5, 1]),
     ],
 )
 def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
-    """At the first use of a parameter below each path, and no earlier."""
+    """At the first use of a parameter below each path, and no earlier; with so many blocks of a list each."""
     model, batch = of(name)
     strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
     assert jp.Strategy.parse(str(strategy)) == strategy
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
     traced = step.traced(batch)
     names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
-    for before, after, path in zip(names, names[1:], strategy.cuts, strict=False):
+    at = strategy.cuts if isinstance(cuts, str) or isinstance(cuts[0], str) else ("block2", "block7", "block12")
+    for before, after, path in zip(names, names[1:], at, strict=False):
         assert any(one.startswith(f"{path}/") for one in after)
         assert not any(one.startswith(f"{path}/") for one in before)
 
@@ -470,6 +472,12 @@ def test_stages_at_blocks_of_the_users_are_exact() -> None:
             3,
             "can begin at 'block3'.*begins .'block4'.*in the order",
         ),
+        (
+            "pipe=2,microbatches=2,stages=6:6",
+            2,
+            "6:6' gives 12 blocks to 2 stages, and no lists.*: 13 .block.; use counts",
+        ),
+        ("pipe=2,microbatches=2,stages=13:0", 2, "leaves a stage without blocks"),
         ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
     ],
 )
