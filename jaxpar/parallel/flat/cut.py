@@ -102,8 +102,8 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
     if len(outer) != 1:
         known = ", ".join(f"{size} ({stem.rstrip('/_')})" for stem, size in sizes.items() if "/" not in stem[:-1])
         raise ValueError(
-            f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists of "
-            f"modules have so many: {known or 'there is none'}; use counts that add up to one of them, or paths of "
+            f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists "
+            f"of modules have so many: {known or 'there is none'}; use counts that add up to one of them, or paths of "
             "modules, or cut. Blocks that a scan runs are one operation"
         )
     return tuple(f"{outer[0]}{first}" for first in itertools.accumulate(counts[:-1]))

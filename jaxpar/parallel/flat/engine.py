@@ -118,7 +118,7 @@ class FlatPipeline:
             found.append((m, rank, self._forward(stage, made, row, weights, number, ahead)))
             back = (message, state.kept, state.grads, state.small)
             for kind in made.backwards:
-                found.append((m, rank, self._backward(kind, stage, made, row, weights, state.stash, number, back)))
+                found.append((m, rank, self._backward(kind, stage, made, (row, weights, state.stash), number, back)))
         return [*found, (1, None, self._everywhere(state.variables))]
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class FlatPipeline:
         carry = (message, state.kept, state.grads, state.small)
         for kind in self.kinds.replace("F", ""):
             for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
-                back = functools.partial(self._backward, kind, stage, made, row, weights, stash)
+                back = functools.partial(self._backward, kind, stage, made, (row, weights, stash))
                 carry = self._once(kind, stage, row, back, carry)
         message, *rest = carry
         return FlatCarry(self._sent(message, state.buffers, row), stash, *rest, sums, variables)
@@ -274,19 +274,9 @@ class FlatPipeline:
             stash = made.stash.put(stash, row["stash"] + number, stashed)
         return stage.behind.pack(outs, self.width), stash, sums, new
 
-    def _backward(
-        self,
-        kind: str,
-        stage: Stage,
-        made: StageRun,
-        row: Any,
-        weights: Buffers,
-        stash: Buffers,
-        number: jax.Array,
-        carry: Any,
-    ) -> Any:
-        """B, I or W."""
-        message, kept, grads, small = carry
+    def _backward(self, kind: str, stage: Stage, made: StageRun, of: Any, number: jax.Array, carry: Any) -> Any:
+        """B, I or W; `of` are what the slot looks up, weights, and what is stashed."""
+        (row, weights, stash), (message, kept, grads, small) = of, carry
         inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank
         if kind == "W":
             given = made.left.at(kept, row["kept"] + number)

@@ -189,7 +189,7 @@ BATTERY = [
     ("unet", "pipe=4,microbatches=4,schedule=zb-h1,remat=dots", 4),
     ("encoder_decoder", "pipe=2,chunks=2,fsdp=2,zero=3,microbatches=4,schedule=dualpipe-v,stages=cut", 4),
     ("encoder_decoder", "pipe=4,chunks=2,microbatches=4,schedule=v-min,stages=cut,remat=layer", 4),
-    ("encoder_decoder", "pipe=2,tensor=2,sequence=true,fsdp=2,microbatches=2,schedule=zb-h1,stages=cut", 8),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,stages=cut", 8),
     ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
     ("irregular", "pipe=2,tensor=2,data=2,microbatches=4,chunks=2", 8),
     ("unet", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
@@ -475,7 +475,7 @@ def test_stages_at_blocks_of_the_users_are_exact() -> None:
         (
             "pipe=2,microbatches=2,stages=6:6",
             2,
-            "6:6' gives 12 blocks to 2 stages, and no lists.*: 13 .block.; use counts",
+            "6:6' gives 12 blocks to 2 stages, and no lists.*: 13 .block.;",
         ),
         ("pipe=2,microbatches=2,stages=13:0", 2, "leaves a stage without blocks"),
         ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
