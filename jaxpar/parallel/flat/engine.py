@@ -240,8 +240,8 @@ class FlatPipeline:
             for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
                 back = functools.partial(self._backward, kind, stage, made, (row, weights, stash))
                 carry = self._once(kind, stage, row, back, carry)
-        message, *rest = carry
-        return FlatCarry(self._sent(message, state.buffers, row), stash, *rest, sums, variables)
+        message, kept, grads, small = carry
+        return FlatCarry(self._sent(message, state.buffers, row), stash, kept, grads, small, sums, variables)
 
     def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
