@@ -96,7 +96,9 @@ class Strategy:
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
         without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
         names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
-        first use of whose parameters the second stage and those after it begin.
+        first use of whose parameters the second stage and those after it begin. Or how many blocks of a list each stage
+        has, as in [7, 8, 8, 7] or the text "7:8:8:7": what comes before the list is in the first stage, what comes
+        behind it in the last.
       expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
         and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
@@ -119,8 +121,9 @@ class Strategy:
         no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
-      remat: what each layer of a layer stack recomputes in its backward: "none" (what the model itself says),
-        "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a `jax.checkpoint` policy.
+      remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
+        the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
+        `jax.checkpoint` policy.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
@@ -136,7 +139,7 @@ class Strategy:
     pipe: int = 1
     schedule: Any = "1f1b"  # a name, or a `Schedule`
     chunks: int = 1
-    stages: str | Sequence[str] = "auto"
+    stages: str | Sequence[str | int] = "auto"
     expert: int = 1
     context: int = 1
     attention: str = "auto"
@@ -184,8 +187,8 @@ class Strategy:
                 raise ValueError(f"{name}={count} is more than a step can have; use a whole number from 1 to {MOST:,}")
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
-        if isinstance(self.stages, list | tuple) and all(isinstance(path, str) for path in self.stages):
-            object.__setattr__(self, "stages", ":".join(self.stages))  # as in text
+        if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or _is_int(x) for x in self.stages):
+            object.__setattr__(self, "stages", ":".join(map(str, self.stages)))  # as in text
         if self.stages != "auto" and self.pipe == 1:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
@@ -193,7 +196,10 @@ class Strategy:
             if (name == "stages" and self.cuts and all(self.cuts)) or (name == "schedule" and _is_schedule(value)):
                 continue
             if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
-                policy = {"remat": " or a jax.checkpoint policy", "stages": " or paths of modules, as in 'mid:up/0'"}
+                policy = {
+                    "remat": " or a jax.checkpoint policy",
+                    "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
+                }
                 policy = policy.get(name, "")
                 near = did_you_mean(value, choices)
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{near}")
@@ -280,7 +286,7 @@ class Strategy:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The paths at which `stages` cuts; () where it is no list of paths."""
+        """The paths at which `stages` cuts, or its counts of blocks as text; () where it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
 

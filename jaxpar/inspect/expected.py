@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ..layout.leaves import Leaf
 from ..parallel import DDP, Sent, rule_of
-from ..parallel.flat.engine import used as used_by
+from ..parallel.flat.stages import used as used_by
 from ..parallel.fsdp import ZERO3
 from ..parallel.zero import ZERO2
 from ..step.core import Step

@@ -75,7 +75,9 @@ class Halves:
         known = {*flat.constvars, *helds, *values, *there}
         keep, again = residuals_to_save(first, crossing, known, alone, _CHEAP)
         second = [*again, *second]
-        second = [*jx.needed(of_weights, jx.free(second, of_leaves)), *second]
+        early = jx.needed(of_weights, jx.free(second, of_leaves))
+        twice = set(map(id, early))  # what both halves make of constants
+        second = [*early, *(eqn for eqn in second if id(eqn) not in twice)]
 
         first = jx.live(first, [*of_inputs, *keep])
         reads = {*jx.free(second, of_leaves)}

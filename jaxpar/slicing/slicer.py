@@ -110,15 +110,16 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
 
 
-def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Groups) -> Program:
+def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
     """Cut a program into one segment for each of the groups into which `groups` divides its equations, in order.
 
     What follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each segment
     that reads it; `groups` gets the other equations, and the numbers of the parameters that each reads. A segment of
-    which nobody reads anything has no outputs.
+    which nobody reads anything has no outputs. `how.remat` is that of each segment as a whole.
     """
+    flat = flat if how.remat == "none" else _without_remats(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(params)]
+    leaves = flat.invars[: len(how.params)]
     index = {v: i for i, v in enumerate(leaves)}
     given = [*flat.constvars, *flat.invars[len(leaves) :]]
     floating = _floating(eqns, given, lambda eqn: eqn.primitive.name not in _DEAR) | _floating(eqns, leaves)
@@ -138,7 +139,7 @@ def cut_program(flat: jx.Flat, params: Sequence[Any], groups: Groups) -> Program
         defined = {v for e in parts[number] for v in e.outvars}
         last = number == len(parts) - 1
         outputs = [v for v in wanted if v in defined or (last and (v in index or v in floating))]
-        piece = _segment(parts[number], outputs, known, False, empty=True)
+        piece = _segment(parts[number], outputs, known, False, how)
         assert piece is not None
         wanted = {v: None for v in wanted if v not in set(piece.outputs)}
         wanted.update((v, None) for v in piece.inputs)
@@ -200,9 +201,12 @@ def _floating(eqns: Sequence[Any], leaves: Sequence[Any], may: Callable[[Any], b
     return floating
 
 
-def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, empty: bool = False) -> Segment | None:
+def _segment(
+    eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, stage: Slicing | None = None
+) -> Segment | None:
+    """None where nobody reads anything of it, unless it is a `stage`, which keeps what that says."""
     index, active, floating = known.leaves, known.active, known.floating
-    if not outputs and not empty:
+    if not outputs and stage is None:
         return None
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
     eqns = [*closure([*jx.free(eqns), *outputs], floating), *eqns]
@@ -210,6 +214,7 @@ def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, emp
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
     pre, rest = split(eqns, leaves, inputs, outputs, known.constants)
+    rest = rest if stage is None else _keeping(rest, stage)
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
@@ -218,7 +223,7 @@ def _segment(eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, emp
 
 
 def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
-    active, remat = known.active, how.remat
+    active = known.active
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     read = tuple(dict.fromkeys(one for one, _ in found.values()))  # one layer may be scanned twice
@@ -242,7 +247,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
     whole = [(variables[one.leaf].aval, one.dim) for one in read]
     slices = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in whole]
     values = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values]
-    flat, _ = jx.trace(layer, slices, values, axes=dict(how.axes), remats=remat != "none")
+    flat, _ = jx.trace(layer, slices, values, axes=dict(how.axes), remats=how.remat != "none")
 
     outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in found))
     mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
@@ -258,13 +263,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
     fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
     pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
     consts = list(flat.consts)
-    if remat != "none" or how.sequence:
-        keep: Any = jax.checkpoint_policies.everything_saveable if remat == "none" else remat
-        policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
-            keep, keep
-        )
-        policy = saves_no_gather(policy) if how.sequence and policy is not None else policy
-        rest = jax.checkpoint(rest, policy=policy, prevent_cse=False)  # forward and backward are separate loops
+    rest = _keeping(rest, how)
     unit = Unit(
         leaves,
         tuple(slices),
@@ -276,6 +275,25 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
+
+
+def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:
+    """A function whose backward recomputes what it does not keep."""
+    if how.remat == "none" and not how.sequence:
+        return fun
+    keep: Any = jax.checkpoint_policies.everything_saveable if how.remat == "none" else how.remat
+    policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
+        keep, keep
+    )
+    policy = saves_no_gather(policy) if how.sequence and policy is not None else policy
+    return jax.checkpoint(fun, policy=policy, prevent_cse=False)  # forward and backward are separate loops
+
+
+def _without_remats(flat: jx.Flat) -> jx.Flat:
+    """A program without the model's own rematerialisation."""
+    closed = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
+    found, n = jx.flatten(closed, remats=True), len(flat.constvars)
+    return jx.Flat(found.invars[:n], flat.consts, found.invars[n:], found.outvars, found.eqns)
 
 
 def _inexact(var: Any) -> bool:

@@ -26,6 +26,8 @@ Values = Callable[[jax.Array], list[Any]]  # of a program's inputs, for the numb
 
 def rows_of(schedule: Schedule) -> SlotTables:
     """What slots of one operation a rank look up: of a table in lockstep, a tick's forwards and then its backwards."""
+    if schedule.branches:
+        return schedule.rows
     parts = [
         tuple(tuple(op for op in ops if op.kind == kind) for ops in column)
         for column in schedule.table()

@@ -14,6 +14,7 @@ from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..model.paths import below
+from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
 from ..slicing.program import Program
@@ -99,16 +100,17 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
     those of the parameters.
     """
     stages = schedule.ranks * schedule.chunks
-    for cut in strategy.cuts:
+    cuts = points(strategy.cuts, stages, paths)
+    for cut in cuts:
         if not below(cut, paths):
             modules = {"/".join(path.split("/")[:n]) for path in paths for n in range(1, path.count("/") + 2)}
             raise ValueError(
                 f"stages={strategy.stages!r}: no parameter lies below {cut!r}{did_you_mean(cut, sorted(modules))}; use "
                 f"paths of modules, such as {paths[-1].rpartition('/')[0] or paths[-1]!r}, or auto, layers, cut"
             )
-    if strategy.cuts and len(strategy.cuts) != stages - 1:
+    if cuts and len(cuts) != stages - 1:
         raise ValueError(
-            f"stages={strategy.stages!r} makes {len(strategy.cuts) + 1} stages and pipe={schedule.ranks} x "
+            f"stages={strategy.stages!r} makes {len(cuts) + 1} stages and pipe={schedule.ranks} x "
             f"chunks={schedule.chunks} has {stages}; name {stages - 1} modules, at which the second and those after it "
             "begin"
         )
@@ -121,11 +123,6 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
     if strategy.rule:
         raise ValueError(
             f"rule={strategy.rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
-        )
-    if halves := {op.kind for column in schedule.table() for ops in column for op in ops} - {"F", "B"}:
-        raise ValueError(
-            f"schedule={schedule.kind!r} runs backwards in halves ({', '.join(sorted(halves))}), and {why}, whose "
-            "backwards are whole; use schedule='1f1b' or 'gpipe'"
         )
 
 
@@ -146,8 +143,8 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
 
 
 def check_remat(program: Program, remat: Any) -> None:
-    """Raises ValueError where there is no layer to rematerialise."""
-    if remat != "none" and not program.stacks:
+    """Raises ValueError where there is no layer and no stage to rematerialise."""
+    if remat != "none" and not program.stacks and not program.groups:
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"

@@ -23,7 +23,7 @@ from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Way, choose, split_sequence
 from ..parallel.expert import RULES as EXPERT_RULES
 from ..parallel.expert import exchange_tokens
-from ..parallel.flat.cut import stages_at, stages_of
+from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
 from ..rows import check_coupling
@@ -186,11 +186,9 @@ class Tracing:
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._localised(self._exchanged(positions))
-        if self.layout.storage.cut:
-            program = cut_program(local, self._params, self._cut)
-        else:
-            how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
-            program = slice_program(local, how)
+        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+        cut = self.layout.storage.cut
+        program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
@@ -202,10 +200,11 @@ class Tracing:
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
         """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""
         assert self.schedule is not None
+        ranks, chunks = self.schedule.ranks, self.schedule.chunks
         if self.strategy.cuts:
             paths = [leaf.path for leaf in self.layout.leaves]
-            return stages_at(eqns, reads, [(at, frozenset(below(at, paths))) for at in self.strategy.cuts])
-        ranks, chunks = self.schedule.ranks, self.schedule.chunks
+            at = points(self.strategy.cuts, ranks * chunks, paths)
+            return stages_at(eqns, reads, [(one, frozenset(below(one, paths))) for one in at])
         if len(eqns) < ranks * chunks:
             raise ValueError(
                 f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jaxpar.jaxprs.jaxpr import opened, trace
+from jaxpar.slicing.halves import Halves, pick
 from jaxpar.slicing.pieces import Stack
 from jaxpar.slicing.slicer import Slicing, slice_program
 
@@ -119,3 +120,23 @@ def test_what_is_left() -> None:
     rows = (LAYERS, ROWS, LENGTH)
     assert {x.shape for x in left.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)} | {(LAYERS, DIM)}
     assert sum(x.size for x in left.values) <= LAYERS * ROWS * LENGTH * (3 * DIM + DIM + 2 * FFN + DIM)
+
+
+def test_what_both_halves_make_of_constants() -> None:
+    """T5's distances between positions: an equation that the second half made anew, and had already, stood in it twice,
+    and its operands were gone the second time (KeyError).
+    """
+
+    def backward(w: jax.Array, x: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+        far = jnp.arange(8)[None, :] - jnp.arange(8)[:, None]
+        near, past = jnp.abs(far).astype(jnp.float32), jnp.where(far > 0, x, 0.0)
+        return past @ ct + near @ ct + w, past * near * ct
+
+    args = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
+    flat, _ = trace(backward, *args)
+    halves = Halves.of(flat, flat.eqns, (True,), 0, 1, 1)
+    w, x, ct = args
+    (ct_x,), left = halves.inputs(pick(halves.fetched[0], [w]), [], [x], [ct])
+    (ct_w,) = halves.weights(pick(halves.fetched[1], [w]), [], pick(halves.saved, [x]), left)
+    for ours, theirs in zip((ct_w, ct_x), backward(*args), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,37 @@ def crossing(eqns: Sequence[Any]) -> np.ndarray:
         change[first[v] + 1] += bytes_of(v)
         change[at + 1] -= bytes_of(v)
     return np.cumsum(change)[:-1]
+
+
+def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str, ...]:
+    """The modules at which a program is cut: `cuts` themselves, or, where these are the blocks of a list that each of
+    the stages has, the first of each stage but the first. Raises ValueError where no one list has so many.
+
+    >>> points(["1", "2"], 2, ["embed", "layers/0/w", "layers/1/w", "layers/2/w"])
+    ('layers/1',)
+    """
+    if len(cuts) != stages or not all(cut.isdecimal() for cut in cuts):
+        return tuple(cuts)
+    lists: dict[str, set[int]] = {}
+    for path in paths:
+        for end in re.finditer(r"\d+(?=/|$)", path):
+            lists.setdefault(path[: end.start()], set()).add(int(end[0]))
+    sizes = {stem: len(found) for stem, found in lists.items() if found == set(range(len(found)))}
+    counts = list(map(int, cuts))
+    of = [stem for stem, size in sizes.items() if size == sum(counts)]
+    outer = [stem for stem in of if not any(stem != other and stem.startswith(other) for other in of)]
+    if 0 in counts:
+        raise ValueError(
+            f"stages={':'.join(cuts)!r} leaves a stage without blocks; give each of the {stages} one at least"
+        )
+    if len(outer) != 1:
+        known = ", ".join(f"{size} ({stem.rstrip('/_')})" for stem, size in sizes.items() if "/" not in stem[:-1])
+        raise ValueError(
+            f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists "
+            f"of modules have so many: {known or 'there is none'}; use counts that add up to one of them, or paths of "
+            "modules, or cut. Blocks that a scan runs are one operation"
+        )
+    return tuple(f"{outer[0]}{first}" for first in itertools.accumulate(counts[:-1]))
 
 
 def stages_at(

@@ -1,11 +1,11 @@
-"""A pipeline whose stages are different programs: in a slot each rank runs its own stage's F or B, or none.
+"""A pipeline whose stages are different programs: in a slot each rank runs one operation of its own stages, or none.
 
-    one slot    F of stage 0 | F of stage 1 | ... | B of stage 0 | B of stage 1 | ... -> messages
+    one slot    F of stage 0 | F of stage 1 | ... | B (or I, W) of stage 0 | B of stage 1 | ... -> messages
 
-One scan goes over the slots of the table. A stage's forward stands in the program once, and so does its backward,
-each in a loop of one iteration on the rank whose operation it is, and of none on the others; why loops, and not
-`lax.switch`, is said in `parallel/pipeline/slots.py`. Collectives over `pipe` stand outside of these loops: the
-all-to-alls of weights and gradients at both ends of a step, and messages behind every slot.
+One scan goes over the slots of the table. Each of a stage's operations stands in the program once, in a loop of one
+iteration on the rank whose operation it is, and of none on the others; why loops, and not `lax.switch`, is said in
+`parallel/pipeline/slots.py`. Collectives over `pipe` stand outside of these loops: the all-to-alls of weights and
+gradients at both ends of a step, and messages behind every slot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,14 @@ from jax import lax
 
 from ... import collectives
 from ...inspect.compiled import shares
-from ...layout.leaves import Leaf
-from ...slicing.pieces import Access
 from ...slicing.program import Program
-from ...tables.operations import KINDS, StagePlace
-from .exchange import AXIS, Exchange
-from .packing import Buffers, Packing, plain, widest, zeros
-from .stages import Stage, StageRun, is_linear, paces, run, stages
+from ...tables.operations import KINDS
+from .exchange import AXIS, Exchange, everywhere
+from .packing import Buffers, widest, zeros
+from .runs import Spread, StageRun, run
+from .stages import SlotOrder, Stage, is_linear, paces, stages, used
 
-_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "read", "below", "above", "here")
+_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class FlatCarry:
     Attributes:
       buffers: messages and cotangents that wait, [buffers, width].
       stash: what backwards need of forwards, [stashes, width].
+      kept: what I leaves for W, [keeps, width].
       grads: accumulated gradients of the leaves that move, [pipe, width], and `small`, of those that all ranks have.
       sums: outputs of the loss, added up over microbatches.
       variables: the model's variables after the microbatches so far, right on the rank that changes them.
@@ -48,6 +48,7 @@ class FlatCarry:
 
     buffers: Buffers
     stash: Buffers
+    kept: Buffers
     grads: Buffers
     small: dict[int, jax.Array]
     sums: list[jax.Array]
@@ -55,40 +56,6 @@ class FlatCarry:
 
 
 jax.tree_util.register_dataclass(FlatCarry, [f.name for f in dataclasses.fields(FlatCarry)], [])
-
-
-def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
-    """The leaves that each rank's stages read, in order."""
-    found: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
-    for number, piece in enumerate(program.pieces):
-        found[schedule.place(number).rank].update(dict.fromkeys(piece.unit.leaves))
-    return [list(some) for some in found]
-
-
-class Spread(Access, Protocol):
-    """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
-    is a number (`parallel/spread.py`).
-    """
-
-    leaves: Sequence[Leaf]
-
-
-class SlotOrder(Protocol):
-    """A schedule, as far as it is asked (`parallel/pipeline/schedules.py`)."""
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def microbatches(self) -> int:
-        """How many a step has."""
-        ...
-
-    def place(self, stage: int) -> StagePlace:
-        """The rank and the chunk of a stage."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -132,13 +99,14 @@ class FlatPipeline:
         return grads, state.sums, self._everywhere(state.variables)
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W, which is nothing."""
-        return list(self.first().stash.values()), []
+        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W."""
+        first = self.first()
+        return list(first.stash.values()), list(first.kept.values())
 
     def separated(self) -> list[tuple[int, int | None, Any]]:
         """The step's slots for a reader who counts: how many, on which rank (None for all), and what one returns for
-        zeros. The first has no operation; each of the others runs one stage's F, or its B, or what stands outside of
-        the slots. No all-to-alls.
+        zeros. The first has no operation; each of the others runs one of one stage, or stands outside of the slots. No
+        all-to-alls.
         """
         row = {name: x[0] for name, x in self.lookups().items()}
         state, weights = self.first(), zeros(self.weights.widths, self.schedule.ranks)
@@ -148,9 +116,9 @@ class FlatPipeline:
         for stage, made in zip(self.stages, self.runs, strict=True):
             ahead, rank = (message, state.stash, state.sums, state.variables), self.schedule.place(stage.number).rank
             found.append((m, rank, self._forward(stage, made, row, weights, number, ahead)))
-            if not self.forwards:
-                back = (message, state.grads, state.small)
-                found.append((m, rank, self._backward(stage, made, row, weights, state.stash, number, back)))
+            back = (message, state.kept, state.grads, state.small)
+            for kind in made.backwards:
+                found.append((m, rank, self._backward(kind, stage, made, (row, weights, state.stash), number, back)))
         return [*found, (1, None, self._everywhere(state.variables))]
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -166,8 +134,13 @@ class FlatPipeline:
         return self.seeds is None
 
     @functools.cached_property
+    def kinds(self) -> str:
+        """Of operations in the schedule."""
+        return "".join(kind for code, kind in enumerate(KINDS, start=1) if (self.rows.kind == code).any())
+
+    @functools.cached_property
     def paces(self) -> dict[tuple[str, int], int]:
-        """The slots in which all ranks wait for a stage's F or B."""
+        """The slots in which all ranks wait for one of a stage's operations."""
         numbers = {self.schedule.place(stage.number): stage.number for stage in self.stages}
         return paces(self.program, numbers, self.rows.kind, self.rows.chunk)
 
@@ -214,12 +187,13 @@ class FlatPipeline:
 
     @functools.cached_property
     def runs(self) -> list[StageRun]:
-        """The stages' forwards and backwards."""
+        """The stages' operations."""
         inputs = jax.eval_shape(self.values, jax.ShapeDtypeStruct((), jnp.int32))
         changing = set(self._changing)
         fixed = [at not in changing for at in range(len(inputs))]
         of = lambda stage: [self._stored(i) for i in stage.piece.unit.leaves]
-        return [run(s, self.program, self.access, of(s), inputs, fixed, self.seeds) for s in self.stages]
+        seeds, kinds = self.seeds, self.kinds
+        return [run(s, self.program, self.access, of(s), inputs, fixed, seeds, kinds) for s in self.stages]
 
     @functools.cached_property
     def _changing(self) -> list[int]:
@@ -237,7 +211,7 @@ class FlatPipeline:
 
     def first(self) -> FlatCarry:
         """The state before the first slot."""
-        stash = widest(r.stash for r in self.runs) if not self.forwards else {}
+        stash, kept = (widest(made) for made in ((r.stash for r in self.runs), (r.left for r in self.runs)))
         given = {} if self.forwards else self.given
         small = {i: jnp.zeros(x.shape, x.dtype) for i, x in given.items() if self.access.leaves[i].dim is None}
         grads = {} if self.forwards else zeros(self.gradients.widths, self.schedule.ranks)
@@ -245,6 +219,7 @@ class FlatPipeline:
         return FlatCarry(
             zeros(self.width, self.rows.buffers),
             zeros(stash, self.rows.stashes),
+            zeros(kept, self.rows.keeps),
             grads,
             small,
             sums,
@@ -256,15 +231,17 @@ class FlatPipeline:
     def slot(self, state: FlatCarry, row: Any, weights: Buffers) -> FlatCarry:
         """Every stage's operation, if it is this rank's now; then messages."""
         message = {name: lax.dynamic_index_in_dim(x, row["read"], keepdims=False) for name, x in state.buffers.items()}
-        stash, grads, small, sums, variables = state.stash, state.grads, state.small, state.sums, state.variables
+        stash, sums, variables = state.stash, state.sums, state.variables
         for stage, made in zip(self.stages, self.runs, strict=True):
             ahead = functools.partial(self._forward, stage, made, row, weights)
             message, stash, sums, variables = self._once("F", stage, row, ahead, (message, stash, sums, variables))
-        if not self.forwards:
+        carry = (message, state.kept, state.grads, state.small)
+        for kind in self.kinds.replace("F", ""):
             for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
-                back = functools.partial(self._backward, stage, made, row, weights, stash)
-                message, grads, small = self._once("B", stage, row, back, (message, grads, small))
-        return FlatCarry(self._sent(message, state.buffers, row), stash, grads, small, sums, variables)
+                back = functools.partial(self._backward, kind, stage, made, (row, weights, stash))
+                carry = self._once(kind, stage, row, back, carry)
+        message, kept, grads, small = carry
+        return FlatCarry(self._sent(message, state.buffers, row), stash, kept, grads, small, sums, variables)
 
     def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
@@ -297,33 +274,39 @@ class FlatPipeline:
             stash = made.stash.put(stash, row["stash"] + number, stashed)
         return stage.behind.pack(outs, self.width), stash, sums, new
 
-    def _backward(
-        self, stage: Stage, made: StageRun, row: Any, weights: Buffers, stash: Buffers, number: jax.Array, carry: Any
-    ) -> Any:
-        message, grads, small = carry
+    def _backward(self, kind: str, stage: Stage, made: StageRun, of: Any, number: jax.Array, carry: Any) -> Any:
+        """B, I or W; `of` are what the slot looks up, weights, and what is stashed."""
+        (row, weights, stash), (message, kept, grads, small) = of, carry
         inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank
-        given = [
-            x for v, x in zip(stage.outgoing, stage.behind.unpack(message), strict=True) if is_linear(self.program, v)
-        ]
+        if kind == "W":
+            given = made.left.at(kept, row["kept"] + number)
+        else:
+            came = zip(stage.outgoing, stage.behind.unpack(message), strict=True)
+            given = [x for v, x in came if is_linear(self.program, v)]
         stashed = made.stash.at(stash, row["stash"] + number)
-        found, cts = made.backward(self._read(stage, weights, number), inputs, stashed, given)
-        small = dict(small)
-        for i, x in zip(stage.piece.unit.leaves, found, strict=True):
-            if x is not None and i in small:
-                small[i] = small[i] + x
-            elif x is not None:
-                grads = self.gradients.add(grads, rank, i, x, number)
-        cts = iter(cts)
-        outs = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
-        return stage.before.pack(outs, self.width), grads, small
+        cts, found, left = made.backwards[kind](self._read(stage, weights, number), inputs, stashed, given)
+        if kind == "I":
+            kept = made.left.put(kept, row["kept"] + number, left)
+        else:
+            small = dict(small)
+            for i, x in zip(stage.piece.unit.leaves, found, strict=True):
+                if x is not None and i in small:
+                    small[i] = small[i] + x
+                elif x is not None:
+                    grads = self.gradients.add(grads, rank, i, x, number)
+        if kind != "W":
+            cts = iter(cts)
+            outs = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
+            message = stage.before.pack(outs, self.width)
+        return message, kept, grads, small
 
     def _sent(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
         """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
         below, above, here, _ = map(bool, np.any(self.rows.sent, axis=0))
         out = dict(buffers)
         for name, x in message.items():
-            for used, way, by in ((below, "below", 1), (above, "above", -1)):
-                if used:
+            for on, way, by in ((below, "below", 1), (above, "above", -1)):
+                if on:
                     moved = collectives.shift(x, AXIS, by)
                     out[name] = lax.dynamic_update_index_in_dim(out[name], moved, row[way], axis=0)
             if here:
@@ -333,18 +316,8 @@ class FlatPipeline:
     def _everywhere(self, variables: list[jax.Array]) -> list[jax.Array]:
         """The variables on every rank, from the ranks that change them."""
         homes = {i: self.schedule.place(stage.number).rank for stage in self.stages for i in stage.results}
-        out = list(variables)
-        if not self._changing:
-            return out
-        news = [variables[at] for at in self._changing]
-        rank = lax.axis_index(AXIS)
-        mine = [
-            jnp.where(rank == homes[self.changed[at]], plain(x), jnp.zeros_like(plain(x)))
-            for at, x in zip(self._changing, news, strict=True)
-        ]
-        packing = Packing.of(jax.typeof(x) for x in mine)
-        summed = {name: collectives.all_reduce(x, [AXIS]) for name, x in packing.pack(mine, packing.widths).items()}
-        for at, x, old in zip(self._changing, packing.unpack(summed), news, strict=True):
-            keys = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
-            out[at] = jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if keys else x
+        out, changing = list(variables), self._changing
+        news = everywhere([variables[at] for at in changing], [homes[self.changed[at]] for at in changing])
+        for at, x in zip(changing, news, strict=True):
+            out[at] = x
         return out

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
-from .packing import Buffers, Packing, widest
+from .packing import Buffers, Packing, plain, widest
 
 AXIS = "pipe"
 
@@ -81,3 +81,16 @@ class Exchange:
 
 def _swapped(buffers: Buffers) -> Buffers:
     return {name: collectives.all_to_all(x, [AXIS]) for name, x in buffers.items() if x.size}
+
+
+def everywhere(values: Sequence[jax.Array], homes: Sequence[int]) -> list[jax.Array]:
+    """Values on every rank, from the rank that has each, in one all-reduce of each dtype."""
+    if not values:
+        return []
+    rank = lax.axis_index(AXIS)
+    mine = [jnp.where(rank == home, plain(x), jnp.zeros_like(plain(x))) for x, home in zip(values, homes, strict=True)]
+    packing = Packing.of(jax.typeof(x) for x in mine)
+    summed = {name: collectives.all_reduce(x, [AXIS]) for name, x in packing.pack(mine, packing.widths).items()}
+    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    wrapped = lambda x, old: jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if keys(old) else x
+    return [wrapped(x, old) for x, old in zip(packing.unpack(summed), values, strict=True)]

@@ -22,9 +22,10 @@ import jaxpar as jp
 from jaxpar.checkpoint.checkpoints import Checkpoints
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.timeline.drawing import slot_bytes
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
-from jaxpar.parallel.flat.engine import used
+from jaxpar.parallel.flat.stages import stages, used
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
@@ -175,9 +176,20 @@ def one_device(name: str) -> OneDevice:
 # -- exact -------------------------------------------------------------------------------------------------------------
 
 CELLS = [
-    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=4,schedule=zb-v,chunks=2,remat=layer", 8),
 ]
 BATTERY = [
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("irregular", "pipe=2,chunks=2,microbatches=4,schedule=zb-v", 2),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,remat=layer", 8),
+    ("irregular", "pipe=4,data=2,microbatches=8,schedule=zb-h2", 8),
+    ("irregular", "pipe=2,chunks=4,microbatches=2,remat=layer", 2),
+    ("unet", "pipe=2,chunks=2,fsdp=2,zero=2,microbatches=4,schedule=zb-v", 4),
+    ("unet", "pipe=2,tensor=2,chunks=2,microbatches=4,schedule=v-half", 4),
+    ("unet", "pipe=4,microbatches=4,schedule=zb-h1,remat=dots", 4),
+    ("encoder_decoder", "pipe=2,chunks=2,fsdp=2,zero=3,microbatches=4,schedule=dualpipe-v,stages=cut", 4),
+    ("encoder_decoder", "pipe=4,chunks=2,microbatches=4,schedule=v-min,stages=cut,remat=layer", 4),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,stages=cut", 8),
     ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
     ("irregular", "pipe=2,tensor=2,data=2,microbatches=4,chunks=2", 8),
     ("unet", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
@@ -310,6 +322,17 @@ def test_a_rank_holds_its_part_of_parameters_and_optimizer() -> None:
     assert step.layout.bytes["params"] == sum(x.nbytes for x in first)
 
 
+def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
+    """And with backwards in halves, of which the first recomputes, what the second reads waits from I to W alone."""
+    model, batch = of("irregular")
+    slots, messages = [], []
+    for remat in ("none", "layer"):
+        step = made(model, f"pipe=2,microbatches=2,remat={remat},schedule=zb-h1", 2)
+        slots.append(slot_bytes(step, batch))
+        messages.append(max(stage.before.bytes for stage in stages(step.traced(batch).program)))
+    assert slots[1] <= messages[1] < slots[0] / 4
+
+
 @pytest.mark.battery
 def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
     """Saved by four stages, restored under ZeRO-3: the same parameters, and the step goes on the same way."""
@@ -402,17 +425,19 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     [
         ("irregular", ["block2", "block7", "block12"]),
         pytest.param("unet", "Block_1:Block_2:Block_4/Conv_1", marks=pytest.mark.battery),
+        ("irregular", [2, 5, 5, 1]),
     ],
 )
 def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
-    """At the first use of a parameter below each path, and no earlier."""
+    """At the first use of a parameter below each path, and no earlier; with so many blocks of a list each."""
     model, batch = of(name)
     strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
     assert jp.Strategy.parse(str(strategy)) == strategy
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
     traced = step.traced(batch)
     names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
-    for before, after, path in zip(names, names[1:], strategy.cuts, strict=False):
+    at = strategy.cuts if isinstance(cuts, str) or isinstance(cuts[0], str) else ("block2", "block7", "block12")
+    for before, after, path in zip(names, names[1:], at, strict=False):
         assert any(one.startswith(f"{path}/") for one in after)
         assert not any(one.startswith(f"{path}/") for one in before)
 
@@ -430,10 +455,8 @@ def test_stages_at_blocks_of_the_users_are_exact() -> None:
 @pytest.mark.parametrize(
     ("strategy", "devices", "message"),
     [
-        ("pipe=2,schedule=zb-h1,microbatches=4", 2, "backwards are whole; use schedule='1f1b' or 'gpipe'"),
         ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': the model has no stack"),
         ("pipe=8,chunks=16,microbatches=8", 8, "makes 128 stages of a loss that has .* operations"),
-        ("pipe=2,remat=layer,microbatches=4", 2, "remat='layer' applies to the layers of a layer stack"),
         ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
         ("data=2,stages=cut", 2, "stages='cut' without a pipeline"),
         (
@@ -449,6 +472,12 @@ def test_stages_at_blocks_of_the_users_are_exact() -> None:
             3,
             "can begin at 'block3'.*begins .'block4'.*in the order",
         ),
+        (
+            "pipe=2,microbatches=2,stages=6:6",
+            2,
+            "6:6' gives 12 blocks to 2 stages, and no lists.*: 13 .block.;",
+        ),
+        ("pipe=2,microbatches=2,stages=13:0", 2, "leaves a stage without blocks"),
         ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
     ],
 )
@@ -474,7 +503,14 @@ def test_a_variable_of_two_stages_is_refused() -> None:
         step.trace(batch)
 
 
-def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay() -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipe=4,microbatches=4",
+        pytest.param("pipe=2,chunks=2,microbatches=4,schedule=zb-v,remat=layer", marks=pytest.mark.battery),
+    ],
+)
+def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay(strategy: str) -> None:
     widths, calls = [16, 24, 12, 20, 8], list[int]()
 
     def init(key: jax.Array) -> Any:
@@ -489,9 +525,8 @@ def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay() -> None:
 
     batch = {"x": np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32), "w": weights()}
     trainable = lambda path: path != "w1"
-    step = jp.make_train_step(
-        jp.Model(init=init, loss=loss), SGD, "pipe=4,microbatches=4", mesh=jax.devices()[:4], trainable=trainable
-    )
+    mesh = jax.devices()[: 4 if "pipe=4" in strategy else 2]
+    step = jp.make_train_step(jp.Model(init=init, loss=loss), SGD, strategy, mesh=mesh, trainable=trainable)
     state = step.init(jax.random.key(0))
     before = jax.device_get(step.params(state))
     calls.clear()
