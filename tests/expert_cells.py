@@ -93,6 +93,11 @@ def _dense(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
     return (every * jax.nn.softmax(logits)[..., None]).sum(axis=2)
 
 
+def _skipped(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
+    """Which branch a rank takes depends on its rows."""
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda: _einsum(p, x, logits), lambda: jnp.zeros_like(x))
+
+
 FORMS: dict[str, Callable[..., jax.Array]] = {
     "dropless": _jp,  # with so few tokens, several find no slot
     "one_expert": lambda p, x, logits: _jp(p, x, logits.at[..., 3].add(100.0)),
@@ -103,6 +108,7 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
     "grouped": _ragged,
     "padded": functools.partial(_ragged, padding=True),
     "dense": _dense,
+    "skipped": _skipped,
 }
 WIDE = {"grouped": 48, "padded": 48}  # experts that are more bytes than their tokens
 
