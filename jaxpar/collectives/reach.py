@@ -14,7 +14,7 @@ operands do; `axis_index` over its axis; no longer over an axis over which it wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,24 +32,28 @@ _SAME_AFTER = ("all-reduce", "all-gather", "collective-broadcast")
 _OWN_PART = {"axis_index": "axis_name", "tensor_take": "axis_name"}
 
 
-def not_reached(jaxpr: Any) -> list[str]:
+def not_reached(jaxpr: Any, but: Iterable[str] = ()) -> list[str]:
     """Each collective that some of its ranks may not come to, or not as often: what it is, where ranks part, and the
     user's line.
 
     Args:
       jaxpr: a program with `shard_map`, as of `step.trace(batch)`.
+      but: mesh axes that are left out.
+
+    What is packed into one buffer with values that differ over an axis is taken to differ as well.
     """
-    work = _Walk()
+    work = _Walk(but=frozenset(but))
     work.run(jaxpr, [_NONE] * len(jx.opened(jaxpr)[0].invars), _NONE)
     return list(work.found)
 
 
 @dataclass
 class _Walk:
-    """One reading of a program; `axes` are those of the mesh that have more than one device."""
+    """One reading of a program; `axes` are those of the mesh that have more than one device, without those in `but`."""
 
     found: dict[str, None] = field(default_factory=dict)
     axes: Axes = _NONE
+    but: Axes = _NONE
     done: dict[Any, tuple[Any, list[Axes]]] = field(default_factory=dict)
 
     def run(self, closed: Any, given: Sequence[Axes], parted: Axes) -> list[Axes]:
@@ -75,6 +79,8 @@ class _Walk:
             return special(eqn, given, parted)
         if is_token(eqn):
             return [_NONE] * len(eqn.outvars)
+        if name == "optimization_barrier":  # each output is one operand
+            return given
         if name in _OWN_PART:
             return [every | self._named(eqn)] * len(eqn.outvars)
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
@@ -99,7 +105,8 @@ class _Walk:
         return self.axes.intersection((named,) if isinstance(named, str) else named)
 
     def _shard_map(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
-        inside = _Walk(self.found, frozenset(axis for axis, n in eqn.params["mesh"].shape.items() if n > 1))
+        several = frozenset(axis for axis, n in eqn.params["mesh"].shape.items() if n > 1)
+        inside = _Walk(self.found, several - self.but)
         inside.run(eqn.params["jaxpr"], [inside.axes.intersection(_axes_of(spec)) for spec in _specs(eqn)], _NONE)
         return [_NONE] * len(eqn.outvars)
 

@@ -70,8 +70,12 @@ def check_state(state: Any) -> None:
 
 
 def check_reached(program: Any) -> None:
-    """Raise ValueError for a program in which some ranks would wait in a collective for others that never come."""
-    if found := not_reached(program):
+    """Raise ValueError for a program in which some ranks would wait in a collective for others that never come.
+
+    Ranks of `tensor` have the same rows, and branch on values that are whole on each (`parallel/tensor/calls.py`);
+    between cut stages these share buffers with values that are not.
+    """
+    if found := not_reached(program, but=("tensor",)):
         raise ValueError(
             "the step would hang, as some ranks of a collective may never come to it:\n"
             + "".join(f"- {one}\n" for one in found)

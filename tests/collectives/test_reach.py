@@ -56,6 +56,9 @@ TOGETHER: dict[str, Callable[[jax.Array], jax.Array]] = {
     "rows that are not spread over the axis": lambda x: lax.cond(x.sum() > 0, lambda x: total(x, "b"), lambda x: x, x),
     "branches that send the same": lambda x: lax.cond(rank() == 0, twice, lambda x: total(2 * x), x),
     "a loop as long on all": lambda x: lax.while_loop(lambda x: total(x.sum()) < 9, twice, x),
+    "a value that stood beside others": lambda x: lax.cond(
+        lax.optimization_barrier((x, jnp.float32(1)))[1] > 0, twice, lambda x: x, x
+    ),
     "beside a branch": lambda x: total(lax.cond(rank() == 0, jnp.sin, jnp.cos, x)),
 }
 
