@@ -5,7 +5,7 @@ Losses weigh every token by a number of its own: under a plain mean, tokens out 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,31 +15,46 @@ from cells import OneDevice, check
 
 import jaxpar as jp
 
-EXPERTS, DIM, FFN, LAYERS, LENGTH, K, VOCAB = 8, 12, 10, 4, 6, 2, 31
+EXPERTS, DIM, FFN, LAYERS, K, VOCAB = 8, 12, 10, 4, 2, 31
 
 
-def _layer(p: Any, x: jax.Array, mixture: Callable[..., jax.Array]) -> jax.Array:
+class Sizes(NamedTuple):
+    """Experts of a mixture, rows of a batch, tokens of a row."""
+
+    experts: int = EXPERTS
+    rows: int = 16
+    length: int = 6
+
+
+EVEN, ODD = Sizes(), Sizes(6, 12, 7)
+
+
+def _layer(p: Any, x: jax.Array, mixture: Callable[..., Any]) -> tuple[jax.Array, jax.Array]:
+    """What comes out, and what a row adds to the loss, [B]."""
     x = x + jnp.cumsum(x @ p["mix"], axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
     normed = x / jnp.sqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
-    return x + mixture(p["moe"], normed, 4 * normed @ p["moe"]["router"])
+    y = mixture(p["moe"], normed, 4 * normed @ p["moe"]["router"])
+    y, added = y if isinstance(y, tuple) else (y, jnp.zeros(x.shape[0]))
+    return x + y, added
 
 
-def _model(mixture: Callable[..., jax.Array], ffn: int = FFN) -> jp.Model:
+def _model(mixture: Callable[..., Any], ffn: int = FFN, experts: int = EXPERTS) -> jp.Model:
     def init(key: jax.Array) -> dict[str, Any]:
         key = iter(jax.random.split(key, 8))
         draw = lambda *shape: jax.random.normal(next(key), shape) * shape[-2] ** -0.5
         moe = {
-            "router": draw(LAYERS, DIM, EXPERTS),
-            "up": draw(LAYERS, EXPERTS, DIM, ffn),
-            "up_bias": draw(LAYERS, EXPERTS, ffn),
-            "down": draw(LAYERS, EXPERTS, ffn, DIM),
+            "router": draw(LAYERS, DIM, experts),
+            "up": draw(LAYERS, experts, DIM, ffn),
+            "up_bias": draw(LAYERS, experts, ffn),
+            "down": draw(LAYERS, experts, ffn, DIM),
         }
         return {"embed": draw(VOCAB, DIM), "layers": {"mix": draw(LAYERS, DIM, DIM), "moe": moe}}
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         x = params["embed"][batch["tokens"]]
-        x, _ = jax.lax.scan(lambda x, p: (_layer(p, x, mixture), None), x, params["layers"])
+        x, added = jax.lax.scan(lambda x, p: _layer(p, x, mixture), x, params["layers"])
         nats = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["targets"])
+        nats = nats + added.sum(axis=0)[:, None]
         return jp.Mean(jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"]))
 
     return jp.Model(init=init, loss=loss, rows="independent")
@@ -53,16 +68,21 @@ def _weights(p: Any) -> Any:
     return {name: p[name] for name in ("up", "up_bias", "down")}
 
 
-def _jp(p: Any, x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:
-    y, _ = jp.experts(x, logits, _weights(p), k=K, expert=_expert, **options)
+def _jp(p: Any, x: jax.Array, logits: jax.Array, k: int = K, **options: Any) -> jax.Array:
+    y, _ = jp.experts(x, logits, _weights(p), k=k, expert=_expert, **options)
     return y
+
+
+def _balanced(p: Any, x: jax.Array, logits: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    y, routing = jp.experts(x, logits, _weights(p), k=K, expert=_expert, **options)
+    return y, 0.5 * routing.balance + 0.01 * routing.z
 
 
 def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.Array:
     """GShard's: dispatch [B, T, E, C] by one-hot, each row with slots of its own."""
     gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
-    chosen = jax.nn.one_hot(ids, EXPERTS)  # [B, T, k, E]
-    flat = chosen.reshape(x.shape[0], -1, EXPERTS)
+    chosen = jax.nn.one_hot(ids, logits.shape[-1])  # [B, T, k, E]
+    flat = chosen.reshape(x.shape[0], -1, logits.shape[-1])
     rank = ((jnp.cumsum(flat, axis=1) - 1) * flat).reshape(chosen.shape).astype(jnp.int32)
     slot = jax.nn.one_hot(rank, capacity) * chosen[..., None]  # [B, T, k, E, C]
     combine = (slot * gates[..., None, None]).sum(axis=2)
@@ -75,12 +95,13 @@ def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.A
 def _ragged(p: Any, x: jax.Array, logits: jax.Array, padding: bool = False) -> jax.Array:
     """Choices of all rows sorted by expert, each group its product; those of padding stand behind all groups."""
     gates, ids = jax.lax.top_k(jax.nn.softmax(logits), K)
+    count = logits.shape[-1]
     if padding:
-        ids = jnp.where(jnp.arange(x.shape[1])[:, None] % 3 == 2, EXPERTS, ids)
+        ids = jnp.where(jnp.arange(x.shape[1])[:, None] % 3 == 2, count, ids)
     flat = ids.reshape(-1)
     order = jnp.argsort(flat)
-    sizes = jnp.bincount(flat, length=EXPERTS + 1).astype(jnp.int32)[:EXPERTS]
-    bias = p["up_bias"][jnp.minimum(flat[order], EXPERTS - 1)]
+    sizes = jnp.bincount(flat, length=count + 1).astype(jnp.int32)[:count]
+    bias = p["up_bias"][jnp.minimum(flat[order], count - 1)]
     hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + bias
     out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
     back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, DIM)
@@ -93,9 +114,16 @@ def _dense(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
     return (every * jax.nn.softmax(logits)[..., None]).sum(axis=2)
 
 
-FORMS: dict[str, Callable[..., jax.Array]] = {
+def _skipped(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
+    """Which branch a rank takes depends on its rows."""
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda: _einsum(p, x, logits), lambda: jnp.zeros_like(x))
+
+
+FORMS: dict[str, Callable[..., Any]] = {
     "dropless": _jp,  # with so few tokens, several find no slot
     "one_expert": lambda p, x, logits: _jp(p, x, logits.at[..., 3].add(100.0)),
+    "all_experts": functools.partial(_jp, k=EXPERTS),
+    "others_none": lambda p, x, logits: _jp(p, x, logits.at[..., 3].add(100.0), k=1),
     "capacity": functools.partial(_jp, capacity=1.0),
     "probability": functools.partial(_jp, capacity=0.7, drop="probability"),
     "einsum": _einsum,
@@ -103,40 +131,51 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
     "grouped": _ragged,
     "padded": functools.partial(_ragged, padding=True),
     "dense": _dense,
+    "skipped": _skipped,
+    "sequence": functools.partial(_balanced, balance="sequence"),
+    "global": functools.partial(_balanced, balance="global", capacity=1.0),
+    "microbatch": functools.partial(_balanced, balance="microbatch"),
 }
 WIDE = {"grouped": 48, "padded": 48}  # experts that are more bytes than their tokens
 
 
 @functools.cache
-def built(name: str) -> jp.Model:
-    return _model(FORMS[name], WIDE.get(name, FFN))
+def built(name: str, experts: int = EXPERTS) -> jp.Model:
+    return _model(FORMS[name], WIDE.get(name, FFN), experts)
 
 
 @functools.cache
-def one_device(name: str) -> OneDevice:
-    return OneDevice(built(name))
+def one_device(name: str, experts: int) -> OneDevice:
+    return OneDevice(built(name, experts))
 
 
 @functools.cache
-def reference(name: str, blocks: int) -> tuple[Any, Any]:
-    return one_device(name).train(optax.sgd(0.1, momentum=0.9), batch_of(), blocks, 3)
+def reference(name: str, sizes: Sizes, replicas: int, microbatches: int) -> tuple[Any, Any]:
+    """One device's gradients and parameters. It sees the rows of one replica's microbatch together; where the loss
+    looks over all replicas, those of one microbatch of all.
+    """
+    batch, blocks = batch_of(sizes), replicas * microbatches
+    if name == "global":
+        apart = lambda x: x.reshape(replicas, microbatches, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+        batch, blocks = {key: apart(x) for key, x in batch.items()}, microbatches
+    return one_device(name, sizes.experts).train(optax.sgd(0.1, momentum=0.9), batch, blocks, 3)
 
 
 @functools.cache
-def batch_of() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    ids = lambda: random.integers(0, VOCAB, (16, LENGTH)).astype(np.int32)
-    weights = random.uniform(0.5, 1.5, (16, LENGTH)).astype(np.float32)
+def batch_of(sizes: Sizes = EVEN) -> dict[str, np.ndarray]:
+    random, shape = np.random.default_rng(0), (sizes.rows, sizes.length)
+    ids = lambda: random.integers(0, VOCAB, shape).astype(np.int32)
+    weights = random.uniform(0.5, 1.5, shape).astype(np.float32)
     return {"tokens": ids(), "targets": ids(), "weights": weights}
 
 
-def check_cell(name: str, text: str) -> Any:
+def check_cell(name: str, text: str, sizes: Sizes = EVEN) -> Any:
     """Gradients, three steps of SGD with momentum, bytes at rest, order and number of collectives; returns the step."""
     strategy = jp.Strategy.parse(text)
-    sizes = {axis: getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
-    devices = int(np.prod(list(sizes.values())))
-    blocks = sizes["data"] * sizes["fsdp"] * sizes["expert"] * strategy.microbatches
-    model = built(name)
+    axes = {axis: getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
+    devices = int(np.prod(list(axes.values())))
+    wanted = reference(name, sizes, axes["data"] * axes["fsdp"] * axes["expert"], strategy.microbatches)
+    model = built(name, sizes.experts)
     step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategy, mesh=jax.devices()[:devices])
-    check(step, model, one_device(name).first, batch_of(), 3, *reference(name, blocks))
+    check(step, model, one_device(name, sizes.experts).first, batch_of(sizes), 3, *wanted)
     return step

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ..collectives.reach import not_reached
 from ..layout.layout import Layout
 from ..layout.state import State
 from ..model.batches import (
@@ -65,6 +66,21 @@ def check_state(state: Any) -> None:
         raise ValueError(
             f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
             "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
+        )
+
+
+def check_reached(program: Any) -> None:
+    """Raise ValueError for a program in which some ranks would wait in a collective for others that never come.
+
+    Ranks of `tensor` have the same rows, and branch on values that are whole on each (`parallel/tensor/calls.py`);
+    between cut stages these share buffers with values that are not.
+    """
+    if found := not_reached(program, but=("tensor",)):
+        raise ValueError(
+            "the step would hang, as some ranks of a collective may never come to it:\n"
+            + "".join(f"- {one}\n" for one in found)
+            + "a condition or a loop's end there differs from rank to rank; make it the same on all, from "
+            "jp.all_rows(x), say, or take what needs all rows out of the branch or the loop"
         )
 
 

@@ -33,7 +33,7 @@ from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
 from ..strategy import ROWS, SHARDS, Strategy
-from .checks import Intake, check_state, misfit, naming, shapes_of
+from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import FirstState
 from .refusals import check_cut
@@ -205,7 +205,7 @@ class Step(FirstState, Intake):
                 "evaluate": (self._evaluate, None, ()),
                 "gradients": (self._value_and_grad, None, ()),
             }[name]
-            self._jitted[key] = jax.jit(
+            run = jax.jit(
                 naming(fun, shapes_of(self.layout, batch)),
                 in_shardings=(state, rows),
                 out_shardings=outs,
@@ -216,6 +216,9 @@ class Step(FirstState, Intake):
                 if inside
                 else compiler_options(self.mesh, SHARDS, self.strategy.microbatches > 1),
             )
+            if not inside:  # what is traced here is traced once: jit keeps it
+                check_reached(run.trace(self.abstract_state(), batch).jaxpr)
+            self._jitted[key] = run
         return self._jitted[key]
 
     # -- the programs, under jit ---------------------------------------------------------------------------------------

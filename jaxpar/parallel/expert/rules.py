@@ -279,6 +279,11 @@ def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     return TENSOR[eqn.primitive.name](work, eqn, inputs)
 
 
-RULES |= {"scan": _scan, "cond": TENSOR["cond"]}
+def _cond(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Where ranks may take different branches, as their rows say, no branch may exchange tokens: some would wait."""
+    return TENSOR["cond"](work, eqn, inputs) if inputs[0].weight else None
+
+
+RULES |= {"scan": _scan, "cond": _cond}
 RULES |= {name: TENSOR[name] for name in jx.REMATS if name in TENSOR}
 RULES |= {name: _custom for name in jx.CUSTOM if name in TENSOR}

@@ -1,0 +1,165 @@
+"""Whether all ranks of a collective come to it, read from the program that they run.
+
+Ranks run one program, and come to its collectives in the order in which it has them. They part where a condition, or
+the number of a loop's iterations, is not the same on all of them: a pipeline's operations, rounds for tokens that
+overflow. A collective that stands there must lie within ranks that take one way; else some wait in it for others, which
+wait in their next one, or have ended: NCCL hangs, and XLA's CPU runtime ends the process.
+
+    while kind == F:  (not the same over `pipe`)          all-to-all over `expert`: its ranks take one way
+                                                          messages over `pipe`: some ranks never come
+
+So of every value it is followed over which mesh axes it may differ: where it comes into `shard_map` by its spec; as its
+operands do; `axis_index` over its axis; no longer over an axis over which it was summed or gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax.sharding import PartitionSpec
+
+from ..jaxprs import jaxpr as jx
+from ..jaxprs.collectives import PRIMITIVES
+from .order import is_token
+
+Axes = frozenset[str]
+_NONE: Axes = frozenset()
+_SAME_AFTER = ("all-reduce", "all-gather", "collective-broadcast")
+_OWN_PART = {"axis_index": "axis_name", "tensor_take": "axis_name"}
+
+
+def not_reached(jaxpr: Any, but: Iterable[str] = ()) -> list[str]:
+    """Each collective that some of its ranks may not come to, or not as often: what it is, where ranks part, and the
+    user's line.
+
+    Args:
+      jaxpr: a program with `shard_map`, as of `step.trace(batch)`.
+      but: mesh axes that are left out.
+
+    What is packed into one buffer with values that differ over an axis is taken to differ as well.
+    """
+    work = _Walk(but=frozenset(but))
+    work.run(jaxpr, [_NONE] * len(jx.opened(jaxpr)[0].invars), _NONE)
+    return list(work.found)
+
+
+@dataclass
+class _Walk:
+    """One reading of a program; `axes` are those of the mesh that have more than one device, without those in `but`."""
+
+    found: dict[str, None] = field(default_factory=dict)
+    axes: Axes = _NONE
+    but: Axes = _NONE
+    done: dict[Any, tuple[Any, list[Axes]]] = field(default_factory=dict)
+
+    def run(self, closed: Any, given: Sequence[Axes], parted: Axes) -> list[Axes]:
+        """Over which axes the outputs of a program differ, whose inputs do over those `given`; ranks that differ along
+        `parted` may not run it together.
+        """
+        key = (id(closed), tuple(given), parted)
+        if key in self.done:
+            return self.done[key][1]
+        jaxpr, _ = jx.opened(closed)
+        env: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+        read = lambda atom: _NONE if jx.is_literal(atom) else env.get(atom, _NONE)
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars)), parted), strict=True))
+        outs = list(map(read, jaxpr.outvars))
+        self.done[key] = closed, outs  # with the program, so that its id stays its own
+        return outs
+
+    def equation(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
+        """The same of one equation."""
+        name, every = eqn.primitive.name, _NONE.union(*given)
+        if special := getattr(self, f"_{name}", None):
+            return special(eqn, given, parted)
+        if is_token(eqn):
+            return [_NONE] * len(eqn.outvars)
+        if name == "optimization_barrier":  # each output is one operand
+            return given
+        if name in _OWN_PART:
+            return [every | self._named(eqn)] * len(eqn.outvars)
+        if kind := PRIMITIVES.get(name.removesuffix("_start")):
+            axes = self._named(eqn)
+            if axes & parted:
+                ranks = f"{kind} over {'+'.join(sorted(axes))}, where ranks of {'+'.join(sorted(axes & parted))} part"
+                self.found[f"{ranks}, at {jx.where(eqn) or 'no line of the model'}"] = None
+            same = kind in _SAME_AFTER and eqn.params.get("axis_index_groups") is None
+            return [x - axes if same else x | axes for x in (given if len(given) == len(eqn.outvars) else [every])]
+        inner = [*jec.jaxprs_in_params(eqn.params)]
+        if len(inner) == 1 and len(jx.opened(inner[0])[0].invars) == len(given):
+            outs = self.run(inner[0], given, parted)
+            if len(outs) == len(eqn.outvars):
+                return outs
+        elif inner and jx.communicates([eqn], PRIMITIVES):
+            for program in inner:
+                self.run(program, [every] * len(jx.opened(program)[0].invars), parted)
+        return [every] * len(eqn.outvars)
+
+    def _named(self, eqn: Any) -> Axes:
+        named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+        return self.axes.intersection((named,) if isinstance(named, str) else named)
+
+    def _shard_map(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
+        several = frozenset(axis for axis, n in eqn.params["mesh"].shape.items() if n > 1)
+        inside = _Walk(self.found, several - self.but)
+        inside.run(eqn.params["jaxpr"], [inside.axes.intersection(_axes_of(spec)) for spec in _specs(eqn)], _NONE)
+        return [_NONE] * len(eqn.outvars)
+
+    def _scan(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
+        parts = jx.scan_parts(eqn)
+        n, k = len(parts.consts), len(parts.carry)
+        while True:
+            outs = self.run(parts.body, given, parted)
+            carry = [a | b for a, b in zip(given[n : n + k], outs[:k], strict=True)]
+            if carry == given[n : n + k]:
+                return outs
+            given = [*given[:n], *carry, *given[n + k :]]
+
+    def _while(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
+        n, k = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        of_cond, of_body, carry = given[:n], given[n : n + k], given[n + k :]
+        while True:
+            (more,) = self.run(eqn.params["cond_jaxpr"], [*of_cond, *carry], parted)
+            self.run(eqn.params["cond_jaxpr"], [*of_cond, *carry], parted | more)
+            outs = self.run(eqn.params["body_jaxpr"], [*of_body, *carry], parted | more)
+            new = [a | b | more for a, b in zip(carry, outs, strict=True)]
+            if new == carry:
+                return carry
+            carry = new
+
+    def _cond(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
+        index, *operands = given
+        sent = [_sent(branch) for branch in eqn.params["branches"]]
+        ways = parted if None not in sent and len({*sent}) == 1 else parted | index
+        outs = [self.run(branch, operands, ways) for branch in eqn.params["branches"]]
+        return [index.union(*some) for some in zip(*outs, strict=True)]
+
+
+def _sent(closed: Any) -> tuple[Any, ...] | None:
+    """The collectives of a program, one after the other; None where their number is known only when it runs."""
+    found: list[Any] = []
+    for eqn in jx.opened(closed)[0].eqns:
+        if eqn.primitive.name in PRIMITIVES:
+            found.append((eqn.primitive.name, str(eqn.params), *(str(v.aval) for v in eqn.invars)))
+        elif jx.communicates([eqn], PRIMITIVES):
+            if eqn.primitive.name in ("while", "cond"):
+                return None
+            inner = [_sent(program) for program in jec.jaxprs_in_params(eqn.params)]
+            if None in inner:
+                return None
+            found.append((eqn.params.get("length"), *inner))
+    return tuple(found)
+
+
+def _specs(eqn: Any) -> Sequence[PartitionSpec]:
+    return jax.tree.leaves(eqn.params["in_specs"], is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _axes_of(spec: PartitionSpec) -> Iterator[str]:
+    for entry in spec:
+        yield from (entry,) if isinstance(entry, str) else entry or ()

@@ -1,0 +1,137 @@
+"""Ranks that part come to no collective together: it is seen in the program, on the way of every step into it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import expert_cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from zoo import ZOO
+
+import jaxpar as jp
+from jaxpar import collectives
+from jaxpar.collectives.reach import not_reached
+from jaxpar.ops.experts import rounds
+from jaxpar.parallel.expert import RULES
+from jaxpar.parallel.pipeline.slots import Slots
+from jaxpar.parallel.tensor import RULES as TENSOR
+
+total = lambda x, axis="a": collectives.all_reduce(x, axis)
+twice = lambda x: x + total(x)
+rank = lambda axis="a": lax.axis_index(axis)
+
+
+def found(fun: Callable[[jax.Array], jax.Array]) -> list[str]:
+    """In a program of two ranks of `a` by two of `b`, whose rows are spread over `a`."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    return not_reached(jax.make_jaxpr(mapped)(np.ones((4, 3), np.float32)))
+
+
+PARTED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "a branch by rank": lambda x: lax.cond(rank() == 0, twice, lambda x: x, x),
+    "a branch by rows": lambda x: lax.cond(x.sum() > 0, twice, lambda x: x, x),
+    "a branch in a loop, by what is carried": lambda x: lax.fori_loop(
+        0, 3, lambda i, c: (lax.cond(c[1] > 0, twice, lambda x: x, c[0]), c[0].sum()), (x, jnp.float32(0))
+    )[0],
+    "a loop by rows": lambda x: lax.while_loop(lambda x: x.sum() < 9, twice, x),
+    "a loop's own condition": lambda x: lax.while_loop(lambda x: total(x.sum()) < x.max(), lambda x: x + 1, x),
+    "a branch of a branch": lambda x: lax.cond(
+        rank() == 0, lambda x: lax.cond(total(x.sum(), "b") > 0, twice, lambda x: x, x), lambda x: x, x
+    ),
+    "branches that send in another order": lambda x: lax.cond(
+        rank() == 0, lambda x: total(x) + total(x[0]), lambda x: total(x[0]) + total(x), x
+    ),
+    "both over the mesh": lambda x: lax.cond(rank("b") == 0, lambda x: total(x, ("a", "b")), lambda x: x, x),
+}
+TOGETHER: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "a branch by a sum over ranks": lambda x: lax.cond(total(x.sum()) > 0, twice, lambda x: x, x),
+    "a branch of ranks of the other axis": lambda x: lax.cond(rank("b") == 0, twice, lambda x: x, x),
+    "rows that are not spread over the axis": lambda x: lax.cond(x.sum() > 0, lambda x: total(x, "b"), lambda x: x, x),
+    "branches that send the same": lambda x: lax.cond(rank() == 0, twice, lambda x: total(2 * x), x),
+    "a loop as long on all": lambda x: lax.while_loop(lambda x: total(x.sum()) < 9, twice, x),
+    "a value that stood beside others": lambda x: lax.cond(
+        lax.optimization_barrier((x, jnp.float32(1)))[1] > 0, twice, lambda x: x, x
+    ),
+    "beside a branch": lambda x: total(lax.cond(rank() == 0, jnp.sin, jnp.cos, x)),
+}
+
+
+@pytest.mark.parametrize("fun", PARTED.values(), ids=PARTED)
+def test_where_ranks_part_no_collective_may_stand(fun: Callable[[jax.Array], jax.Array]) -> None:
+    (one, *_) = found(fun)
+    assert "all-reduce over a" in one
+    assert "test_reach.py" in one
+
+
+@pytest.mark.parametrize("fun", TOGETHER.values(), ids=TOGETHER)
+def test_where_they_go_together_it_may(fun: Callable[[jax.Array], jax.Array]) -> None:
+    assert found(fun) == []
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def made(name: str, text: str, devices: int = 8) -> Any:
+    model = expert_cells.built(name)
+    return jp.make_train_step(model, optax.sgd(0.1), text, mesh=jax.devices()[:devices])
+
+
+def test_rounds_are_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that needs fewer would leave the others waiting."""
+    monkeypatch.setattr(rounds.lax, "pmax", lambda x, axis: x)
+    rounds.rounds.cache_clear()
+    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert part"):
+        made("one_expert", "expert=4", 4).trace(expert_cells.batch_of())
+    rounds.rounds.cache_clear()
+
+
+def test_messages_within_a_pipelines_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Slots._loop
+
+    def sending(self: Any, name: str, here: Any, fun: Any, carry: Any) -> Any:
+        sent = lambda tree: jax.tree.map(lambda x: collectives.shift(x, "pipe", 1), tree)
+        return loop(self, name, here, lambda *given: sent(fun(*given)), carry)
+
+    monkeypatch.setattr(Slots, "_loop", sending)
+    with pytest.raises(ValueError, match="collective-permute over pipe, where ranks of pipe part"):
+        made("einsum", "pipe=2,expert=2,microbatches=2,schedule=zb-h1", 4).trace(expert_cells.batch_of())
+
+
+def test_a_condition_on_rows_exchanges_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks waited for those whose rows said otherwise, until XLA ended the process."""
+    step = made("skipped", "expert=2,fsdp=2", 4)
+    assert not_reached(step.trace(expert_cells.batch_of())) == []
+    assert any("cond at " in place for place in step.tracing.experts_gathered)
+    monkeypatch.setitem(RULES, "cond", TENSOR["cond"])
+    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert part"):
+        made("skipped", "expert=2,fsdp=2", 4).trace(expert_cells.batch_of())
+
+
+def test_a_step_that_would_hang_is_refused() -> None:
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        y = batch["x"] @ params["w"]
+        again = lambda y: y - jp.all_rows(y).mean(axis=0)
+        return jnp.square(jax.lax.cond(y[0, 0] > 0, again, lambda y: y, y)).mean()
+
+    model = jp.Model(init=lambda key: {"w": jnp.ones((4, 4))}, loss=loss, rows="independent")
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    state, batch = step.init(jax.random.key(0)), {"x": np.ones((8, 4), np.float32)}
+    for use in (step, step.evaluate, step.value_and_grad):
+        with pytest.raises(ValueError, match=r"(?s)would hang.*all-gather over data.*test_reach\.py.*jp\.all_rows"):
+            use(state, batch)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("text", ["pipe=2,tensor=2,fsdp=2,microbatches=4", "pipe=4,data=2,microbatches=4"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b"])
+def test_cut_stages(text: str, schedule: str) -> None:
+    entry = ZOO["gpt"]()
+    step = jp.make_train_step(entry.model, optax.sgd(0.1), f"{text},schedule={schedule},stages=cut")
+    assert not_reached(step.trace(entry.batch)) == []

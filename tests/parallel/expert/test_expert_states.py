@@ -1,0 +1,108 @@
+"""What else a run has, beside `expert`: evaluation, frozen leaves, bfloat16, dropout in experts, averages, resuming."""
+
+from pathlib import Path
+from typing import Any
+
+import expert_cells as cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+pytestmark = pytest.mark.battery
+HERE = "expert=4,fsdp=2"
+
+
+def made(name: str, text: str, tx: Any = None, **options: Any) -> Any:
+    devices = 2 if text == "expert=2" else 8
+    return jp.make_train_step(
+        cells.built(name), tx or optax.sgd(0.1, momentum=0.9), text, mesh=jax.devices()[:devices], **options
+    )
+
+
+def alike(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Each leaf by its own scale."""
+    for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30))
+
+
+@pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
+def test_evaluation_and_gradients_are_those_of_fsdp(name: str) -> None:
+    """Eight replicas either way, of which each routes its own rows."""
+    found = []
+    for text in (HERE, "fsdp=8"):
+        step = made(name, text)
+        state = step.init(jax.random.key(0))
+        found.append((step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())))
+    alike(*found)
+
+
+def test_frozen_experts_stay_and_routers_learn() -> None:
+    found = []
+    for text in (HERE, "fsdp=8"):
+        step = made("dropless", text, optax.adam(1e-2), trainable=lambda path: "router" in path or "embed" in path)
+        state = step.init(jax.random.key(0))
+        before = jax.device_get(step.params(state))
+        for _ in range(2):
+            state, _ = step(state, cells.batch_of())
+        found.append(jax.device_get(step.params(state)))
+        np.testing.assert_array_equal(found[-1]["layers"]["moe"]["up"], before["layers"]["moe"]["up"])
+        assert np.any(found[-1]["layers"]["moe"]["router"] != before["layers"]["moe"]["router"])
+    alike(*found, tolerance=1e-4)
+
+
+def test_averages_of_parameters_and_resuming_elsewhere(tmp_path: Path) -> None:
+    """An average in the optimizer's state, from expert=2 over expert=4 to fsdp: as if nothing had happened."""
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), optax.ema(0.9))
+    whole = made("capacity", "fsdp=8", tx)
+    state = whole.init(jax.random.key(0))
+    for _ in range(3):
+        state, _ = whole(state, cells.batch_of())
+    moved: Any = None
+    for number, text in enumerate(("expert=2", HERE, "fsdp=8")):
+        step = made("capacity", text, tx)
+        moved = step.init(jax.random.key(0)) if moved is None else step.restore(tmp_path / str(number - 1))
+        moved, _ = step(moved, cells.batch_of())
+        step.save(tmp_path / str(number), moved).wait()
+    alike(step.params(moved), whole.params(state))
+    alike(moved.optimizer, state.optimizer)
+
+
+def test_bfloat16_is_that_of_fsdp() -> None:
+    """Where all experts see all tokens, rounding decides nothing."""
+    found = []
+    for text in (f"{HERE},precision=bf16", "fsdp=8,precision=bf16"):
+        step = made("all_experts", text)
+        found.append(step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of())[1])
+    alike(*found, tolerance=0.05)
+
+
+def test_dropout_in_experts_is_that_of_the_same_rows() -> None:
+    """What is drawn for a slot: the key is that of the rank's rows, before tokens leave."""
+
+    def dropping(p: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(x @ p["up"])
+        return (hidden * jax.random.bernoulli(key, 0.7, (*hidden.shape[:1], 1))) @ p["down"]
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = batch["x"]
+        gates = jax.nn.softmax(x @ params["router"])
+        rows = jnp.einsum("bte,btd->ebtd", gates, x)
+        keys = jax.random.split(jax.random.key(0) if key is None else key, 4)
+        out = jax.vmap(dropping)(params["experts"], rows.reshape(4, -1, 5), keys)
+        return (jnp.square(out.sum(0).reshape(x.shape) - 1).mean((1, 2)) * batch["weight"]).mean()
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"router": draw(0, 5, 4), "experts": {"up": draw(1, 4, 5, 7), "down": draw(2, 4, 7, 5)}}
+
+    random = np.random.default_rng(0)
+    batch = {
+        "x": random.normal(size=(8, 3, 5)).astype("float32"),
+        "weight": random.uniform(0.5, 2, 8).astype("float32"),
+    }
+    model = jp.Model(init=init, loss=loss, rows="independent")
+    assert jp.verify(model, HERE, batch).ok
