@@ -30,6 +30,7 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
+from ...slicing.loop import Loop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, before
@@ -50,7 +51,8 @@ class Carry:
       message: from the rank before.
       cotangents: those of a message, from the rank behind.
       stash: what backwards need of forwards, [slots, ...]; no weights.
-      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...], or None (`Schedule.late`).
+      late: cotangents of the epilogue for backwards of later ticks [`Schedule.waiting`, ...], or None where there are
+        none.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
     """
@@ -131,14 +133,15 @@ class Pipeline(Engine):
             op = _op("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            return self.forward(env, op, padded, True)[1]
+            return self.forward(env, op, padded, True).run()[1]
 
         saved = jax.eval_shape(stashed, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
         late = None
-        if self.schedule.late:
+        if self.schedule.waiting:
             made = Cotangents(variables.where(self.linear), self.side())
-            late = jax.tree.map(lambda v: jnp.zeros((self.schedule.microbatches, *v.aval.shape), v.aval.dtype), made)
+            count = self.schedule.waiting
+            late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
         return Carry(padded, padded.where(self.linear), stash, late, [None] * len(self.leaves), sums), saved
 
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
@@ -153,36 +156,58 @@ class Pipeline(Engine):
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        program, last = self.program, self.is_last
-        made: Cotangents | None = None
+        made = None if late is None else self._waiting(late, row)
+        # Neither needs what the other makes: layer by layer side by side, one computes while the other waits.
+        beside = phase.forward and phase.backward and late is not None
+        sent = None
         if phase.forward:
             op = _op("F", row)
-            env = program.environment(self.values(op["microbatch"]))
+            env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            outs, new = self.forward(
-                env, op, message, bool(self.seeds), Stash(stash, row["write"]) if self.seeds else None
-            )
-            stash = new if self.seeds else stash
+            into = Stash(stash, row["write"]) if self.seeds else None
+            ahead = self.forward(env, op, message, bool(self.seeds), None if beside else into)
+            if beside and into is not None:
+                back = self._back(saved, stash, row, cotangents, made, grads)
+                (outs, new), (grads, sent) = ahead.beside(back)
+                stash = into.put_layers(new.values)
+            else:
+                outs, new = ahead.run()
+                stash = new if self.seeds else stash
             if phase.epilogue:
                 grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
                 if late is not None:
-                    put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, row["epilogue"], axis=0)
-                    late = jax.tree.map(put, late, made)
+                    at = row["epilogue"] % self.schedule.waiting
+                    late = jax.tree.map(lambda a, x: lax.dynamic_update_index_in_dim(a, x, at, axis=0), late, made)
             message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outs)
         if phase.backward:
-            op = _op("B", row)
-            env = program.environment(self.values(op["microbatch"]))
-            tape = forward(before(self.program), self.access, self.leaves, env, True)
-            if late is not None:
-                made = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, op["microbatch"], keepdims=False), late)
-            ends = last & (op["chunk"] == self.schedule.chunks - 1)
-            if made is not None:
-                cotangents = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cotangents)
-            here = Stash(stash, row["read"])
-            grads, sent, of_prologue = self.backward(env, op, saved, here, cotangents, grads)
+            if sent is None:
+                grads, sent = self._back(saved, stash, row, cotangents, made, grads).run()
+            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
+        return Carry(message, cotangents, stash, late, grads, sums)
+
+    def _waiting(self, late: Cotangents, row: Any) -> Cotangents:
+        """Of the cotangents that wait those of the microbatch of this tick's backward."""
+        at = _op("B", row)["microbatch"] % self.schedule.waiting
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), late)
+
+    def _back(
+        self, saved: Any, stash: list[jax.Array], row: Any, cts: Message, made: Cotangents | None, grads: list[Any]
+    ) -> Loop:
+        """A tick's backward: gradients, and cotangents for the rank before. `cts` came from the rank behind, `made` from
+        the epilogue.
+        """
+        op = _op("B", row)
+        env = self.program.environment(self.values(op["microbatch"]))
+        tape = forward(before(self.program), self.access, self.leaves, env, True)
+        ends = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
+        if made is not None:
+            cts = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cts)
+
+        def given(found: tuple[list[Any], Message, dict[Any, Any]]) -> tuple[list[Any], Message]:
+            grads, sent, of_prologue = found
             for v, ct in zip(self.side(), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
-            grads = backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads)
-            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
-        return Carry(message, cotangents, stash, late, grads, sums)
+            return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent
+
+        return self.backward(env, op, saved, Stash(stash, row["read"]), cts, grads).then(given)
