@@ -4,9 +4,9 @@ Compilers schedule the body of one loop at a time: only what stands in one body 
 other loop is under way. XLA's estimates do not know what an all-to-all or a kernel takes (jax 0.10.2), and two equal
 layers side by side would both compute and then both wait. So they take turns:
 
-    one       C0        C1          C2          Ci: what the results of i all-to-alls, one after the other, are needed for
-    other          C0        C1          C2
-    sent       one's     other's     one's      while the other computes
+    other     C0          C1            C2           C0: what needs no all-to-all, C1: what needs the results of the
+    one             C0            C1           C2    first ones, C2: what needs those that need these
+    sent         other's   one's    other's  one's   each while the next computes
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
     ) -> Loop:
-        """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers of
-        the `stash`, in which that then is.
+        """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
+        of the `stash`, in which that then is.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
@@ -175,8 +175,8 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
     ) -> Loop:
-        """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
-        inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
+        """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
+        linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)

@@ -193,8 +193,8 @@ class Pipeline(Engine):
     def _back(
         self, saved: Any, stash: list[jax.Array], row: Any, cts: Message, made: Cotangents | None, grads: list[Any]
     ) -> Loop:
-        """A tick's backward: gradients, and cotangents for the rank before. `cts` came from the rank behind, `made` from
-        the epilogue.
+        """A tick's backward: gradients, and cotangents for the rank before. `cts` came from the rank behind, `made`
+        from the epilogue.
         """
         op = _op("B", row)
         env = self.program.environment(self.values(op["microbatch"]))
