@@ -90,14 +90,13 @@ class Row:
     exposed: float = 0.0
 
 
-def compiled_for(step: Any, batch: Any) -> Any:
+def beside(device: Any) -> Any:
     """As on the target: whether cuDNN takes heads beyond 128 features, such as DeepSeek-V3's, JAX asks the GPUs that
     are here (jax 0.10), and there are none.
     """
-    has = tuple(map(int, step.mesh.devices.flat[0].compute_capability.split(".")))
+    has = tuple(map(int, device.compute_capability.split(".")))
     asked = lambda least: has >= tuple(map(int, least.split(".")))
-    with mock.patch.object(fused_attention_stablehlo, "check_compute_capability", asked):
-        return step.compile(batch)
+    return mock.patch.object(fused_attention_stablehlo, "check_compute_capability", asked)
 
 
 def key(kind: str, axes: Iterable[str], overflow: bool) -> str:
@@ -131,12 +130,14 @@ def measure(cell: Cell, options: Options) -> dict[str, Any]:
     chosen = named(cell.model, **({"layers": options.layers} if options.layers else {}))
     step = jp.make_train_step(chosen.model, optax.adamw(1e-4), cell.strategy, mesh=there.devices)
     batch = chosen.example(cell.rows, 4096)
-    begin = time.process_time()
-    program = compiled_for(step, batch)
-    spent = time.process_time() - begin
+    with beside(step.mesh.devices.flat[0]):
+        begin = time.process_time()
+        program = step.compile(batch)
+        spent = time.process_time() - begin
+        promised = expected(step, batch)
     held, read = program.memory_analysis(), Executable(program.as_text() or "", step.mesh)
     found = predict(read, step, batch, there.hardware, chosen.flops(cell.rows, 4096))
-    rows = rows_of(expected(step, batch), Ledger.of(read), found.collectives)
+    rows = rows_of(promised, Ledger.of(read), found.collectives)
     return {
         "name": cell.name,
         "strategy": cell.strategy,
