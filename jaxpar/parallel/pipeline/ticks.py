@@ -112,7 +112,8 @@ class Pipeline(Engine):
 
     def separated(self) -> list[tuple[int, Any]]:
         """How often a step runs each of its parts, and what one returns that runs it alone: for who counts."""
-        forwards, backwards, m = (*map(self.schedule.messages, "FB"), self.schedule.microbatches)
+        schedule = self.schedule
+        forwards, backwards, m = schedule.messages("F"), schedule.messages("B"), schedule.microbatches
         row = self._row()
         carry, saved = self._start_of(row)
         parts = []
@@ -187,7 +188,7 @@ class Pipeline(Engine):
             made = Cotangents(variables.where(self.linear), self.side())
             count = self.schedule.waiting
             late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
-        none = [None] * len(self.leaves)
+        none: list[jax.Array | None] = [None] * len(self.leaves)
         return Carry(padded, padded.where(self.linear), stash, late, ahead, list(ahead), none, sums), saved
 
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
