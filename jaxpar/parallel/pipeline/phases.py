@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -67,3 +67,20 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
                     reads[tick, rank] = slot = held.pop((chunk, microbatch))
                     heapq.heappush(free, slot)
     return writes, reads
+
+
+def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
+    """The least n for which each microbatch b can wait at b mod n from the tick in which something is made of it to that
+    in which it is read, before another is written there.
+    """
+
+    def free(n: int) -> bool:
+        until = dict.fromkeys(range(n), 0)
+        for at, tick in sorted(made.items(), key=lambda item: item[1]):
+            if until[at % n] > tick:
+                return False
+            until[at % n] = read[at]
+        return True
+
+    least = sum(tick < min(read.values()) for tick in made.values())
+    return next(n for n in itertools.count(least) if free(n))

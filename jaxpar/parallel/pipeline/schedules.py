@@ -26,7 +26,7 @@ from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of
 from ...tables.search import best
 from ...text import did_you_mean
 from .buffers import SlotTables, Walk
-from .phases import Phase, grouped, stash_slots
+from .phases import Phase, grouped, places, stash_slots
 
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
@@ -279,18 +279,7 @@ class Schedule:
         begun = {at: tick for kind in ("B", "I") for tick, at in self._last[kind].items()}
         if self.forwards_only or begun == made:
             return 0
-        order = sorted(made, key=lambda at: made[at])
-
-        def free(n: int) -> bool:
-            until = dict.fromkeys(range(n), 0)
-            for at in order:
-                if until[at % n] > made[at]:
-                    return False
-                until[at % n] = begun[at]
-            return True
-
-        least = sum(tick < min(begun.values()) for tick in made.values())
-        return next(n for n in itertools.count(least) if free(n))
+        return places(made, begun)
 
     # -- what ranks hold -----------------------------------------------------------------------------------------------
 
