@@ -70,8 +70,8 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
-    """The least n for which each microbatch b can wait at b mod n from the tick in which something is made of it to that
-    in which it is read, before another is written there.
+    """The least n for which each microbatch b can wait at b mod n, from the tick in which something is made of it to that
+    in which it is read, before another is written.
     """
 
     def free(n: int) -> bool:
@@ -82,5 +82,6 @@ def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
             until[at % n] = read[at]
         return True
 
-    least = sum(tick < min(read.values()) for tick in made.values())
-    return next(n for n in itertools.count(least) if free(n))
+    first = min(read.values())
+    least = sum(tick < first for tick in made.values())
+    return next(n for n in itertools.count(max(1, least)) if free(n))
