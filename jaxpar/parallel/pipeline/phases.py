@@ -70,7 +70,7 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
-    """The least n for which each microbatch b can wait at b mod n, from the tick in which something is made of it to that
+    """The least n for which each microbatch b can wait at b mod n, from the tick in which it is made to that
     in which it is read, before another is written.
     """
 
