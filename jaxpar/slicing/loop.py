@@ -27,7 +27,7 @@ _EXCHANGES = KINDS["all-to-all"]
 
 
 @dataclass(frozen=True)
-class Loop:
+class LayerLoop:
     """The arguments of a `lax.scan`, and `result(carry, ys)`: what its caller wants of what it returns."""
 
     body: Callable[[Any, Any], tuple[Any, Any]]
@@ -37,7 +37,7 @@ class Loop:
     reverse: bool
     result: Callable[[Any, Any], Any]
 
-    def then(self, fun: Callable[[Any], Any]) -> Loop:
+    def then(self, fun: Callable[[Any], Any]) -> LayerLoop:
         """The same, and `fun` of its result."""
         return dataclasses.replace(self, result=lambda carry, ys: fun(self.result(carry, ys)))
 
@@ -45,7 +45,7 @@ class Loop:
         """The result."""
         return self.result(*lax.scan(self.body, self.init, self.xs, length=self.length, reverse=self.reverse))
 
-    def beside(self, other: Loop) -> tuple[Any, Any]:
+    def beside(self, other: LayerLoop) -> tuple[Any, Any]:
         """The results of both, of which neither depends on the other: one loop, with an iteration of each in it. The
         other's all-to-alls come first.
         """

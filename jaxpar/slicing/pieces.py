@@ -23,7 +23,7 @@ from jax import lax
 
 from ..jaxprs.buffers import zeros_after
 from .halves import Left, pick
-from .loop import Loop
+from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
 from .units import Saved, Unit
@@ -132,7 +132,7 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
-    ) -> Loop:
+    ) -> LayerLoop:
         """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
         of the `stash`, in which that then is.
 
@@ -161,7 +161,7 @@ class Stack:
             (carry, buffers), (ys, saved) = state, out
             return [*carry, *ys], buffers if stash else saved
 
-        return Loop(layer, first, every, self.length, self.reverse, result)
+        return LayerLoop(layer, first, every, self.length, self.reverse, result)
 
     def backwards(
         self,
@@ -174,7 +174,7 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
-    ) -> Loop:
+    ) -> LayerLoop:
         """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
         linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
         """
@@ -207,7 +207,7 @@ class Stack:
             ct_carry, ct_consts, totals = carry
             return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
 
-        return Loop(layer, (cotangents[:n_carry], zeros, totals), every, self.length, not self.reverse, result)
+        return LayerLoop(layer, (cotangents[:n_carry], zeros, totals), every, self.length, not self.reverse, result)
 
     def backward_inputs(
         self,

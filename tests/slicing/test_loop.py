@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.slicing.loop import Loop
+from jaxpar.slicing.loop import LayerLoop
 
 LENGTH = 3
 
 
-def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> Loop:
+def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> LayerLoop:
     """x -> x + y, where y passes through so many products and all-to-alls; and the sum of each layer's y."""
 
     def body(x: jax.Array, w: jax.Array) -> Any:
@@ -23,7 +23,7 @@ def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> Loop:
             y = lax.all_to_all(jnp.tanh(y @ w), "expert", 0, 0, tiled=True)
         return x + y, y.sum()
 
-    return Loop(body, x, weights, LENGTH, reverse, lambda carry, sums: (carry, sums))
+    return LayerLoop(body, x, weights, LENGTH, reverse, lambda carry, sums: (carry, sums))
 
 
 @pytest.mark.parametrize("exchanges", [(2, 2), (1, 3), (0, 2), (2, 0)])

@@ -42,7 +42,7 @@ def shared(program: Program) -> bool:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class SharedPrologues:
     """The prologues of one loss on the ranks of `pipe`; fields as those of `Engine`."""
 
     program: Program

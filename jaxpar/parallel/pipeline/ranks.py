@@ -12,7 +12,7 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
-from ...slicing.loop import Loop
+from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
@@ -62,7 +62,9 @@ class Engine(Cut):
     shared: Program | None = None
     part: Callable[[jax.Array], list[Any]] | None = None
 
-    def forward(self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None) -> Loop:
+    def forward(
+        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+    ) -> LayerLoop:
         """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forwards`."""
         return self.chunk(env, op, self.entered(env, op, message), grad, stash)
 
@@ -72,7 +74,9 @@ class Engine(Cut):
         first = self._stage(op) == 0
         return Message([jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
 
-    def chunk(self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None) -> Loop:
+    def chunk(
+        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+    ) -> LayerLoop:
         """One chunk of layers on a message that is there, in the first stage too."""
         k, first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._inputs(env, op)
@@ -120,7 +124,9 @@ class Engine(Cut):
             made = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), made)
         return grads, sums, made
 
-    def backward(self, env: dict[Any, Any], op: Any, saved: Any, stash: Stash, cts: Message, grads: list[Any]) -> Loop:
+    def backward(
+        self, env: dict[Any, Any], op: Any, saved: Any, stash: Stash, cts: Message, grads: list[Any]
+    ) -> LayerLoop:
         """Gradients, cotangents for the rank before, and those of what the prologue made. What the forward saved is in
         the stash; `saved` is its structure.
         """

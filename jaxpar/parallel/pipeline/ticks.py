@@ -30,10 +30,10 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
-from ...slicing.loop import Loop
+from ...slicing.loop import LayerLoop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from .ahead import Ahead, shared
+from .ahead import SharedPrologues, shared
 from .chunks import AXIS, Cotangents, Message, before
 from .ranks import Engine
 from .schedules import Kind, Phase
@@ -134,9 +134,9 @@ class Pipeline(Engine):
         return row | {name: jnp.int32(0) for name in ("epilogue", "enters", "exits")}
 
     @property
-    def _ahead(self) -> Ahead:
+    def _ahead(self) -> SharedPrologues:
         ranks, m = self.schedule.ranks, self.schedule.microbatches
-        return Ahead(self.program, self.access, self.leaves, self.values, ranks, m)
+        return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
 
     def _entering(self) -> dict[str, list[int]]:
         """For each tick the microbatches that enter the first stage, 0 where none does, and whose cotangents leave it,
@@ -245,7 +245,7 @@ class Pipeline(Engine):
 
     def _back(
         self, saved: Any, stash: list[jax.Array], row: Any, cts: Message, made: Cotangents | None, grads: list[Any]
-    ) -> Loop:
+    ) -> LayerLoop:
         """A tick's backward: gradients, cotangents for the rank before, and those of what the prologue made. `cts` came
         from the rank behind, `made` from the epilogue.
         """
