@@ -26,7 +26,7 @@ TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 # auto's are those of others.
-NAMED = [name for name in tables.SCHEDULES if name not in ("gpipe", "1f1b", "auto")]
+NAMED = [name for name in tables.SCHEDULES if name not in ("gpipe", "1f1b", "1f1b-overlap", "auto")]
 
 
 def lanes(schedule: Schedule, color: bool = False, width: int = 10_000) -> list[str]:
