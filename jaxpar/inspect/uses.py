@@ -24,7 +24,6 @@ from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
 from ..parallel.flat.engine import FlatPipeline
-from ..parallel.pipeline.schedules import Phase
 from ..parallel.pipeline.slots import Slots
 from ..step.core import Step
 from ..step.piped import Piped
@@ -179,31 +178,22 @@ def _piped(step: Step, traced: Traced) -> list[Counted]:
     m = schedule.microbatches
     axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
 
-    # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
-    times = (
-        []
-        if schedule.branches or step.layout.storage.cut
-        else [schedule.messages("F") - m, schedule.messages("B") - m, m]
-    )
+    times: list[int] = []
     ranks: list[int | None] = []  # of stages that are parts of a program: whose each part is, None for all ranks
     once: dict[int, Runs] = {}
 
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
-        """One with a forward, one with a backward, and one with both and an epilogue between them."""
+        """What the pipeline runs, each part once."""
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
         loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
         if isinstance(pipeline, FlatPipeline):
             times[:], ranks[:], found = zip(*pipeline.separated(), strict=True)
             return found  # every leaf is some stage's
-        if isinstance(pipeline, Slots):
-            times[:], found = zip(*pipeline.separated(), strict=True)
-            grads = found[0][0].grads
-        else:
-            phases = [Phase(0, 1, *runs) for runs in ((True, False, False), (False, True, False), (True,) * 3)]
-            found = pipeline.once(phases)
-            grads = found[-1].grads
-        once.update({i: Runs((1, 0), (int(grads[i] is not None), 0)) for i in pipeline.access.which})
+        times[:], found = zip(*pipeline.separated(), strict=True)
+        each = [found[0][0]] if isinstance(pipeline, Slots) else found
+        given = {i for carry in each for i, grad in enumerate(carry.grads) if grad is not None}
+        once.update({i: Runs((1, 0), (int(i in given), 0)) for i in pipeline.access.which})
         return found
 
     flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)

@@ -23,6 +23,7 @@ from jax import lax
 
 from ..jaxprs.buffers import zeros_after
 from .halves import Left, pick
+from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
 from .units import Saved, Unit
@@ -114,7 +115,15 @@ class Stack:
         n, k = self.consts, self.carry
         return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
 
-    def forward(
+    def forward(self, *args: Any) -> tuple[list[Any], Any]:
+        """What `forwards` gives; its arguments."""
+        return self.forwards(*args).run()
+
+    def backward(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        """What `backwards` gives; its arguments."""
+        return self.backwards(*args).run()
+
+    def forwards(
         self,
         access: Access,
         leaves: Sequence[Any],
@@ -123,9 +132,9 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
-    ) -> tuple[list[Any], Any]:
-        """Outputs, and what `backward` needs of each layer, stacked (None without `grad`); or the buffers of the
-        `stash`, in which that now is.
+    ) -> LayerLoop:
+        """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
+        of the `stash`, in which that then is.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
@@ -147,10 +156,14 @@ class Stack:
 
         every = (jnp.arange(self.length), xs, real)
         first = (init, stash.buffers if stash else [])
-        (carry, buffers), (ys, saved) = lax.scan(layer, first, every, length=self.length, reverse=self.reverse)
-        return [*carry, *ys], buffers if stash else saved
 
-    def backward(
+        def result(state: Any, out: Any) -> tuple[list[Any], Any]:
+            (carry, buffers), (ys, saved) = state, out
+            return [*carry, *ys], buffers if stash else saved
+
+        return LayerLoop(layer, first, every, self.length, self.reverse, result)
+
+    def backwards(
         self,
         access: Access,
         leaves: Sequence[Any],
@@ -161,9 +174,9 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """`into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the linear
-        inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
+    ) -> LayerLoop:
+        """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
+        linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
@@ -188,14 +201,13 @@ class Stack:
             return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        (ct_carry, ct_consts, totals), ct_xs = lax.scan(
-            layer,
-            (cotangents[:n_carry], zeros, totals),
-            (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], real),
-            length=self.length,
-            reverse=not self.reverse,
-        )
-        return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+        every = (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], real)
+
+        def result(carry: Any, ct_xs: Any) -> tuple[list[Any], list[Any]]:
+            ct_carry, ct_consts, totals = carry
+            return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+
+        return LayerLoop(layer, (cotangents[:n_carry], zeros, totals), every, self.length, not self.reverse, result)
 
     def backward_inputs(
         self,

@@ -25,6 +25,11 @@ class Stash:
             for buffer, x in zip(buffers, values, strict=True)
         ]
 
+    def put_layers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The buffers with what all layers leave, [layers, ...]."""
+        pairs = zip(self.buffers, values, strict=True)
+        return [lax.dynamic_update_index_in_dim(buffer, x, self.slot, axis=0) for buffer, x in pairs]
+
     def at(self, layer: jax.Array) -> list[jax.Array]:
         """What one layer left."""
         return [

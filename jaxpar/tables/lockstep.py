@@ -37,3 +37,11 @@ def one_f_one_b(p: int, m: int, v: int) -> Table:
     rank where the paper's holds p.
     """
     return lockstep(p, m, v, lag=v * p - 1)
+
+
+def one_f_one_b_beside(p: int, m: int, v: int) -> Table:
+    """1F1B in which the last rank's backward runs one tick later: then no backward of a tick needs what a forward of it
+    makes, and each rank runs the two side by side, layer by layer (the idea of DualPipe, DeepSeek-AI 2024, section
+    3.2.1). No tick more than 1F1B has forwards or backwards, and one microbatch more in flight.
+    """
+    return lockstep(p, m, v, lag=v * p)

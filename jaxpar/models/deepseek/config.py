@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import jax
 
 from ..parts import text
-from ..parts.config import check_sizes
+from ..parts.config import MixtureSizes, check_sizes
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(MixtureSizes):
     """Sizes of a `DeepSeek`. Raises ValueError where they do not fit each other."""
 
     vocab: int = 256
@@ -71,16 +71,6 @@ class Config:
     def query_dim(self) -> int:
         """Features of a head's query and key: those that are rotated, and those that are not."""
         return self.head_dim + self.rope_dim
-
-    @property
-    def parameters(self) -> int:
-        """The exact number of parameters, the routers' biases among them."""
-        return self._parameters(self.experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token meets: all but the experts that it does not choose."""
-        return self._parameters(self.chosen)
 
     def _parameters(self, experts: int) -> int:
         norms = 2 * self.dim + self.query_rank + self.rank

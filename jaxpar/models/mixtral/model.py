@@ -20,12 +20,12 @@ from ...ops.experts.experts import Routing, experts
 from .. import llama
 from ..parts import text
 from ..parts.cache import Attend
-from ..parts.config import check_sizes
+from ..parts.config import MixtureSizes, check_sizes
 from ..parts.stack import run_with
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(MixtureSizes):
     """Sizes of a `Mixtral`. Raises ValueError where they do not fit each other."""
 
     vocab: int = 256
@@ -64,16 +64,6 @@ class Config:
             raise ValueError(
                 f"capacity={self.capacity}, balance={self.balance}, z={self.z}: use numbers from 0, which is off"
             )
-
-    @property
-    def parameters(self) -> int:
-        """The exact number of parameters."""
-        return self._parameters(self.experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token meets: all but the experts that it does not choose."""
-        return self._parameters(self.chosen)
 
     def _parameters(self, experts: int) -> int:
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)

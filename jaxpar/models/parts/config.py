@@ -1,11 +1,33 @@
 """What every model's sizes must be, before any of them is multiplied."""
 
 import dataclasses
+from abc import abstractmethod
 from numbers import Integral, Real
 from typing import Any
 
 _LARGEST = 2**31 - 1  # what an index of 32 bits reaches
 _WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
+
+
+class MixtureSizes:
+    """Sizes of a model of mixtures: how many parameters it has, and how many of them a token meets."""
+
+    experts: int
+    chosen: int
+
+    @property
+    def parameters(self) -> int:
+        """The exact number of parameters; where routers have biases, with them."""
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: all but the experts that it does not choose."""
+        return self._parameters(self.chosen)
+
+    @abstractmethod
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in each mixture, and routers of all of them."""
 
 
 def check_sizes(config: Any) -> None:

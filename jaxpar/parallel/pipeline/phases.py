@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -89,3 +89,21 @@ def looked_up(table: Table) -> dict[str, np.ndarray]:
         ):
             out[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
     return out
+
+
+def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
+    """The least n for which each microbatch b can wait at b mod n, from the tick in which it is made to that
+    in which it is read, before another is written.
+    """
+
+    def free(n: int) -> bool:
+        until = dict.fromkeys(range(n), 0)
+        for at, tick in sorted(made.items(), key=lambda item: item[1]):
+            if until[at % n] > tick:
+                return False
+            until[at % n] = read[at]
+        return True
+
+    first = min(read.values())
+    least = sum(tick < first for tick in made.values())
+    return next(n for n in itertools.count(max(1, least)) if free(n))

@@ -12,6 +12,7 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
+from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
@@ -63,8 +64,8 @@ class Engine(Cut):
 
     def forward(
         self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
-    ) -> tuple[Message, Any]:
-        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forward`."""
+    ) -> LayerLoop:
+        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forwards`."""
         return self.chunk(env, op, self.entered(env, op, message), grad, stash)
 
     def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
@@ -75,18 +76,21 @@ class Engine(Cut):
 
     def chunk(
         self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
-    ) -> tuple[Message, Any]:
+    ) -> LayerLoop:
         """One chunk of layers on a message that is there, in the first stage too."""
         k, first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._inputs(env, op)
-        outs, saved = self.stage.forward(
-            self.access, self.leaves, [*consts, *message.carry, *xs], grad, *self.layers(op), stash
-        )
-        by_layer = []
-        for j, buffer in zip(self.collected, message.by_layer, strict=True):
-            buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
-            by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
-        return Message(outs[:k], by_layer), saved
+
+        def sent(made: tuple[list[Any], Any]) -> tuple[Message, Any]:
+            outs, saved = made
+            by_layer = []
+            for j, buffer in zip(self.collected, message.by_layer, strict=True):
+                buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
+                by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
+            return Message(outs[:k], by_layer), saved
+
+        inputs = [*consts, *message.carry, *xs]
+        return self.stage.forwards(self.access, self.leaves, inputs, grad, *self.layers(op), stash).then(sent)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
@@ -122,12 +126,18 @@ class Engine(Cut):
 
     def backward(
         self, env: dict[Any, Any], op: Any, saved: Any, stash: Stash, cts: Message, grads: list[Any]
-    ) -> tuple[list[Any], Message, dict[Any, Any]]:
+    ) -> LayerLoop:
         """Gradients, cotangents for the rank before, and those of what the prologue made. What the forward saved is in
         the stash; `saved` is its structure.
         """
         own = self.stack.unit.leaves
-        totals, ct_in = self.stage.backward(
+
+        def sent(made: tuple[list[Any], list[Any]]) -> tuple[list[Any], Message, dict[Any, Any]]:
+            totals, (ct_consts, ct_carry, ct_xs) = made[0], self.parts(made[1])
+            of_prologue = self.of_prologue(op, ct_consts, ct_carry, ct_xs)
+            return with_totals(grads, own, totals), Message(ct_carry, cts.by_layer), of_prologue
+
+        return self.stage.backwards(
             _Masked(self.access, op["valid"]),
             self.leaves,
             self.known(env, op),
@@ -136,10 +146,7 @@ class Engine(Cut):
             [grads[i] for i in own],
             *self.layers(op),
             stash,
-        )
-        grads = with_totals(grads, own, totals)
-        ct_consts, ct_carry, ct_xs = self.parts(ct_in)
-        return grads, Message(ct_carry, cts.by_layer), self.of_prologue(op, ct_consts, ct_carry, ct_xs)
+        ).then(sent)
 
     def layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:
         """The first of a chunk's layers among this rank's, and which of them are the model's; None if all are."""

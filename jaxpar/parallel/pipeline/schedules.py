@@ -27,7 +27,7 @@ from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of
 from ...tables.search import name_of
 from ...text import did_you_mean
 from .buffers import SlotTables, Walk
-from .phases import Column, Phase, grouped, looked_up, stash_slots
+from .phases import Column, Phase, grouped, looked_up, places, stash_slots
 
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
@@ -281,11 +281,18 @@ class Schedule:
         """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
         return self._last["F"].get(tick)
 
-    @property
-    def late(self) -> bool:
-        """Whether a microbatch's backward begins in a later tick than its epilogue, whose cotangents wait for it."""
-        backwards = self._last["B"].items() | self._last["I"].items()
-        return not backwards <= self._last["F"].items()
+    @functools.cached_property
+    def waiting(self) -> int:
+        """Room for the cotangents that an epilogue makes, where a backward begins in a later tick: microbatch b has the
+        place b mod `waiting`. 0 where each begins in the tick of its epilogue.
+
+        A tick in which a rank runs a forward and a backward reads before it writes, and runs them side by side.
+        """
+        made = {at: tick for tick, at in self._last["F"].items()}
+        begun = {at: tick for kind in ("B", "I") for tick, at in self._last[kind].items()}
+        if self.forwards_only or begun == made:
+            return 0
+        return places(made, begun)
 
     # -- what ranks hold -----------------------------------------------------------------------------------------------
 

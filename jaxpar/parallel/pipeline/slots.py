@@ -203,7 +203,7 @@ class Slots(Engine):
 
         def one(row: Any) -> Any:
             env, _ = self._before(row["microbatch"], False)
-            _, saved = self.chunk(env, row, message, True)
+            _, saved = self.chunk(env, row, message, True).run()
             return saved, self.inputs(env, row, saved, message.where(self.linear))[1]
 
         saved, left = jax.eval_shape(one, row)
@@ -315,7 +315,8 @@ class _Operations:
     def forward(self, number: jax.Array, carry: Any) -> Any:
         (message, stash), op = carry, self._op(number)
         grad = self.of.seeds is not None
-        outs, new = self.of.chunk(self.env, op, message, grad, Stash(stash, op["stash"]) if grad else None)
+        into = Stash(stash, op["stash"]) if grad else None
+        outs, new = self.of.chunk(self.env, op, message, grad, into).run()
         return outs, new if grad else stash
 
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:

@@ -20,7 +20,7 @@ In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,10 @@ from jax import lax
 
 from ... import collectives
 from ...jaxprs import jaxpr as jx
+from ...slicing.loop import LayerLoop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
+from .ahead import SharedPrologues, shared
 from .chunks import AXIS, Cotangents, Message, before
 from .ranks import Engine
 from .schedules import Kind, Phase
@@ -50,7 +52,11 @@ class Carry:
       message: from the rank before.
       cotangents: those of a message, from the rank behind.
       stash: what backwards need of forwards, [slots, ...]; no weights.
-      late: cotangents of the epilogue for backwards of later ticks [microbatches, ...], or None (`Schedule.late`).
+      late: cotangents of the epilogue for backwards of later ticks [`Schedule.waiting`, ...], or None where there are
+        none.
+      ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
+        empty where all compute them in every tick (`ahead.py`).
+      behind: cotangents of these.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
     """
@@ -59,6 +65,8 @@ class Carry:
     cotangents: Message
     stash: list[jax.Array]
     late: Cotangents | None
+    ahead: list[jax.Array]
+    behind: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
 
@@ -77,8 +85,11 @@ class Pipeline(Engine):
         schedule, rank = self.schedule, lax.axis_index(AXIS)
         rows = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
         rows["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
+        rows |= {name: jnp.array(at) for name, at in self._entering().items()}
         row = jax.tree.map(lambda x: x[0], rows)
         carry, saved = self._start_of(row)
+        if shared(self.program):
+            carry = dataclasses.replace(carry, ahead=self._ahead.run())
         carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
         for repeats, phases in schedule.phases():
             first, length = phases[0].start, sum(phase.length for phase in phases)
@@ -97,19 +108,55 @@ class Pipeline(Engine):
             else:
                 laps = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), part)
                 carry, _ = lax.scan(lap, carry, laps)
-        return carry.grads, carry.sums
+        return self._with_prologues(carry).grads, carry.sums
 
-    def once(self, phases: Sequence[Phase]) -> list[Carry]:
-        """One tick of each of these phases, from zeros, to look at."""
-        row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
-        row["epilogue"] = jnp.int32(0)
+    def separated(self) -> list[tuple[int, Any]]:
+        """How often a step runs each of its parts, and what one returns that runs it alone: for who counts."""
+        schedule = self.schedule
+        forwards, backwards, m = schedule.messages("F"), schedule.messages("B"), schedule.microbatches
+        row = self._row()
         carry, saved = self._start_of(row)
-        return [self.tick(phase, saved, carry, row) for phase in phases]
+        parts = []
+        if shared(self.program):
+            parts = [(1, dataclasses.replace(carry, ahead=self._ahead.run())), (1, self._with_prologues(carry))]
+        # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
+        for runs, flags in (
+            (forwards - m, (True, False, False)),
+            (backwards - m, (False, True, False)),
+            (m, (True,) * 3),
+        ):
+            parts.append((runs, self.tick(Phase(0, 1, *flags), saved, carry, row)))
+        return parts
+
+    def _row(self) -> dict[str, jax.Array]:
+        """What this rank looks up in the first tick."""
+        row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
+        return row | {name: jnp.int32(0) for name in ("epilogue", "enters", "exits")}
+
+    @property
+    def _ahead(self) -> SharedPrologues:
+        ranks, m = self.schedule.ranks, self.schedule.microbatches
+        return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
+
+    def _entering(self) -> dict[str, list[int]]:
+        """For each tick the microbatches that enter the first stage, 0 where none does, and whose cotangents leave it,
+        -1 where none do.
+        """
+        found: dict[str, list[int]] = {}
+        for name, kind, none in (("enters", "F", 0), ("exits", "B", -1)):
+            ops = [self.schedule.op(kind, 0, tick) for tick in range(self.schedule.ticks)]
+            found[name] = [op.microbatch if op and op.chunk == 0 else none for op in ops]
+        return found
+
+    def _with_prologues(self, carry: Carry) -> Carry:
+        """With the gradients of the prologues that this rank has computed ahead."""
+        if self.seeds is None or not shared(self.program):
+            return carry
+        return dataclasses.replace(carry, grads=self._ahead.backward(carry.behind, list(carry.grads)))
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W: nothing here."""
-        row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
-        return self._start_of(row)[0].stash, []
+        return self._start_of(self._row())[0].stash, []
 
     def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
         """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""
@@ -124,27 +171,31 @@ class Pipeline(Engine):
         variables = self.message(self.program)
         padded = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
+        ahead = self._ahead.zeros() if shared(self.program) else []
         if self.seeds is None:
-            return Carry(padded, Message([], []), [], None, [], sums), None
+            return Carry(padded, Message([], []), [], None, ahead, [], [], sums), None
 
         def stashed(row: Any) -> Any:
             op = _op("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            return self.forward(env, op, padded, True)[1]
+            return self.forward(env, op, padded, True).run()[1]
 
         saved = jax.eval_shape(stashed, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
         late = None
-        if self.schedule.late:
+        if self.schedule.waiting:
             made = Cotangents(variables.where(self.linear), self.side())
-            late = jax.tree.map(lambda v: jnp.zeros((self.schedule.microbatches, *v.aval.shape), v.aval.dtype), made)
-        return Carry(padded, padded.where(self.linear), stash, late, [None] * len(self.leaves), sums), saved
+            count = self.schedule.waiting
+            late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
+        none: list[jax.Array | None] = [None] * len(self.leaves)
+        return Carry(padded, padded.where(self.linear), stash, late, ahead, list(ahead), none, sums), saved
 
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
         """The first carry with zeros for the gradients that there will be."""
         every = Phase(0, 1, True, True, True)
-        grads = jax.eval_shape(lambda carry, row: self.tick(every, saved, carry, row), carry, row).grads
+        last = lambda carry, row: self._with_prologues(self.tick(every, saved, carry, row))
+        grads = jax.eval_shape(last, carry, row).grads
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
 
     # -- one tick ------------------------------------------------------------------------------------------------------
@@ -153,36 +204,65 @@ class Pipeline(Engine):
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        program, last = self.program, self.is_last
-        made: Cotangents | None = None
+        ahead, behind, given = carry.ahead, carry.behind, dict[Any, Any]()
+        made = None if late is None else self._waiting(late, row)
+        # Neither needs what the other makes: layer by layer side by side, one computes while the other waits.
+        beside = phase.forward and phase.backward and late is not None
+        sent = None
         if phase.forward:
             op = _op("F", row)
-            env = program.environment(self.values(op["microbatch"]))
+            env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            outs, new = self.forward(
-                env, op, message, bool(self.seeds), Stash(stash, row["write"]) if self.seeds else None
-            )
-            stash = new if self.seeds else stash
+            if ahead:
+                env |= self._ahead.entering(ahead, row["enters"])
+            into = Stash(stash, row["write"]) if self.seeds else None
+            front = self.forward(env, op, message, bool(self.seeds), None if beside else into)
+            if beside and into is not None:
+                back = self._back(saved, stash, row, cotangents, made, grads)
+                (outs, new), (grads, sent, given) = front.beside(back)
+                stash = into.put_layers(new.values)
+            else:
+                outs, new = front.run()
+                stash = new if self.seeds else stash
             if phase.epilogue:
                 grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
                 if late is not None:
-                    put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, row["epilogue"], axis=0)
-                    late = jax.tree.map(put, late, made)
+                    at = row["epilogue"] % self.schedule.waiting
+                    late = jax.tree.map(lambda a, x: lax.dynamic_update_index_in_dim(a, x, at, axis=0), late, made)
             message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outs)
         if phase.backward:
-            op = _op("B", row)
-            env = program.environment(self.values(op["microbatch"]))
-            tape = forward(before(self.program), self.access, self.leaves, env, True)
-            if late is not None:
-                made = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, op["microbatch"], keepdims=False), late)
-            ends = last & (op["chunk"] == self.schedule.chunks - 1)
-            if made is not None:
-                cotangents = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cotangents)
-            here = Stash(stash, row["read"])
-            grads, sent, of_prologue = self.backward(env, op, saved, here, cotangents, grads)
+            if sent is None:
+                grads, sent, given = self._back(saved, stash, row, cotangents, made, grads).run()
+            if behind:
+                behind = self._ahead.kept(behind, given, row["exits"])
+            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
+        return Carry(message, cotangents, stash, late, ahead, behind, grads, sums)
+
+    def _waiting(self, late: Cotangents, row: Any) -> Cotangents:
+        """Of the cotangents that wait those of the microbatch of this tick's backward."""
+        at = _op("B", row)["microbatch"] % self.schedule.waiting
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), late)
+
+    def _back(
+        self, saved: Any, stash: list[jax.Array], row: Any, cts: Message, made: Cotangents | None, grads: list[Any]
+    ) -> LayerLoop:
+        """A tick's backward: gradients, cotangents for the rank before, and those of what the prologue made. `cts` came
+        from the rank behind, `made` from the epilogue.
+        """
+        op = _op("B", row)
+        env = self.program.environment(self.values(op["microbatch"]))
+        tape = forward(before(self.program), self.access, self.leaves, env, True)
+        ends = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
+        if made is not None:
+            cts = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cts)
+
+        def given(found: tuple[list[Any], Message, dict[Any, Any]]) -> tuple[list[Any], Message, dict[Any, Any]]:
+            grads, sent, of_prologue = found
+            if shared(self.program):
+                return found
             for v, ct in zip(self.side(), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
-            grads = backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads)
-            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
-        return Carry(message, cotangents, stash, late, grads, sums)
+            return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent, {}
+
+        return self.backward(env, op, saved, Stash(stash, row["read"]), cts, grads).then(given)

@@ -20,14 +20,22 @@ PIPES = range(2, 9)
 # p ranks, v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks
 GRID = [
     Schedule(kind, p, m, v)
-    for kind in ("gpipe", "1f1b")
+    for kind in ("gpipe", "1f1b", "1f1b-overlap")
     for p in PIPES
     for v in range(1, 5)
     for m in range(p if v > 1 else 1, 4 * p + 1, p if v > 1 else 1)
 ]
 # Closed forms: the tick of the first backward, and the most that a rank holds.
-LAG = {"1f1b": lambda p, m, v: v * p - 1, "gpipe": lambda p, m, v: m * v + p - 1}
-HELD = {"1f1b": lambda p, m, v, rank: min(m * v, (v + 1) * p - 1 - 2 * rank), "gpipe": lambda p, m, v, rank: m * v}
+LAG = {
+    "1f1b": lambda p, m, v: v * p - 1,
+    "1f1b-overlap": lambda p, m, v: v * p,
+    "gpipe": lambda p, m, v: m * v + p - 1,
+}
+HELD = {
+    "1f1b": lambda p, m, v, rank: min(m * v, (v + 1) * p - 1 - 2 * rank),
+    "1f1b-overlap": lambda p, m, v, rank: min(m * v, (v + 1) * p - 2 * rank),
+    "gpipe": lambda p, m, v, rank: m * v,
+}
 
 
 def of_pipe(p: int) -> list[Schedule]:
@@ -69,9 +77,11 @@ def test_dependencies(p: int) -> None:
         last = p * schedule.chunks - 1
         ends = {at: forwards[last, at] for at in range(schedule.microbatches)}
         assert {schedule.epilogue(t): t for t in range(schedule.ticks) if schedule.epilogue(t) is not None} == ends
-        assert schedule.late == ({at: backwards[last, at] for at in ends} != ends)
+        assert bool(schedule.waiting) == ({at: backwards[last, at] for at in ends} != ends)
         if schedule.kind == "1f1b":  # the loss's cotangent is used in the tick that makes it
-            assert not schedule.late
+            assert not schedule.waiting
+        if schedule.kind == "1f1b-overlap":  # in the next one, before another is there
+            assert schedule.waiting == 1
         if schedule.kind == "gpipe":
             assert min(backwards.values()) > max(forwards.values())
 
@@ -112,7 +122,8 @@ def test_activations_in_flight_are_the_closed_form(p: int) -> None:
             if form := HELD.get(schedule.kind):
                 assert most == form(p, m, v, rank)
         if schedule.kind in HELD:
-            assert schedule.slots == (m * v + 1 if schedule.kind == "gpipe" else min(m * v + 1, (v + 1) * p - 1))
+            most = {"gpipe": m * v + 1, "1f1b": (v + 1) * p - 1, "1f1b-overlap": (v + 1) * p}[schedule.kind]
+            assert schedule.slots == min(m * v + 1, most)
 
 
 @pytest.mark.parametrize("p", PIPES)
@@ -187,7 +198,7 @@ def test_an_evaluation_runs_the_forwards_alone() -> None:
         assert alone.messages("B") == 0
         assert [alone.epilogue(t) for t in range(alone.ticks)] == [schedule.epilogue(t) for t in range(alone.ticks)]
         assert not any(phase.backward for _, phases in alone.phases() for phase in phases)
-        assert not alone.late
+        assert not alone.waiting
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
@@ -200,8 +211,7 @@ def test_a_schedule_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) 
     schedule, known = Schedule("later", 4, 8, 2), Schedule("1f1b", 4, 8, 2)
     simulate(schedule)
     use_slots(schedule)
-    assert schedule.late
-    assert not known.late
+    assert (schedule.waiting, known.waiting) == (2, 0)
     assert schedule.ticks == known.ticks + 2
     assert [schedule.in_flight(rank) - known.in_flight(rank) for rank in range(4)] == [2] * 4
     assert (schedule.time, schedule.messages("B")) == (known.time, known.messages("B"))

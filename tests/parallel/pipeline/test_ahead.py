@@ -1,0 +1,75 @@
+"""Layers before the stack that is cut: each rank runs those of its own microbatches, once."""
+
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+
+DIM, WIDE, FIRST, LAYERS = 6, 10, 2, 4  # WIDE: hidden features of the first layers alone
+
+
+def init(key: jax.Array) -> Any:
+    draw = lambda n, *shape: jax.random.normal(jax.random.fold_in(key, n), shape) / 3
+    first = {"up": draw(0, FIRST, DIM, WIDE), "down": draw(1, FIRST, WIDE, DIM)}
+    return {"first": first, "layers": draw(2, LAYERS, DIM, DIM), "head": draw(3, DIM, 1)}
+
+
+def loss(params: Any, batch: Any, key: jax.Array) -> jp.Mean:
+    first = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)
+    x = lax.scan(first, batch["x"], params["first"])[0]
+    x = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])[0]
+    return jp.Mean(jnp.sum(batch["weight"] * (x @ params["head"])[:, 0] ** 2), jnp.sum(batch["weight"]))
+
+
+MODEL = jp.Model(init=init, loss=loss)
+
+
+def batch(rows: int = 12) -> Any:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(rows, DIM)).astype("float32"),
+        "weight": rng.uniform(size=rows).astype("float32"),
+    }
+
+
+def products(jaxpr: Any, times: int = 1) -> int:
+    """How often a program multiplies by the first layers' weights, or by what they give."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        sizes = {n for v in eqn.invars for n in getattr(v.aval, "shape", ())}
+        found += times * (eqn.primitive.name == "dot_general" and WIDE in sizes)
+        inside = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        found += sum(products(getattr(inner, "jaxpr", inner), inside) for inner in jec.jaxprs_in_params(eqn.params))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("pipe=2,microbatches=3", 2),  # the second rank has one microbatch less
+        pytest.param("pipe=2,microbatches=4,schedule=1f1b-overlap", 2, marks=pytest.mark.battery),
+        pytest.param("pipe=2,microbatches=4,chunks=2,schedule=gpipe", 2, marks=pytest.mark.battery),
+        pytest.param("pipe=4,fsdp=2,zero=3,microbatches=2", 8, marks=pytest.mark.battery),
+    ],
+)
+def test_they_train_as_on_one_device_and_run_once_a_microbatch(strategy: str, devices: int) -> None:
+    mesh = jax.devices()[:devices]
+    found = jp.verify(MODEL, strategy, batch(), mesh=mesh)
+    assert found.ok, found
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy, mesh=mesh)
+    traced = step.trace(batch())
+    closed, written = expected(step, batch()), Ledger.from_jaxpr(traced, step.mesh)
+    assert written.by("kind", "axes", "dtype", value="count") == closed.by("kind", "axes", "dtype", value="count")
+    each = -(-step.strategy.microbatches // step.strategy.pipe)
+    # Two products forwards, twice, the second time for the backward, and four backwards; for each microbatch of a rank
+    # and not for each tick.
+    assert 0 < products(getattr(traced, "jaxpr", traced)) <= 8 * FIRST * each

@@ -1,0 +1,58 @@
+"""Two loops over layers as one: the results of each, and whose all-to-alls wait for what."""
+
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpar.slicing.loop import LayerLoop
+
+LENGTH = 3
+
+
+def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> LayerLoop:
+    """x -> x + y, where y passes through so many products and all-to-alls; and the sum of each layer's y."""
+
+    def body(x: jax.Array, w: jax.Array) -> Any:
+        y = x
+        for _ in range(exchanges):
+            y = lax.all_to_all(jnp.tanh(y @ w), "expert", 0, 0, tiled=True)
+        return x + y, y.sum()
+
+    return LayerLoop(body, x, weights, LENGTH, reverse, lambda carry, sums: (carry, sums))
+
+
+@pytest.mark.parametrize("exchanges", [(2, 2), (1, 3), (0, 2), (2, 0)])
+def test_side_by_side_they_give_what_each_gives(exchanges: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(LENGTH, 4, 4)).astype("float32") / 2 for _ in range(2))
+    x, y = (rng.normal(size=(2, 4, 4)).astype("float32") for _ in range(2))
+
+    def run(x: Any, y: Any, beside: bool) -> Any:
+        one = layers(a, x, False, exchanges[0]).then(lambda found: found[::-1])
+        other = layers(b, y, True, exchanges[1])
+        return one.beside(other) if beside else (one.run(), other.run())
+
+    spread = lambda beside: jax.vmap(lambda x, y: run(x, y, beside), axis_name="expert")(x, y)
+    jax.tree.map(lambda got, due: np.testing.assert_allclose(got, due, rtol=1e-5), spread(True), spread(False))
+
+
+def test_each_computes_while_the_others_tokens_are_under_way() -> None:
+    """What has arrived is held until the other's all-to-all can start, from the other's first on."""
+    x, y = jnp.ones((4, 4)), jnp.ones((4, 6))
+    a, b = jnp.ones((LENGTH, 4, 4)), jnp.ones((LENGTH, 6, 6))
+    both = lambda x, y: layers(a, x, False, 2).beside(layers(b, y, True, 2))
+    (scan,) = (eqn for eqn in jax.make_jaxpr(both, axis_env=[("expert", 2)])(x, y).eqns if eqn.primitive.name == "scan")
+    (body,) = jec.jaxprs_in_params(scan.params)
+    of = {"dot_general": "compute", "all_to_all": "send"}
+    order = [(of[e.primitive.name], e.outvars[0].aval.shape[-1]) for e in body.eqns if e.primitive.name in of]
+    assert order == [
+        *(("compute", 6), ("send", 6), ("compute", 4), ("send", 4)),
+        *(("compute", 6), ("send", 6), ("compute", 4), ("send", 4)),
+    ]
+    held = [[v.aval.shape[-1] for v in e.invars] for e in body.eqns if e.primitive.name == "optimization_barrier"]
+    assert held == [[4, 6], [6, 4], [4, 6], [6, 4]]
