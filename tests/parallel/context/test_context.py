@@ -229,6 +229,12 @@ def reader(mixes: Any) -> jp.Model:
     return jp.from_linen(Reader(mixes), cells.next_token, example=cells.batch_of(2))
 
 
+def decaying(x: jax.Array) -> jax.Array:
+    """h <- sigmoid(x) h + x over the positions."""
+    step = lambda h, x: (jax.nn.sigmoid(x) * h + x,) * 2
+    return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
 def other_places(x: jax.Array) -> jax.Array:
     """Counts, but for the first five."""
     at = jnp.arange(len(x))
@@ -254,8 +260,10 @@ REFUSED = {
     [
         (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), halo_bytes(4 * 8, 2, 0, 4, 4)),
         (lambda x: jnp.cumsum(x, axis=1), (3 * 4 * 8 * 4, 3 * 4 * 8 * 4)),
+        # Of each chunk what it makes of a state [4, 8]: by how much it decays, and what it adds.
+        (decaying, (2 * 3 * 4 * 8 * 4, 2 * 3 * 4 * 8 * 4)),
     ],
-    ids=["convolution", "cumsum"],
+    ids=["convolution", "cumsum", "states"],
 )
 def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> None:
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=4", jax.devices()[:4])
