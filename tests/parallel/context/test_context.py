@@ -68,8 +68,8 @@ def possible(name: str, text: str, way: str) -> bool:
         return False
     if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
         return False  # nothing to share, or nothing to pass on
-    # Chunks of four positions in the one, two positions of the next chunk in the other.
-    return chunks <= {"chunked": 4, "neighbours": 8}.get(name, chunks)
+    # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
+    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8}.get(name, chunks)
 
 
 def battery() -> list[Any]:
