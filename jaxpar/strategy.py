@@ -73,7 +73,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots"),
-    "attention": ("auto", "gather", "ulysses", "ring"),
+    "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
 }
 
@@ -105,7 +105,8 @@ class Strategy:
         (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
       attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
         every rank; "ulysses", ranks exchange positions for heads (Jacobs et al. 2023); "ring", keys and values move
-        from rank to rank (Liu et al. 2023); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
+        from rank to rank (Liu et al. 2023); "usp", groups of ranks do the one and pass on the other (Fang and Zhao
+        2024); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over

@@ -20,6 +20,7 @@ from jaxpar.models import gpt, llama, named
 from jaxpar.ops.cross_entropy import cross_entropy
 
 VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
+LAYER = ("query", "key", "value", "out", "up", "down")  # what a layer of plain JAX has
 
 
 def weighed(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jp.Mean:
@@ -108,27 +109,37 @@ def encoder_decoder() -> jp.Model:
     return jp.from_linen(EncoderDecoder(), loss, example=batch_of(2))
 
 
+def _draws(key: jax.Array) -> dict[str, jax.Array]:
+    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
+    params = {name: draw(i, DIM, DIM) for i, name in enumerate(LAYER)}
+    return params | {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+
+
+def _heads(params: Any, x: jax.Array) -> list[jax.Array]:
+    """Queries, keys and values [B, T, H, h]."""
+    return [(x @ params[name]).reshape(*x.shape[:2], HEADS, -1) for name in ("query", "key", "value")]
+
+
 def _functions(attend: Callable[..., jax.Array]) -> jp.Model:
-    """A decoder in plain JAX: `attend(params, q, k, v, batch)` on [B, T, H, h]."""
+    """A decoder in plain JAX, whose layers are scanned: `attend(params, q, k, v, batch)` on [B, T, H, h]."""
 
     def init(key: jax.Array) -> dict[str, Any]:
-        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
-        names = ("query", "key", "value", "out", "up", "down")
-        params = {name: draw(i, DIM, DIM) for i, name in enumerate(names)}
-        return params | {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+        first, second = _draws(key), _draws(jax.random.fold_in(key, 99))
+        return first | {name: jnp.stack([first[name], second[name]]) for name in LAYER}
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jp.Mean, Any]:
-        x = params["table"][batch["tokens"][:, :-1]]
-        for _ in range(2):
-            q, k, v = (
-                (x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value")
-            )
-            x = x + attend(params, q, k, v, batch).reshape(x.shape) @ params["out"]
-            x = x + jnp.tanh(x @ params["up"]) @ params["down"]
-        logits, targets = (x @ params["head"])[:, :-1], batch["tokens"][:, 1:-1]  # one position fewer than went in
+        def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            x = x + attend(params, *_heads(own, x), batch).reshape(x.shape) @ own["out"]
+            return x + jnp.tanh(x @ own["up"]) @ own["down"], None
+
+        tokens = batch["tokens"]
+        x, _ = jax.lax.scan(layer, params["table"][tokens[:, :-1]], {name: params[name] for name in LAYER})
+        logits, targets = (x @ params["head"])[:, :-1], tokens[:, 1:-1]  # one position fewer than went in
         found = weighed(logits, targets, batch["mask"][:, 1:])
         right = (logits.argmax(-1) == targets).mean()
-        return jp.Mean(found.total + 0.1 * found.count * jnp.square(params["out"]).sum(), found.count), {"right": right}
+        return jp.Mean(found.total + 0.1 * found.count * jnp.square(params["head"]).sum(), found.count), {
+            "right": right
+        }
 
     return jp.Model(init=init, loss=loss)
 
@@ -172,9 +183,25 @@ def packed() -> jp.Model:
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
 
 
+def translator() -> jp.Model:
+    """An encoder and a decoder by `jp.attention`, and cross attention to a source of another length."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        def attended(x: jax.Array, memory: jax.Array, causal: bool) -> jax.Array:
+            q, (_, k, v) = _heads(params, x)[0], _heads(params, memory)
+            return x + jp.attention(q, k, v, causal=causal).reshape(x.shape) @ params["out"]
+
+        memory, x = params["table"][batch["source"]], params["table"][batch["tokens"][:, :-1]]
+        memory = attended(memory, memory, causal=False)
+        memory = memory + jnp.tanh(memory @ params["up"]) @ params["down"]
+        x = attended(attended(x, x, causal=True), memory, causal=False)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=_draws, loss=loss)
+
+
 def chunked() -> jp.Model:
     """A loss whose logits never exist whole."""
-    model = window()
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         hidden = jnp.tanh(params["table"][batch["tokens"][:, :-1]] @ params["up"])
@@ -182,18 +209,16 @@ def chunked() -> jp.Model:
         nats = cross_entropy(hidden, params["head"], batch["tokens"][:, 1:], chunk=16)
         return jp.Mean(jnp.sum(nats * batch["mask"]), jnp.sum(batch["mask"]))
 
-    return jp.Model(init=model.init, loss=loss)
+    return jp.Model(init=_draws, loss=loss)
 
 
 def flattened(shift: bool = False) -> jp.Model:
     """Tokens of all rows in one dim, as most losses have them: before the feed-forward, and in the loss."""
-    model = window()
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jp.Mean, Any]:
         tokens, targets, weights = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"]
         x = params["table"][tokens]
-        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
-        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
         every = x.reshape(-1, DIM)
         every = every / jnp.sqrt(jnp.square(every).mean(-1, keepdims=True) + 1e-6)
         x = x + jax.nn.relu(every @ params["up"]).reshape(x.shape) @ params["down"]
@@ -210,7 +235,7 @@ def flattened(shift: bool = False) -> jp.Model:
         right = (logits.argmax(-1) == labels).astype(jnp.float32).mean()
         return jp.Mean(jnp.sum(nats * weights) + 0.1 * worst, jnp.sum(weights * valid)), {"right": right}
 
-    return jp.Model(init=model.init, loss=loss)
+    return jp.Model(init=_draws, loss=loss)
 
 
 def flattened_shifted() -> jp.Model:
@@ -222,11 +247,11 @@ def neighbours() -> jp.Model:
     """What short convolutions, shifts and running sums are written as: RWKV's token shift, Mamba's convolution, padded
     on both sides and cut; RecurrentGemma's, a sum of shifted windows; a convolution that sees what follows.
     """
-    model, shape = window(), ("NWC", "WIO", "NWC")
+    shape = ("NWC", "WIO", "NWC")
 
     def init(key: jax.Array) -> dict[str, Any]:
         draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
-        return model.init(key) | {"taps": draw(11, 3, DIM), "kernel": draw(12, 3, DIM, DIM)}
+        return _draws(key) | {"taps": draw(11, 3, DIM), "kernel": draw(12, 3, DIM, DIM)}
 
     def mixed(params: Any, x: jax.Array) -> jax.Array:
         taps, (rows, length, _) = params["taps"], x.shape
@@ -241,8 +266,7 @@ def neighbours() -> jp.Model:
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         x = params["table"][batch["tokens"][:, :-1]]
         x = x + mixed(params, x)
-        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
-        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
         so_far = jnp.cumsum(x, axis=1) / 8 - jax.lax.cummax(jnp.tanh(x), axis=1, reverse=True)
         return weighed(jnp.tanh(so_far) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
 
@@ -251,7 +275,6 @@ def neighbours() -> jp.Model:
 
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
-    model = window()
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         x = params["table"][batch["tokens"][:, :-1]]
@@ -266,8 +289,7 @@ def states() -> jp.Model:
         order = lambda x: x.swapaxes(0, 1)
         start = jnp.zeros((x.shape[0], DIM, 8))
         x = x + order(jax.lax.scan(select, start, (order(x), order(x @ params["key"][:, :8]), order(time)))[1])
-        q, k, v = ((x @ params[name]).reshape(*x.shape[:2], HEADS, DIM // HEADS) for name in ("query", "key", "value"))
-        x = x + jp.attention(q, k, v).reshape(x.shape) @ params["out"]
+        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
 
         def back(h: jax.Array, given: Any) -> Any:
             h = given[0] * h + given[1]
@@ -277,7 +299,7 @@ def states() -> jp.Model:
         last, x = scan(jnp.ones_like(x[:, 0]), (jax.nn.sigmoid(x @ params["up"]), x))
         return weighed((x + last[:, None] / 8) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
 
-    return jp.Model(init=model.init, loss=loss)
+    return jp.Model(init=_draws, loss=loss)
 
 
 def mixture() -> jp.Model:
@@ -293,6 +315,7 @@ MODELS = {
         gpt2,
         loop,
         encoder_decoder,
+        translator,
         alibi,
         t5,
         window,
@@ -308,6 +331,7 @@ MODELS = {
 KERNELS = (
     "llama_gqa",
     "gpt2",
+    "translator",
     "window",
     "packed",
     "chunked",
@@ -338,7 +362,7 @@ def batch_of(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(3)
     return {
         "tokens": random_tokens(VOCAB, length + 1, rows=rows),
-        "source": random_tokens(VOCAB, length // 2, rows=rows),
+        "source": random_tokens(VOCAB, 2 * length, rows=rows),
         "mask": draw.uniform(0.1, 2, (rows, length)).astype(np.float32),
         "document": np.sort(draw.integers(0, 3, (rows, length))).astype(np.int32),
     }

@@ -115,10 +115,10 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
             "begin"
         )
     why = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
-    if strategy.attention == "ring":
+    if strategy.attention in ("ring", "usp"):
         raise ValueError(
-            f"attention='ring': {why}, whose ranks are not in one layer at one time; a hop of the ring needs all "
-            "devices; use attention='gather' or 'ulysses'"
+            f"attention={strategy.attention!r}: {why}, whose ranks are not in one layer at one time; a hop of the "
+            "ring needs all devices; use attention='gather' or 'ulysses'"
         )
     if strategy.rule:
         raise ValueError(

@@ -28,12 +28,19 @@ from jaxpar.ops.context import (
     to_zigzag,
     ulysses_attention,
     ulysses_bytes,
+    usp_attention,
+    usp_bytes,
 )
 from jaxpar.ops.context.order import ORDERS
 
 B, T, H, K, h = 2, 32, 8, 2, 8
 IDS = np.sort(np.random.default_rng(3).integers(4, size=(B, T)), axis=1).astype(np.int32)
-WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention}
+WAYS = {
+    "gather": gather_attention,
+    "ulysses": ulysses_attention,
+    "ring": ring_attention,
+    "usp": functools.partial(usp_attention, group=2),
+}
 CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "everywhere": {"causal": False},
@@ -117,7 +124,7 @@ def test_equals_a_softmax(way: str, c: int, order: str, case: str) -> None:
     assert_right(run(way, c, given, order, **CASES[case]), given, 2e-6, **CASES[case])
 
 
-@pytest.mark.parametrize("way", ["ring", battery("gather"), battery("ulysses")])
+@pytest.mark.parametrize("way", ["ring", battery("gather"), battery("ulysses"), battery("usp")])
 def test_bfloat16(way: str) -> None:
     given = arrays(jnp.bfloat16)
     assert_right(run(way, 4, given, "zigzag", segment_ids=IDS), given, 0.02, segment_ids=IDS)
@@ -193,6 +200,7 @@ def test_a_uniform_cotangent_would_hide_a_sequence_that_is_not_put_back() -> Non
         ("ring", "plain", 10),
         ("gather", "plain", None),
         ("ulysses", "zigzag", None),
+        battery("usp", "zigzag", None),
     ],
 )
 def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | None) -> None:
@@ -206,6 +214,10 @@ def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | Non
         forward, backward = ring_bytes(B, T, K, h, c, e, hops)
         # Forward every hop; backward the first of keys alone, those between with gradients, two of gradients alone.
         wanted = {"collective-permute": (2 * hops + 2, forward + backward)}
+    elif way == "usp":
+        forward, backward = usp_bytes(B, T, H, K, h, c, 2, e)
+        ring = sum(ring_bytes(B, T, K // 2, h, c // 2, e))
+        wanted = {"collective-permute": (4, ring), "all-to-all": (6, forward + backward - ring)}
     elif way == "gather":
         forward, backward = gather_bytes(B, T, K, h, c, e)
         wanted = {"all-gather": (1, forward), "reduce-scatter": (1, backward)}
@@ -238,6 +250,7 @@ def test_orders() -> None:
         ("gather", {"segment_ids": IDS * 1.0}, r"segment_ids is float.*give integers \[2, 8\]"),
         ("gather", {"kv_segment_ids": IDS}, r"without segment_ids"),
         ("ulysses", {"c": 3, "length": 24}, r"3 ranks do not divide 8 query heads; use ring_attention"),
+        ("usp", {"c": 3, "length": 24}, r"groups of 2 of 3 ranks for 8 query and 2 key heads"),
     ],
 )
 def test_errors(way: str, change: dict[str, Any], message: str) -> None:

@@ -13,4 +13,6 @@ from .rounds import ring_hops as ring_hops
 from .sent import gather_bytes as gather_bytes
 from .sent import ring_bytes as ring_bytes
 from .sent import ulysses_bytes as ulysses_bytes
+from .sent import usp_bytes as usp_bytes
 from .ulysses import ulysses_attention as ulysses_attention
+from .ulysses import usp_attention as usp_attention

@@ -60,12 +60,15 @@ def positions(length: int, axis: Axes, order: Order = "plain", rank: jax.Array |
       order: "plain" or "zigzag".
       rank: whose; this device's if None.
     """
-    c = count(axis)
-    rank = index(axis) if rank is None else rank
-    held = order_of(c, order)
-    per_rank = len(held) // c
+    return positions_of(length, count(axis), order, index(axis) if rank is None else rank)
+
+
+def positions_of(length: int, ranks: int, order: Order, rank: jax.Array | int) -> jax.Array:
+    """Those of one of so many ranks."""
+    held = order_of(ranks, order)
+    per_rank = len(held) // ranks
     size = _part(length, per_rank, "this rank's positions")
-    own = jnp.asarray(held, jnp.int32).reshape(c, per_rank)[rank]
+    own = jnp.asarray(held, jnp.int32).reshape(ranks, per_rank)[rank]
     return (own[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(length)
 
 

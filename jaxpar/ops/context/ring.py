@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...collectives.nccl import all_gather, shift
+from ...collectives.nccl import all_gather
 from ...collectives.ranks import Axes
 from .blocks import attend, finish, pull
 from .given import check_inputs
@@ -90,23 +90,24 @@ def ring_attention(
         )
     rounds = Rounds.of(q, axis, causal, window, scale, order)
     ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
-    return _ring(rounds, q, k, v, *ids)
+    return by_rounds(rounds, q, k, v, *ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c]."""
     return _forward(rounds, q, k, v, *ids)[0]
 
 
 def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
     kv, so_far = jnp.stack([k, v]), None
     if rounds.hops:
-        ahead = shift(kv, rounds.axis, 1)
+        ahead = rounds.passed(kv)
         so_far = attend(rounds.parts(0, ids), q, kv, None)
 
         def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, so_far = carry
-            ahead = shift(kv, rounds.axis, 1)
+            ahead = rounds.passed(kv)
             return (ahead, attend(rounds.parts(step, ids), q, kv, so_far)), None
 
         (kv, so_far), _ = lax.scan(turn, (ahead, so_far), jnp.arange(1, rounds.hops))
@@ -120,35 +121,35 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
     if not rounds.hops:
         dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
     else:
-        ahead = shift(kv, rounds.axis, 1)
+        ahead = rounds.passed(kv)
         dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
 
         def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, dq, dkv = carry
             # What other ranks have found of these keys' gradients comes while this rank's part is computed.
-            ahead, arriving = _shift_together(kv, dkv, rounds.axis)
+            ahead, arriving = _passed_together(rounds, kv, dkv)
             dq, own = pull(rounds.parts(step, ids), q, kv, final, dq)
             return (ahead, dq, arriving + own), None
 
         (kv, dq, dkv), _ = lax.scan(turn, (ahead, dq, dkv), jnp.arange(1, rounds.hops))
-        arriving = shift(dkv, rounds.axis, 1)
+        arriving = rounds.passed(dkv)
         dq, own = pull(rounds.parts(rounds.hops, ids), q, kv, final, dq)
-        dkv = shift(arriving + own, rounds.axis, -rounds.hops)
+        dkv = rounds.passed(arriving + own, -rounds.hops)
     return (*(x.astype(q.dtype) for x in (dq, *dkv)), *(None for _ in ids))
 
 
-def _shift_together(kv: jax.Array, dkv: jax.Array, axis: Axes) -> tuple[jax.Array, jax.Array]:
+def _passed_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both moved on by one rank in one permute: of two, XLA's scheduler for GPUs keeps one at a time under way, and
     hid the other behind nothing.
     """
     if kv.dtype == dkv.dtype:
-        moved = shift(jnp.stack([kv, dkv]), axis, 1)
+        moved = rounds.passed(jnp.stack([kv, dkv]))
         return moved[0], moved[1]
     # As bits: on CPUs XLA moves bfloat16 as float32, which need not keep what is no number.
     bits = jnp.dtype(f"uint{8 * kv.dtype.itemsize}")
     narrow, wide = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
-    moved = shift(jnp.concatenate([narrow[..., None], wide], -1), axis, 1)
+    moved = rounds.passed(jnp.concatenate([narrow[..., None], wide], -1))
     return lax.bitcast_convert_type(moved[..., 0], kv.dtype), lax.bitcast_convert_type(moved[..., 1:], dkv.dtype)
 
 
-_ring.defvjp(_forward, _backward)
+by_rounds.defvjp(_forward, _backward)

@@ -11,10 +11,11 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from ...collectives.nccl import shift
 from ...collectives.ranks import Axes, count, index
 from ..flash import AttentionOptions
 from .blocks import Rectangle
-from .order import Order, positions
+from .order import Order, positions_of
 
 
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
@@ -28,7 +29,9 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What is static in a call: the hops, and which rectangle of each block counts."""
+    """What is static in a call: the hops, and which rectangle of each block counts. Neighbours on the ring are `apart`
+    ranks of the axis from each other: more than one where that many share the heads of a block.
+    """
 
     axis: Axes
     ranks: int
@@ -38,25 +41,44 @@ class Rounds:
     window: int | None
     scale: float | None
     order: Order
+    apart: int = 1
 
     @classmethod
-    def of(cls, q: jax.Array, axis: Axes, causal: bool, window: int | None, scale: float | None, order: Order) -> Self:
-        """Those of one call, for queries [b, t/c, ..]."""
-        c, t = count(axis), q.shape[1]
+    def of(
+        cls,
+        q: jax.Array,
+        axis: Axes,
+        causal: bool,
+        window: int | None,
+        scale: float | None,
+        order: Order,
+        apart: int = 1,
+    ) -> Self:
+        """Those of one call, for queries [b, t/c, ..] of each of the c ranks on a ring."""
+        c, t = count(axis) // apart, q.shape[1]
         window = None if window is None or window >= c * t else window
         hops = ring_hops(t, c, window) if order == "plain" else c - 1
-        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order)
+        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order, apart)
+
+    @property
+    def rank(self) -> jax.Array | int:
+        """This device's place on its ring."""
+        return index(self.axis) // self.apart
+
+    def passed(self, x: jax.Array, by: int = 1) -> jax.Array:
+        """The value of the rank `by` places before on the ring."""
+        return shift(x, self.axis, by * self.apart)
 
     def whose(self, step: jax.Array | int) -> jax.Array | int:
         """The rank whose keys these are."""
-        return (index(self.axis) - step) % self.ranks
+        return (self.rank - step) % self.ranks
 
     def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
         """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
         own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
         if own or not self.causal:
             return [self._part(step, ids, 0, 0, t, self.causal)]
-        earlier = jnp.asarray(index(self.axis) >= step)  # keys of an earlier rank
+        earlier = jnp.asarray(self.rank >= step)  # keys of an earlier rank
         if self.order == "plain":
             return [self._part(step, ids, 0, 0, t, False, earlier)]
         # The second chunk sees every first one; then the first the first, or the second the second.
@@ -74,12 +96,12 @@ class Rounds:
         there: jax.Array | None = None,
     ) -> Rectangle:
         in_kernel = self.window if causal and self.order == "plain" else None
-        rank, whose = index(self.axis), self.whose(step)
+        rank, whose = self.rank, self.whose(step)
         options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
         rectangle = Rectangle(query, key, size, size, options, None, there)
         seen = None
         if self.window is not None and in_kernel is None:
-            of = lambda rank: positions(self.length, self.axis, self.order, rank)
+            of = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
             seen = (rectangle.of_queries(of(rank), 0)[:, None] - rectangle.of_keys(of(whose), 0) < self.window)[None]
         if ids:
             queries, keys = (ids[0][i] for i in (rank, whose))

@@ -1,7 +1,9 @@
 """Attention by heads: an all-to-all gives each rank whole sequences of some heads (Jacobs et al. 2023, DeepSpeed
-Ulysses, arXiv:2309.14509).
+Ulysses, arXiv:2309.14509); and where heads are few, longer parts of sequences, which then go round a ring (Fang and
+Zhao 2024, A Unified Sequence Parallelism Approach for Long Context Generative AI, arXiv:2405.07719).
 
-Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
+Dims: b rows, t query positions, s key positions, c ranks, u of them in a group, hq heads, hkv key/value heads, d
+head_dim.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ...collectives.nccl import all_gather, all_to_all
-from ...collectives.ranks import Axes, count
+from ...collectives.ranks import Axes, count, spanned
 from ..attention import attention
 from .given import check_inputs
 from .order import Order, from_zigzag, to_zigzag
+from .ring import by_rounds
+from .rounds import Rounds
 
 
 def ulysses_attention(
@@ -83,3 +88,75 @@ def ulysses_attention(
     among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
     out = among(q, keys, values, causal=causal, window=window, scale=scale)
     return all_to_all(to_zigzag(out, c) if zigzag else out, axis, 1, into=2)
+
+
+def usp_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: Axes,
+    group: int,
+    causal: bool,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    order: Order = "plain",
+) -> jax.Array:
+    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: `group` ranks next to each other
+    exchange positions for heads, and keys and values go round the c / group groups.
+
+    ```
+    6 ranks, groups of 2, 2 heads, plain order       exchanged: all positions of the group, of one head
+    rank       0   1 | 2   3 | 4   5                  0    1  |  2    3  |  4    5
+    positions  a   b | c   d | e   f                  ab   ab |  cd   cd |  ef   ef      rings 0 -> 2 -> 4, 1 -> 3 -> 5
+    ```
+
+    Sends, with e bytes an element: all-to-alls in groups of u, (u-1)/u (2 hq + 2 hkv) b (t/c) d e in all, backward the
+    same; and what `ring_attention` of c/u ranks sends, t/c positions of hkv heads a hop: 2 (c/u - 1) b (t/c) hkv d e
+    forward. Holds what the ring holds.
+
+    Args:
+      q: float [b, t/c, hq, d], this rank's queries.
+      k: same dtype, [b, t/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
+      v: as `k`.
+      axis: the mesh axis of c ranks.
+      group: u, how many ranks share heads; it divides c, hq and hkv.
+      causal: position i sees keys 0 to i.
+      window: position i sees keys i - window + 1 to i only; needs `causal`.
+      segment_ids: int [b, t/c]; a query sees keys of its own id only. All ranks' ids are gathered.
+      scale: a number; 1 / sqrt(d) if None.
+      order: which positions ranks hold: see `positions`. In zigzag order a group has the two chunks that a rank of a
+        ring of c / u has, in parts.
+
+    Returns:
+      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
+    """
+    given = {"segment_ids": segment_ids, "kv_segment_ids": None, "scale": scale, "order": order}
+    check_inputs(q, k, v, causal=causal, window=window, **given)
+    c, heads, groups = count(axis), q.shape[2], k.shape[2]
+    if group < 1 or any(n % group for n in (c, heads, groups)) or q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"groups of {group} of {c} ranks for {heads} query and {groups} key heads, {q.shape[1]} queries and "
+            f"{k.shape[1]} keys; use a divisor of ranks and heads, and as many keys as queries, or gather_attention"
+        )
+    zigzag = order == "zigzag"
+    # A group's first chunks follow each other, and so do its second ones, from its last rank to its first.
+    restored = lambda x: from_zigzag(x, group) if zigzag else x
+    q, kv = (restored(_among(x, axis, group, 2, 1)) for x in (q, jnp.concatenate([k, v], -1)))
+    ids = ()
+    if segment_ids is not None:
+        every = all_gather(segment_ids[None], axis).reshape(c // group, group, *segment_ids.shape)
+        ids = (jax.vmap(restored)(jnp.moveaxis(every, 1, 2).reshape(c // group, len(segment_ids), -1)),)
+    rounds = Rounds.of(q, axis, causal, window, scale, order, group)
+    out: jax.Array = by_rounds(rounds, q, *jnp.split(kv, 2, axis=-1), *ids)  # type: ignore[assignment]
+    return _among(to_zigzag(out, group) if zigzag else out, axis, group, 1, 2)
+
+
+def _among(x: jax.Array, axis: Axes, group: int, dim: int, into: int) -> jax.Array:
+    """An all-to-all among `group` ranks that are next to each other."""
+    ranks = [[*range(first, first + group)] for first in range(0, count(axis), group)]
+    return lax.all_to_all(x, spanned(axis), dim, into, axis_index_groups=ranks, tiled=True) if group > 1 else x

@@ -3,10 +3,13 @@
 gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
 ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
 ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
+usp        ulysses in groups of ranks, a ring of the groups  where c does not divide the heads, and a divisor of it does
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,23 +18,26 @@ import jax.extend.core as jec
 
 from ...jaxprs import jaxpr as jx
 from ...jaxprs import kernels
+from ...ops.context import usp_bytes
 from ...ops.context.order import Order
 from ...ops.flash import AttentionOptions
 
 AXIS = "context"
+RINGS = ("ring", "usp")  # whose hops all devices of a program must meet in
 
 
 @dataclass(frozen=True)
 class Way:
     """A way, and why it was taken."""
 
-    name: Literal["gather", "ulysses", "ring"]
+    name: Literal["gather", "ulysses", "ring", "usp"]
     why: str
+    group: int = 1  # of usp: how many ranks next to each other share the heads
 
     @property
     def order(self) -> Order:
-        """Which positions ranks have: those of the ring balance causal work."""
-        return "zigzag" if self.name == "ring" else "plain"
+        """Which positions ranks have: those of a ring balance causal work."""
+        return "zigzag" if self.name in RINGS else "plain"
 
     def parts(self, ranks: int) -> int:
         """The number of chunks that so many ranks have of a sequence."""
@@ -49,6 +55,7 @@ class Call:
     query: tuple[int, ...]
     key: tuple[int, ...]
     line: str
+    itemsize: int  # bytes an element
 
     @property
     def hinders(self) -> str:
@@ -70,7 +77,7 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
     for eqn in eqns:
         if (options := options_of(eqn)) is not None:
             query, key = (v.aval.shape for v in eqn.invars[:2])
-            yield Call(options, query, key, jx.where(eqn))
+            yield Call(options, query, key, jx.where(eqn), eqn.invars[0].aval.dtype.itemsize)
         else:
             for inner in jec.jaxprs_in_params(eqn.params):
                 yield from calls(jx.opened(inner)[0].eqns)
@@ -106,17 +113,36 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: s
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
             f"query heads{shared}; use attention='ring', or a context= that divides them"
         )
-    if asked == "ring" and schedule:
+    if asked in RINGS and schedule:
         raise ValueError(
-            f"attention='ring' with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of the "
-            "ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
+            f"attention={asked!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of "
+            "the ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
         )
-    if asked != "auto":
+    group = math.gcd(ranks, *itertools.chain(*heads))
+    if asked == "usp" and group == 1:
+        raise ValueError(
+            f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
+            f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
+        )
+    if asked == "usp" and group < ranks:
+        return Way("usp", f"it was asked for, in groups of {group} ranks", group)
+    if asked in ("ulysses", "ring"):
         return Way("ulysses" if asked == "ulysses" else "ring", "it was asked for")
     if all(q % ranks == 0 == k % ranks for q, k in heads):
         return Way("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
         return Way("gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs")
     if all(call.query[1] % (2 * ranks) == 0 for call in free):
-        return Way("ring", f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}")
+        why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
+        around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
+        if shares < around:
+            why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"
+            return Way("usp", why, group)
+        return Way("ring", why)
     return Way("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")
+
+
+def _sent(call: Call, ranks: int, tensor: int, group: int) -> int:
+    """Bytes that a call sends in groups of so many ranks, forwards and backwards; a group of one is the ring."""
+    b, s, hq, d = call.query
+    return sum(usp_bytes(b, s, hq // tensor, call.key[2] // tensor, d, ranks, group, call.itemsize))

@@ -3,6 +3,7 @@
 A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
 """
 
+import math
 from typing import Any
 
 import context_cells as cells
@@ -10,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import covering
 from flax import linen as nn
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
-from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes
+from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
@@ -29,42 +31,59 @@ FIRST = (
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
 )
-LAYERS = ("llama_gqa", "gpt2", "mixture")
+SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture")
+EVERYWHERE = (
+    *SCANNED[:6],
+    "encoder_decoder",
+    "translator",
+)  # all that they go beside, by every way; the others in part
 BESIDE = (
     "context=2",
-    "context=4,fsdp=2,zero=1",
+    "context=4,data=2",
     "context=8",
+    "context=4,fsdp=2,zero=1",
     "context=2,fsdp=2,zero=2,microbatches=2",
-    "context=2,fsdp=2,data=2,remat=layer",
-    "context=2,tensor=2,sequence=true,fsdp=2",
+    "context=4,fsdp=2,zero=3",
+    "context=2,fsdp=2,data=2,zero=3,remat=layer",
     "context=4,tensor=2",
-    "pipe=2,context=2,data=2,microbatches=3",
+    "context=2,tensor=2,sequence=true,fsdp=2",
+    "pipe=2,context=4,microbatches=3,schedule=1f1b",
     "pipe=2,context=2,data=2,microbatches=4,schedule=zb-h1",
 )
 
 
+def possible(name: str, text: str, way: str) -> bool:
+    """Whether it can be: the others are refused, each in a test below."""
+    ranks = int(text.partition("context=")[2][0])
+    ring = way in ("ring", "usp")
+    chunks = ranks * (2 if ring else 1)
+    if name not in SCANNED and ("remat" in text or "schedule=zb" in text or ("pipe" in text and ring)):
+        return False  # no layers: a pipeline cuts the program, and its ranks run different operations
+    if ring and "schedule=zb" in text:
+        return False
+    heads, groups = (
+        n // (2 if "tensor" in text else 1) for n in {"llama_gqa": (8, 4), "mixture": (4, 2)}.get(name, (4, 4))
+    )
+    if way == "ulysses" and heads % ranks:
+        return False
+    if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
+        return False  # nothing to share, or nothing to pass on
+    # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
+    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8}.get(name, chunks)
+
+
 def battery() -> list[Any]:
-    found = []
-    for name in cells.MODELS:
-        for text in BESIDE:
-            if ("pipe" in text or "remat" in text) and name not in LAYERS:
-                continue  # nothing to scan, or blocks that differ
-            if "tensor" in text and name not in LAYERS:
-                text = text.replace("tensor=2", "data=2").replace(",sequence=true", "")
-            ways = ("gather", "ulysses", "ring") if name in cells.KERNELS else ("auto",)
-            for way in ways:
-                if way == "ring" and "schedule" in text:
-                    continue
-                ranks = int(text.partition("context=")[2][0])
-                heads = (8 if name == "llama_gqa" else 4) // (2 if "tensor" in text else 1)
-                if way == "ulysses" and heads % ranks:
-                    continue
-                if name == "chunked" and ranks * (2 if way == "ring" else 1) > 4:
-                    continue  # chunks of four positions
-                if name == "neighbours" and ranks * (2 if way == "ring" else 1) > 8:
-                    continue  # two positions of the next chunk, which has one
-                found.append((name, f"{text},attention={way}"))
-    return found
+    every = [
+        (name, text, way)
+        for name in cells.MODELS
+        for text in BESIDE
+        for way in (("gather", "ulysses", "ring", "usp") if name in cells.KERNELS else ("auto",))
+        if possible(name, text, way)
+    ]
+    whole = [cell for cell in every if cell[0] in EVERYWHERE]
+    chosen = [*whole, *covering(cell for cell in every if cell[0] not in EVERYWHERE)]
+    stages = lambda name, text: ",stages=cut" if "pipe" in text and name not in SCANNED else ""
+    return [(name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +104,16 @@ def test_cell(name: str, text: str) -> None:
         ("gather", ("all-gather", "reduce-scatter"), lambda *sizes: gather_bytes(*sizes[:2], *sizes[3:])),
         ("ulysses", ("all-to-all",), ulysses_bytes),
         ("ring", ("collective-permute",), lambda *sizes: ring_bytes(*sizes[:2], *sizes[3:])),
+        ("usp", ("collective-permute", "all-to-all"), lambda *sizes: usp_bytes(*sizes[:-1], 4, sizes[-1])),
     ],
 )
 def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed: Any) -> None:
-    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context=4,attention={way}", jax.devices()[:4])
+    c = 8 if way == "usp" else 4  # of 8, groups of 4 share the 4 key heads
+    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context={c},attention={way}", jax.devices()[:c])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
-    sent = sum(one.sent for one in written if one.axes == ("context",) and one.kind in kinds)
+    sent = sum(one.sent for one in written if one.axes in (("context",), ("4 of context",)) and one.kind in kinds)
     layers = 2
-    assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, 4, 4))
+    assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
     assert [way.name for way in step.tracing.ways] == [way]
 
 
@@ -120,7 +141,7 @@ def test_zero_shards_over_fsdp_and_context() -> None:
     ("name", "text", "way", "why"),
     [
         ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
-        ("llama_gqa", "context=4,tensor=2", "ring", "does not divide 4 and 2 heads of a tensor rank"),
+        ("llama_gqa", "context=4,tensor=2", "usp", "does not divide 4 and 2 heads of a tensor rank"),
         ("alibi", "context=2", "gather", "calls no jp.attention"),
         ("llama_gqa", "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1", "ulysses", "divides 4 and 2 heads"),
     ],
@@ -138,6 +159,11 @@ def test_ranks_that_branch_have_no_ring() -> None:
     x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)
     flat, _ = jx.trace(jp.attention, x, x, x)
     assert choose("auto", flat.eqns, 3, 1).name == "ring"
+    found = choose(
+        "auto", jx.trace(jp.attention, *[jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32)] * 3)[0].eqns, 8, 1
+    )
+    assert (found.name, found.group) == ("usp", 4)
+    assert "groups of 4 ranks, which do, send 32% of what a ring of all sends" in found.why
     found = choose("auto", flat.eqns, 3, 1, "zb-h1")
     assert (found.name, "not in one layer at one time" in found.why) == ("gather", True)
 
@@ -203,6 +229,12 @@ def reader(mixes: Any) -> jp.Model:
     return jp.from_linen(Reader(mixes), cells.next_token, example=cells.batch_of(2))
 
 
+def decaying(x: jax.Array) -> jax.Array:
+    """h <- sigmoid(x) h + x over the positions."""
+    step = lambda h, x: (jax.nn.sigmoid(x) * h + x,) * 2
+    return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
 def other_places(x: jax.Array) -> jax.Array:
     """Counts, but for the first five."""
     at = jnp.arange(len(x))
@@ -228,8 +260,10 @@ REFUSED = {
     [
         (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), halo_bytes(4 * 8, 2, 0, 4, 4)),
         (lambda x: jnp.cumsum(x, axis=1), (3 * 4 * 8 * 4, 3 * 4 * 8 * 4)),
+        # Of each chunk what it makes of a state [4, 8]: by how much it decays, and what it adds.
+        (decaying, (2 * 3 * 4 * 8 * 4, 2 * 3 * 4 * 8 * 4)),
     ],
-    ids=["convolution", "cumsum"],
+    ids=["convolution", "cumsum", "states"],
 )
 def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> None:
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=4", jax.devices()[:4])
@@ -257,12 +291,13 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("alibi", "context=2,attention=ring", 16, "the loss calls no jp.attention"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
+        ("mixture", "context=2,tensor=2,attention=usp", 16, "no divisor of it divides 2 query and 1 key heads of a"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
         ("llama_gqa", "context=2,pipe=2,microbatches=2,schedule=zb-h1,attention=ring", 16, "use attention='gather'"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: str) -> None:
-    count = 4 if "pipe" in text else int(text[8])
+    count = 4 if "pipe" in text or "tensor" in text else int(text[8])
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
     with pytest.raises(ValueError, match=said):
         step.traced(cells.batch_of(4, length))
