@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .tables import SCHEDULES, recipe_of
+from .tables import SCHEDULES, is_schedule
 from .tables.operations import MOST
 from .text import did_you_mean
 
@@ -75,6 +75,10 @@ _CHOICES = {
     "remat": ("none", "layer", "dots"),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
+}
+_OTHERS = {  # what a choice may be besides
+    "remat": " or a jax.checkpoint policy",
+    "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
 }
 
 
@@ -181,11 +185,9 @@ class Strategy:
             raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
         for name in ("microbatches", "chunks"):
             count, free = getattr(self, name), name == "microbatches"
-            if not _is_int(count) or (count < 1 and not (free and count == -1)):
+            if not _is_int(count) or not (1 <= count <= MOST or (free and count == -1)):
                 four = ", or -1 for four a rank of the pipeline" if free else ""
-                raise ValueError(f"{name}={count!r} is not a count; use a whole number from 1{four}")
-            if count > MOST:
-                raise ValueError(f"{name}={count} is more than a step can have; use a whole number from 1 to {MOST:,}")
+                raise ValueError(f"{name}={count!r} is not a count; use a whole number from 1 to {MOST:,}{four}")
         if self.chunks > 1 and self.pipe == 1:
             raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
         if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or _is_int(x) for x in self.stages):
@@ -194,16 +196,12 @@ class Strategy:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if (name == "stages" and self.cuts and all(self.cuts)) or (name == "schedule" and _is_schedule(value)):
-                continue
-            if not (value in choices if isinstance(value, str) else name == "remat" and callable(value)):
-                policy = {
-                    "remat": " or a jax.checkpoint policy",
-                    "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
-                }
-                policy = policy.get(name, "")
+            other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
+            if not (isinstance(value, str) and value in choices) and not other.get(name, lambda x: False)(value):
                 near = did_you_mean(value, choices)
-                raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}{policy}{near}")
+                raise ValueError(
+                    f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
+                )
         for name in ("single", "server", "sequence"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
@@ -333,10 +331,6 @@ def _meant(name: str, fields: Iterable[str]) -> str:
     if size and size[1] in (*AXES, "microbatches", "chunks"):
         return f" (did you mean '{size[1]}={size[2]}'?)"
     return did_you_mean(name, PRESETS) or did_you_mean(name, fields)
-
-
-def _is_schedule(value: Any) -> bool:
-    return value.endswith(".csv") or bool(recipe_of(value)) if isinstance(value, str) else hasattr(value, "label")
 
 
 def _is_int(value: Any) -> bool:

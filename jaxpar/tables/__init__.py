@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .greedy import zb_h1, zb_h2
 from .lockstep import gpipe, one_f_one_b, one_f_one_b_beside
@@ -77,3 +77,10 @@ def recipe_of(name: str) -> Recipe | None:
     costs, limit = asked(name)
     found = functools.partial(auto, costs=costs, limit=limit)
     return SCHEDULES["auto"]._replace(words="the best that a search finds for these times", table=found)
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether a strategy takes this for its schedule, besides the names above: times and memory, as `recipe_of` takes
+    them, a file of torch's lines, or a `Schedule`.
+    """
+    return value.endswith(".csv") or bool(recipe_of(value)) if isinstance(value, str) else hasattr(value, "label")

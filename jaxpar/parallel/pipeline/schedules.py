@@ -63,10 +63,8 @@ class Schedule:
                 f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
             )
         for name, count in (("pipe", self.ranks), ("microbatches", self.microbatches), ("chunks", self.chunks)):
-            if count < 1:
-                raise ValueError(f"{name}={count} is not a count; use a whole number from 1")
-            if count > MOST:
-                raise ValueError(f"{name}={count} is more than a table can have; use a whole number from 1 to {MOST:,}")
+            if not 1 <= count <= MOST:
+                raise ValueError(f"{name}={count} is not a count; use a whole number from 1 to {MOST:,}")
         if (cells := self.ranks * self.microbatches * self.chunks) > _CELLS:
             raise ValueError(
                 f"pipe={self.ranks} x microbatches={self.microbatches} x chunks={self.chunks} makes {cells:,} cells; "
