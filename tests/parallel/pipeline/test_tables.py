@@ -18,6 +18,7 @@ from jaxpar.tables.search import best
 
 PIPES = range(2, 9)
 ONE = dict.fromkeys("FIW", 1)
+LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
 CHUNKS = {"zb-h1": (1,), "zb-h2": (1,), "auto": (1, 2)}  # the others hold two
 
 
@@ -30,7 +31,7 @@ def grid(p: int) -> list[Schedule]:
     return [
         Schedule(kind, p, m, v)
         for kind in SCHEDULES
-        if kind not in ("gpipe", "1f1b")
+        if kind not in LOCKSTEP
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p})
         if m >= least(kind, p)
         for v in CHUNKS.get(kind, (2,))
@@ -305,7 +306,7 @@ def test_from_table() -> None:
     schedule = Schedule.from_table(table(GOOD), name="mine")
     assert schedule.title == "mine, 2 ranks, 1 microbatches"
     assert (schedule.ticks, schedule.branches, simulate(schedule)) == (5, True, [1, 1])
-    for kind in ("1f1b", "gpipe"):
+    for kind in LOCKSTEP:
         known = Schedule(kind, 4, 8)
         given = Schedule.from_table(known.table())
         assert not given.branches
@@ -369,13 +370,13 @@ def test_from_csv() -> None:
 
 def every(p: int) -> list[Schedule]:
     """Every schedule with each of its numbers of chunks, few and many microbatches."""
-    chunks = {"1f1b": (1, 2, 4), "gpipe": (1, 2, 4), **CHUNKS}
+    chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4)) | CHUNKS
     return [
         Schedule(kind, p, m, v)
         for kind in SCHEDULES
         for v in chunks.get(kind, (2,))
         for m in (1, p - 1, p, 2 * p, 2 * p + 1, 3 * p)
-        if m >= least(kind, p) and not (kind in ("1f1b", "gpipe") and v > 1 and m % p)
+        if m >= least(kind, p) and not (kind in LOCKSTEP and v > 1 and m % p)
     ]
 
 
