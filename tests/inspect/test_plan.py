@@ -281,6 +281,7 @@ def line_of(name: str, **seconds: float) -> Line:
         "flops": 100,
         "model_flops": None,
         "by_kind": {"matmul": seconds["matmul"]},
+        "tables": [],
     }
     memory = {"total": 10, "arguments": 5}
     exposed = {"fsdp": seconds["exposed"]}
