@@ -58,7 +58,13 @@ CASES = {
         8192,
         ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,remat=dots", "fsdp=64,reduce=compute"),
     ),
-    "llama2-13b": Case("llama2-13b", "16xA100-80GB", 64, 4096, ("fsdp=16,remat=layer", "fsdp=16,remat=dots")),
+    "llama2-13b": Case(
+        "llama2-13b",
+        "16xA100-80GB",
+        64,
+        4096,
+        ("fsdp=16,remat=layer", "fsdp=16,remat=dots", "fsdp=16,microbatches=2,reduce=compute,remat=dots"),
+    ),
     "llama3-70b on 32": Case(
         "llama3-70b",
         "32xH100",
@@ -67,7 +73,11 @@ CASES = {
         ("pipe=4,tensor=8,sequence=true,microbatches=32,remat=layer", "fsdp=32,reduce=compute,remat=layer"),
     ),
     "llama3-70b on 256": Case(
-        "llama3-70b", "256xH100", 512, 8192, ("fsdp=256,remat=layer", "fsdp=32,tensor=8,sequence=true,remat=layer")
+        "llama3-70b",
+        "256xH100",
+        512,
+        8192,
+        ("fsdp=256,remat=layer", "fsdp=256,reduce=compute,remat=layer", "fsdp=32,tensor=8,sequence=true,remat=layer"),
     ),
     "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8",)),
     "llama3-405b": Case(
