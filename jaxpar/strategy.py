@@ -195,9 +195,9 @@ class Strategy:
         if self.stages != "auto" and self.pipe == 1:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
+            listed = isinstance(value := getattr(self, name), str) and value in choices
             other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
-            if not (isinstance(value, str) and value in choices) and not other.get(name, lambda x: False)(value):
+            if not listed and not (name in other and other[name](value)):
                 near = did_you_mean(value, choices)
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"

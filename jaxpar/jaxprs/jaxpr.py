@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval as pe
 
 from . import kernels, lines
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # the last with remat on jax 0.12
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # eval_jaxpr: what jax 0.12 makes of a remat
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
