@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..axes import ROWS
 from ..step.core import Step
-from ..strategy import ROWS, Strategy
+from ..strategy import Strategy
 from ..text import did_you_mean
 from .arrays import Array
 from .files import ABOUT, Damaged, dtype_of, mapping, number, read_json, sequence

@@ -19,6 +19,7 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
+from ..axes import summed_over
 from ..collectives import scatter_pieces
 from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
@@ -28,7 +29,6 @@ from ..parallel.pipeline.slots import Slots
 from ..step.core import Step
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced
-from ..strategy import summed_over
 from .ledger import Collective, Ledger
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..axes import SHARDS
 from ..model.paths import name_of
-from ..strategy import SHARDS
 from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy

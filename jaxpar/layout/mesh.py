@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..strategy import AXES, Strategy
+from ..axes import AXES
+from ..strategy import Strategy
 
 MOST_SIMULATED = 4096
 

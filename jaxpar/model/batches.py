@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..strategy import ROWS
+from ..axes import ROWS
 from .model import Replicated
 from .paths import name_of
 

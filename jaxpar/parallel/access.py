@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 
 from .. import collectives
+from ..axes import summed_over
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
 from ..slicing.program import Program
-from ..strategy import Strategy, summed_over
+from ..strategy import Strategy
 from . import DDP, Rule, Use
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..axes import summed_over
 from ..layout.layout import Layout
-from ..strategy import summed_over
 from . import DDP, Rule, Use
 
 

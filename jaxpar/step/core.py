@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from ..axes import ROWS, SHARDS
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
@@ -32,7 +33,7 @@ from ..parallel.expert.dims import apart, expert_dims
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
-from ..strategy import ROWS, SHARDS, Strategy
+from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of
 from .init import FirstState

@@ -14,11 +14,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..axes import AXES, ROWS
 from ..collectives import order
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import batch_shardings, batch_specs
-from ..strategy import AXES, ROWS
 from .checks import check_state
 from .core import Step
 from .gradients import Metrics, added, first, metrics_of

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import ten_plans
 
-from jaxpar.strategy import ROWS, as_strategy
+from jaxpar.axes import ROWS
+from jaxpar.strategy import as_strategy
 
 ROW = {
     "top": 16,

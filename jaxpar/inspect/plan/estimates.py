@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...axes import ROWS, SHARDS
 from ...layout.precision import Policy
 from ...make import make_train_step
 from ...model.batches import rows_of
@@ -36,7 +37,7 @@ from ...model.model import Model, Replicated
 from ...parallel import DDP, Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
 from ...step.core import Step
-from ...strategy import ROWS, SHARDS, Strategy
+from ...strategy import Strategy
 from ..memory import forward
 from ..predict.efficiency import PRODUCT_START
 from ..predict.links import Reach, collective_seconds

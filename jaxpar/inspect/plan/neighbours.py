@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from ...strategy import AXES, PER_RANK, ROWS, Strategy
+from ...axes import AXES, ROWS
+from ...strategy import PER_RANK, Strategy
 from ...tables import SCHEDULES
 from ..targets.devices import Target
 from .candidates import NONE, REMATS, Splits
