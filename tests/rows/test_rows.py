@@ -372,6 +372,12 @@ def derivative(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(penalty).sum(-1).mean() + jnp.linalg.norm(batch["x"], axis=1).mean()
 
 
+def eigenvalues(w: jax.Array, batch: Batch) -> jax.Array:
+    """Of a matrix of parameters, as S4 makes its states of: a vector beside a matrix (it ended in an IndexError)."""
+    values, vectors = jnp.linalg.eigh(w.T @ w)
+    return jnp.square(batch["y"] @ vectors * values.astype(jnp.float32)).mean()
+
+
 def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
     x = batch["x"] @ w
     return (jnp.square(x - batch["y"]) + 0.1 * jnp.abs(x).mean()).mean()
@@ -436,7 +442,7 @@ APART = [
     inside_a_row,
     by_row,
 ]
-APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
+APART += [eigenvalues, loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
