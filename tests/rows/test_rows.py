@@ -378,6 +378,11 @@ def eigenvalues(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(batch["y"] @ vectors * values.astype(jnp.float32)).mean()
 
 
+def called_with_nothing(w: jax.Array, batch: Batch) -> jax.Array:
+    """A jitted function without arguments, as diffrax has them: it ended in an IndexError."""
+    return jnp.square(batch["y"] * jax.jit(lambda: jnp.arange(1.0, WIDTH + 1))() @ w.T).mean()
+
+
 def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
     x = batch["x"] @ w
     return (jnp.square(x - batch["y"]) + 0.1 * jnp.abs(x).mean()).mean()
@@ -442,7 +447,7 @@ APART = [
     inside_a_row,
     by_row,
 ]
-APART += [eigenvalues, loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
+APART += [called_with_nothing, eigenvalues, loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
