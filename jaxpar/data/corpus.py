@@ -216,7 +216,7 @@ def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
     if rest.size <= length:
         raise ValueError(
             f"length={length} needs more than {length} held out, but of {about}, {rest.size:,} are; "
-            f"use a length below {rest.size} or more text"
+            f"use {f'a length below {rest.size}, or ' if rest.size > 1 else ''}more text"
         )
     return Text(f"{about}, {rest.size:,} of them held out", length, train, rest, corpus)
 

@@ -87,6 +87,8 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
     if goes_on.kind == "extreme":
         note = Note.at(eqn, "a loop that ends when all rows of a block have ended", certain=False)
         return [x.noted(note) if x.kind != "whole" else x for x in carry]
+    if goes_on.kind == "coupled":  # its notes say by what, and whether that is certain
+        return [coupled([goes_on, *carry])] * len(carry)
     if goes_on.kind != "whole":
         return [mixed(eqn, [goes_on, *carry], "a loop whose end depends on")] * len(carry)
     return carry

@@ -447,7 +447,18 @@ APART = [
     inside_a_row,
     by_row,
 ]
-APART += [called_with_nothing, eigenvalues, loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
+APART += [
+    called_with_nothing,
+    eigenvalues,
+    loop_by_row,
+    two_views,
+    noisy,
+    convolved,
+    whole,
+    derivative,
+    mean_of_a_mean,
+    capacity_in_a_row,
+]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
@@ -511,7 +522,18 @@ def test_what_may_couple_rows_is_a_warning() -> None:
     def but_nan(w: jax.Array, batch: Batch) -> jax.Array:
         return jnp.nanmean(jnp.square(batch["x"] @ w - batch["y"]))  # a mean over rows, if no number is missing
 
-    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"), (but_nan, "are no NaN"))
+    def ended(w: jax.Array, batch: Batch) -> jax.Array:
+        """As diffrax's loops end, by a primitive of its own that jaxpar has no rule for: it was an error."""
+        x = jax.lax.stop_gradient(batch["x"] @ w)
+        on = lambda x: jax.pure_callback(lambda x: (x > 1).any(), jax.ShapeDtypeStruct((), bool), x)
+        return mean(w, batch) + jax.lax.while_loop(on, lambda x: x / 2, x).mean()
+
+    cases = (
+        (ended, "pure_callback may mix rows"),
+        (opaque, "pure_callback may mix rows"),
+        (shifted, "maximum over rows"),
+        (but_nan, "are no NaN"),
+    )
     cases = (*cases, (dispatched, "sort over rows"), (ragged, "sort over rows"), (grouped, "groups of rows"))
     for loss, words in cases:
         (message,) = traced(of(loss))
