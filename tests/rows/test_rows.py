@@ -534,7 +534,8 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         (shifted, "maximum over rows"),
         (but_nan, "are no NaN"),
     )
-    cases = (*cases, (ended, "pure_callback may mix rows"), (dispatched, "sort over rows"), (ragged, "sort over rows"), (grouped, "groups of rows"))
+    cases = (*cases, (ended, "pure_callback may mix rows"))
+    cases = (*cases, (dispatched, "sort over rows"), (ragged, "sort over rows"), (grouped, "groups of rows"))
     for loss, words in cases:
         (message,) = traced(of(loss))
         assert "may couple rows" in message
