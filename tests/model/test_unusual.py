@@ -134,12 +134,14 @@ class Vmapped(nn.Module):
 
 
 def test_a_vmapped_batch_norm_is_over_all_rows() -> None:
-    """Its own axis was replaced by that of the replicas: "vmap has mapped output but out_axes is None"."""
+    """Its own axis was replaced by that of the replicas: "vmap has mapped output but out_axes is None". With `tensor`,
+    its mean kept the dim that it had before it lost one (IndexError).
+    """
 
     def loss(apply: Any, batch: Any) -> jax.Array:
         return (batch["w"] * (apply(batch["x"]) - batch["y"]) ** 2).mean()
 
     random = np.random.default_rng(0)
     batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}
-    report = jp.verify(jp.from_linen(Vmapped(), loss, batch), "ddp", batch, steps=2, mesh=jax.devices()[:2])
+    report = jp.verify(jp.from_linen(Vmapped(), loss, batch), "data=2,tensor=2", batch, steps=2, mesh=jax.devices()[:4])
     assert report.ok, report

@@ -57,6 +57,12 @@ def ppo(w: jax.Array, batch: Batch) -> jax.Array:
     return -(jax.nn.log_softmax(logits)[:, 0] * advantage).mean()
 
 
+def vmapped_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    """JAX keeps the mean over a vmapped axis as a collective over a dim, which was taken for other rows."""
+    x = jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(batch["x"] @ w)
+    return jnp.square(x - batch["y"]).mean()  # a sum or mean over rows
+
+
 def info_nce(w: jax.Array, batch: Batch) -> jax.Array:
     logits = (batch["x"] @ w) @ batch["y"].T  # jp.all_rows
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
@@ -218,7 +224,7 @@ def shared_capacity(w: jax.Array, batch: Batch) -> jax.Array:
 COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
-COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity]
+COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
