@@ -216,7 +216,7 @@ def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
     if rest.size <= length:
         raise ValueError(
             f"length={length} needs more than {length} held out, but of {about}, {rest.size:,} are; "
-            f"use a length below {rest.size} or more text"
+            f"use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
         )
     return Text(f"{about}, {rest.size:,} of them held out", length, train, rest, corpus)
 
@@ -260,7 +260,7 @@ def _windowed(text: np.ndarray, length: int) -> np.ndarray:
         unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
             f"length={length} needs windows of {length + 1} {unit}, but the text has {text.size}; "
-            f"use a length below {text.size} or more text"
+            f"use {f'a length below {text.size} or ' if text.size > 1 else ''}more text"
         )
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)
 

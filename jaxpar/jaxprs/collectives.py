@@ -1,8 +1,17 @@
 """The names of collectives: each kind as HLO and a ledger spell it, and the primitives of jaxprs that are of it.
 
 Primitives are those of jax 0.10 to 0.12, where a name may end in _start, and with check_vma in _invariant or _reduced;
-tensor_... are the edges of a tensor rank's program (`collectives/edges.py`).
+tensor_... are the edges of a tensor rank's program (`collectives/edges.py`). JAX keeps reductions over the axis of a
+`vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax import lax
 
 KINDS = {
     "all-reduce": (
@@ -17,6 +26,7 @@ KINDS = {
     "collective-broadcast": ("pbroadcast", "pbroadcast_dynamic"),
 }
 PRIMITIVES = {name: kind for kind, names in KINDS.items() for name in names}
+_PLAIN = {"psum": lax.reduce_sum, "psum2": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def on_the_wire(kind: str, ranks: int) -> float:
@@ -31,3 +41,41 @@ def on_the_wire(kind: str, ranks: int) -> float:
     if kind.startswith("collective-"):  # a permute, and a broadcast, which NCCL pipelines: each passes all of it on
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
+
+
+def reduced(jaxpr: Any) -> Any:
+    """A jaxpr, closed or not, in which collectives reduce over mesh axes alone, and reductions over dims are plain; the
+    same object where nothing changes.
+    """
+    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:  # closed; newer jax has one class for both
+        inner = reduced(jaxpr.jaxpr)
+        return jaxpr if inner is jaxpr.jaxpr else jec.ClosedJaxpr(inner, jaxpr.consts)
+    eqns = [new for eqn in jaxpr.eqns for new in _reduced(eqn)]
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _reduced(eqn: Any) -> list[Any]:
+    axes = eqn.params["axes"] if eqn.primitive.name in _PLAIN else ()
+    dims = tuple(axis for axis in axes if isinstance(axis, int))
+    if not dims:
+        params = {name: _inside(value) for name, value in eqn.params.items()}
+        changed = any(params[name] is not value for name, value in eqn.params.items())
+        return [eqn.replace(params=params) if changed else eqn]
+    names = tuple(axis for axis in axes if not isinstance(axis, int))
+    outs = [jec.Var(v.aval) for v in eqn.outvars] if names else eqn.outvars
+    eqns = []
+    for x, out in zip(eqn.invars, outs, strict=True):
+        abstract = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+        plain = jax.make_jaxpr(lambda x: _PLAIN[eqn.primitive.name](x, dims))(abstract).eqns[-1]
+        eqns.append(plain.replace(invars=[x], outvars=[out], source_info=eqn.source_info))
+    return [*eqns, eqn.replace(invars=outs, params={**eqn.params, "axes": names})] if names else eqns
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
+        return reduced(value)
+    if type(value) is tuple:  # of branches, and no record
+        inner = tuple(map(_inside, value))
+        return value if all(a is b for a, b in zip(inner, value, strict=True)) else inner
+    return value

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
-from . import kernels, lines
+from . import collectives, kernels, lines
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # eval_jaxpr: what jax 0.12 makes of a remat
 REMATS = ("remat2", "checkpoint", "remat")
@@ -103,7 +103,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 # What follows has the mesh of the constraint in its types.
                 eqns.append(_unconstrained(eqn) if foreign else eqn)
 
-    jaxpr, values = opened(closed)
+    jaxpr, values = opened(collectives.reduced(closed))
     env = {v: jec.Var(v.aval) for v in jaxpr.invars}
     invars = tuple(env.values())
     walk(jaxpr, values, env)

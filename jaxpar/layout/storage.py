@@ -248,7 +248,8 @@ def _check_stages(leaves: Sequence[Leaf], pipe: Pipe) -> None:
             axis, n = ("tensor", leaf.ranks) if leaf.tensor == leaf.stage else ("expert", leaf.experts)
             raise ValueError(
                 f"a rule puts {axis}={n} on dim 0 of {leaf.path} {list(leaf.logical)}, whose layers "
-                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, or None for none"
+                f"pipe={pipe.ranks} takes apart; name another dim: rules={{{leaf.path!r}: 1}}, None for none, or give "
+                "stages='cut', which needs no layers"
             )
 
 

@@ -29,8 +29,10 @@ def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
 
 def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
     """What a function says that it makes of rows (`ops/routes.py`), which its equations do not show."""
-    route, x = routes.of(eqn), ins[0]
-    if route is None or x.kind != "rows" or x.dim != 0 or x.span != 1:
+    if (route := routes.of(eqn)) is None:
+        return None
+    x = ins[0]
+    if x.kind != "rows" or x.dim != 0 or x.span != 1:
         return None
     others = [y for y in ins if y.kind != "whole"]
     if any(y.kind != "rows" or y.plus or (y.place != x.place and y.first != ROUTED) for y in others):
@@ -85,6 +87,8 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
     if goes_on.kind == "extreme":
         note = Note.at(eqn, "a loop that ends when all rows of a block have ended", certain=False)
         return [x.noted(note) if x.kind != "whole" else x for x in carry]
+    if goes_on.kind == "coupled":  # its notes say by what, and whether that is certain
+        return [coupled([goes_on, *carry])] * len(carry)
     if goes_on.kind != "whole":
         return [mixed(eqn, [goes_on, *carry], "a loop whose end depends on")] * len(carry)
     return carry

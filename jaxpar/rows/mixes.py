@@ -166,10 +166,14 @@ def _fft(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
 
 
 @shape_rule(*_MATRICES)
-def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
     ndim = len(shapes(eqn)[0])
     inside = 1 if eqn.primitive.name == "lu_pivots_to_permutation" else 2
-    return _over(eqn, ins, range(ndim - inside, ndim), False, f"{eqn.primitive.name} of matrices")
+    found = _over(eqn, ins, range(ndim - inside, ndim), False, f"{eqn.primitive.name} of matrices")
+    # Eigenvalues and pivots have a dim less than their matrix.
+    return found and [
+        replace(found, varies=frozenset(d for d in found.varies if d < len(v.aval.shape))) for v in eqn.outvars
+    ]
 
 
 @shape_rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",

@@ -114,3 +114,34 @@ def test_arrays_in_plain_objects_of_a_module() -> None:
     np.testing.assert_array_equal(net(jnp.ones(4)), np.arange(4.0))
     with pytest.raises(ValueError, match="values of a Table is random"):
         jp.from_nnx(lambda rngs: Net(rngs, True), loss)
+
+
+class RowByRow(nn.Module):
+    @nn.compact
+    def __call__(self, x_D: jax.Array) -> jax.Array:
+        x_D = nn.BatchNorm(use_running_average=False, axis_name="rows")(nn.Dense(6)(x_D))
+        return nn.Dense(1)(jnp.tanh(x_D))[0]
+
+
+class Vmapped(nn.Module):
+    """Of a row alone, as S5's models are, and vmapped; beside a norm over the axis of a `pmap` that is not there."""
+
+    @nn.compact
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        x_BD = nn.BatchNorm(use_running_average=False, axis_name="devices")(x_BD)
+        over = {"params": None, "batch_stats": None}
+        return nn.vmap(RowByRow, variable_axes=over, split_rngs={"params": False}, axis_name="rows")()(x_BD)
+
+
+def test_a_vmapped_batch_norm_is_over_all_rows() -> None:
+    """Its own axis was replaced by that of the replicas: "vmap has mapped output but out_axes is None". With `tensor`,
+    its mean kept the dim that it had before it lost one (IndexError).
+    """
+
+    def loss(apply: Any, batch: Any) -> jax.Array:
+        return (batch["w"] * (apply(batch["x"]) - batch["y"]) ** 2).mean()
+
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}
+    report = jp.verify(jp.from_linen(Vmapped(), loss, batch), "data=2,tensor=2", batch, steps=2, mesh=jax.devices()[:4])
+    assert report.ok, report

@@ -57,6 +57,12 @@ def ppo(w: jax.Array, batch: Batch) -> jax.Array:
     return -(jax.nn.log_softmax(logits)[:, 0] * advantage).mean()
 
 
+def vmapped_mean(w: jax.Array, batch: Batch) -> jax.Array:
+    """JAX keeps the mean over a vmapped axis as a collective over a dim, which was taken for other rows."""
+    x = jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(batch["x"] @ w)
+    return jnp.square(x - batch["y"]).mean()  # a sum or mean over rows
+
+
 def info_nce(w: jax.Array, batch: Batch) -> jax.Array:
     logits = (batch["x"] @ w) @ batch["y"].T  # jp.all_rows
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
@@ -218,7 +224,7 @@ def shared_capacity(w: jax.Array, batch: Batch) -> jax.Array:
 COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
-COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity]
+COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -372,6 +378,17 @@ def derivative(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(penalty).sum(-1).mean() + jnp.linalg.norm(batch["x"], axis=1).mean()
 
 
+def eigenvalues(w: jax.Array, batch: Batch) -> jax.Array:
+    """Of a matrix of parameters, as S4 makes its states of: a vector beside a matrix (it ended in an IndexError)."""
+    values, vectors = jnp.linalg.eigh(w.T @ w)
+    return jnp.square(batch["y"] @ vectors * values.astype(jnp.float32)).mean()
+
+
+def called_with_nothing(w: jax.Array, batch: Batch) -> jax.Array:
+    """A jitted function without arguments, as diffrax has them: it ended in an IndexError."""
+    return jnp.square(batch["y"] * jax.jit(lambda: jnp.arange(1.0, WIDTH + 1))() @ w.T).mean()
+
+
 def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
     x = batch["x"] @ w
     return (jnp.square(x - batch["y"]) + 0.1 * jnp.abs(x).mean()).mean()
@@ -436,7 +453,18 @@ APART = [
     inside_a_row,
     by_row,
 ]
-APART += [loop_by_row, two_views, noisy, convolved, whole, derivative, mean_of_a_mean, capacity_in_a_row]
+APART += [
+    called_with_nothing,
+    eigenvalues,
+    loop_by_row,
+    two_views,
+    noisy,
+    convolved,
+    whole,
+    derivative,
+    mean_of_a_mean,
+    capacity_in_a_row,
+]
 
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
@@ -500,7 +528,19 @@ def test_what_may_couple_rows_is_a_warning() -> None:
     def but_nan(w: jax.Array, batch: Batch) -> jax.Array:
         return jnp.nanmean(jnp.square(batch["x"] @ w - batch["y"]))  # a mean over rows, if no number is missing
 
-    cases = ((opaque, "pure_callback may mix rows"), (shifted, "maximum over rows"), (but_nan, "are no NaN"))
+    def ended(w: jax.Array, batch: Batch) -> jax.Array:
+        """As diffrax's loops end, by a primitive of its own that jaxpar has no rule for: it was an error."""
+        x = jax.lax.stop_gradient(batch["x"] @ w)
+        on = lambda x: jax.pure_callback(lambda x: (x > 1).any(), jax.ShapeDtypeStruct((), bool), x)
+        return mean(w, batch) + jax.lax.while_loop(on, lambda x: x / 2, x).mean()
+
+    cases = (
+        (ended, "pure_callback may mix rows"),
+        (opaque, "pure_callback may mix rows"),
+        (shifted, "maximum over rows"),
+        (but_nan, "are no NaN"),
+    )
+    cases = (*cases, (ended, "pure_callback may mix rows"))
     cases = (*cases, (dispatched, "sort over rows"), (ragged, "sort over rows"), (grouped, "groups of rows"))
     for loss, words in cases:
         (message,) = traced(of(loss))
