@@ -61,7 +61,7 @@ class Compiled:
 
 
 def logical(step: Any, stored: Any) -> Any:
-    """A tree like the kept parameters as the model's own. Operation by operation: most are compiled for another tree."""
+    """A tree like the kept parameters as the model's own; not in one program: most operations are compiled already."""
     return step.layout.to_logical(jax.tree.map(np.asarray, stored))
 
 
