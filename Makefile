@@ -38,10 +38,10 @@ compare: setup
 	$(BIN)/python experiments/compare.py
 
 test: $(VENV)/.packages
-	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" lint docs
+	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" lint
 	@$(MAKE) --no-print-directory --jobs=2 PYTHON="$(PYTHON)" types pytest
 
-# Beside the types, of which pyright's one process takes as long as many tests.
+# It builds the docs too (tests/test_site.py). Beside the types, of which pyright's one process takes as long as many tests.
 pytest: $(VENV)/.packages
 	$(PYTEST)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,11 @@ QUICK = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_c
 OTHERS = ("JAX_", "JAXPAR_", "SLURM_", "OMPI_", "KUBERNETES_", "JOBSET_", "JOB_COMPLETION_", "FORCE_COLOR")
 for name in [name for name in os.environ if name.startswith(OTHERS)]:
     del os.environ[name]
+
+# Some hundred processes of the tests import the same files. Where bytecode is not kept, as containers often have it,
+# each compiles them anew: a sixth of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Before the backend starts. Subprocesses of tests inherit all of it.
 os.environ |= {

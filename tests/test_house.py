@@ -1,6 +1,7 @@
 """The house: rooms of a few files, imports that run one way, files that a reader can hold."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def module(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
+@functools.cache  # of all files it takes a second, which not every process of the tests needs
 def imported(path: Path) -> set[Path]:
     """Our files that a file imports, anywhere in it."""
     found = set()
@@ -46,14 +48,11 @@ def imported(path: Path) -> set[Path]:
     return {p for p in found if p is not None and PACKAGE in (p, *p.parents)}
 
 
-IMPORTS = {path: imported(path) for path in FILES}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_no_import_runs_up(path: Path) -> None:
     up = [
         f"{other.relative_to(ROOT)} (floor {FLOOR[room(other)]})"
-        for other in IMPORTS[path]
+        for other in imported(path)
         if room(other) != room(path) and FLOOR[room(other)] >= FLOOR[room(path)]
     ]
     assert not up, f"{path.relative_to(ROOT)} is on floor {FLOOR[room(path)]} and imports {', '.join(up)}"
@@ -65,7 +64,7 @@ def test_there_is_no_circle() -> None:
     def visit(path: Path, above: tuple[Path, ...]) -> None:
         assert path not in above, "a circle: " + " -> ".join(p.relative_to(ROOT).as_posix() for p in (*above, path))
         if path not in done:
-            for other in IMPORTS[path] - {path}:
+            for other in imported(path) - {path}:
                 visit(other, (*above, path))
             done.add(path)
 

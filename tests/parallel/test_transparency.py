@@ -149,7 +149,7 @@ def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
         state, _ = compiled(state, batch)
     grads, params = reference(name, *blocks(name, step.replicas, microbatches))
     found = differences("gradient", momentum, grads) + differences(
-        "parameter", model.unwrap(step.params(state)), params
+        "parameter", model.unwrap(logical(step, state.params)), params
     )
     worst = max(found, key=lambda d: d.error)
     assert worst.error <= TOLERANCE["f32"], worst

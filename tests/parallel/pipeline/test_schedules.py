@@ -3,6 +3,7 @@
 Those whose ranks branch: `test_tables.py`.
 """
 
+import functools
 import re
 from collections import Counter
 from fractions import Fraction
@@ -17,14 +18,6 @@ from jaxpar.tables.lockstep import lockstep
 from jaxpar.tables.operations import TIME
 
 PIPES = range(2, 9)
-# p ranks, v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks
-GRID = [
-    Schedule(kind, p, m, v)
-    for kind in ("gpipe", "1f1b", "1f1b-overlap")
-    for p in PIPES
-    for v in range(1, 5)
-    for m in range(p if v > 1 else 1, 4 * p + 1, p if v > 1 else 1)
-]
 # Closed forms: the tick of the first backward, and the most that a rank holds.
 LAG = {
     "1f1b": lambda p, m, v: v * p - 1,
@@ -38,8 +31,15 @@ HELD = {
 }
 
 
+@functools.cache
 def of_pipe(p: int) -> list[Schedule]:
-    return [schedule for schedule in GRID if schedule.ranks == p]
+    """v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks."""
+    return [
+        Schedule(kind, p, m, v)
+        for kind in ("gpipe", "1f1b", "1f1b-overlap")
+        for v in range(1, 5)
+        for m in range(p if v > 1 else 1, 4 * p + 1, p if v > 1 else 1)
+    ]
 
 
 def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:

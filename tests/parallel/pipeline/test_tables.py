@@ -380,6 +380,7 @@ def every(p: int) -> list[Schedule]:
     ]
 
 
+@pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_torch_accepts_the_tables(p: int) -> None:
     """torch's own validator, its lowering to sends and receives, and its simulator of deadlocks."""
@@ -400,6 +401,7 @@ def test_torch_accepts_the_tables(p: int) -> None:
         assert len(forwards) == stages * schedule.microbatches
 
 
+@pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize(("name", "kind"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")])
 def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
     """Read from torch's class without its processes: `from_csv` of what it computes for each rank."""
