@@ -26,7 +26,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .greedy import zb_h1, zb_h2
+from .greedy import one_f_one_b_halves, zb_h1, zb_h2
 from .lockstep import gpipe, one_f_one_b, one_f_one_b_beside
 from .operations import Placement, Table
 from .search import asked, auto
@@ -57,6 +57,7 @@ SCHEDULES = {
     "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
     "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),
     "1f1b-overlap": Recipe("1f1b whose forwards and backwards run side by side", one_f_one_b_beside, planned=False),
+    "1f1b-halves": Recipe("1f1b in p activations, its backwards in halves", one_f_one_b_halves, planned=False),
     "zb-h1": Recipe("1f1b whose bubble is filled with gradients of weights", zb_h1, planned=False, near=True),
     "zb-h2": Recipe("the same with twice the memory", zb_h2, planned=False),
     "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, False, "V", near=True),

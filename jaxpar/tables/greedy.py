@@ -1,4 +1,4 @@
-"""Orders of F, I and W found by a greedy scheduler, for ranks that hold one chunk each (Qi et al. 2023, section 3.1).
+"""Orders of F, I and W for ranks that hold one chunk each: a greedy scheduler's (Qi et al. 2023, section 3.1), 1F1B's.
 
     ZB-H1, p = 4, m = 6: what waits for the ranks behind is filled with W
 
@@ -121,19 +121,40 @@ def greedy(ranks: int, microbatches: int, costs: OpCosts, limit: float, rule: Fi
 _AT_ONCE = Filling(gap=0, even=False)
 
 
-def _one_chunk(name: str, p: int, m: int, v: int, limit: float) -> Table:
+def _one_chunk(name: str, v: int) -> None:
     if v > 1:
         raise ValueError(
             f"schedule={name!r} holds one chunk a rank, not chunks={v}; use chunks=1, or zb-v with chunks=2"
         )
+
+
+def _zero_bubble(name: str, p: int, m: int, v: int, limit: float) -> Table:
+    _one_chunk(name, v)
     return as_soon_as_possible(greedy(p, m, OpCosts(), limit, _AT_ONCE), "loop", 1)
 
 
 def zb_h1(p: int, m: int, v: int) -> Table:
     """Qi et al. 2023, section 2.1: p activations, as 1F1B, and a third of its bubble."""
-    return _one_chunk("zb-h1", p, m, v, limit=p)
+    return _zero_bubble("zb-h1", p, m, v, limit=p)
 
 
 def zb_h2(p: int, m: int, v: int) -> Table:
     """Qi et al. 2023, section 2.2: 2 p - 1 activations; from m = 2 p - 1 on, no rank waits once it has begun."""
-    return _one_chunk("zb-h2", p, m, v, limit=2 * p - 1)
+    return _zero_bubble("zb-h2", p, m, v, limit=2 * p - 1)
+
+
+def one_f_one_b_halves(p: int, m: int, v: int) -> Table:
+    """1F1B in its own order (Narayanan et al. 2021, section 2.2.1), so that rank s holds p - s activations, and its
+    backwards in halves, W right behind I: what I leaves for W is there for one microbatch at a time.
+
+    Whole backwards would make every slot of the steady state as long as one, since some rank runs one in it: 4 forwards
+    a microbatch in place of 3.
+    """
+    _one_chunk("1f1b-halves", v)
+    orders: list[list[Op]] = []
+    for ahead in reversed(range(p)):  # forwards before a rank's first backward
+        order = [Op("F", 0, at) for at in range(min(ahead, m))]
+        for at in range(m):
+            order += [Op("F", 0, at + ahead)] * (at + ahead < m) + [Op("I", 0, at), Op("W", 0, at)]
+        orders.append(order)
+    return as_soon_as_possible(orders, "loop", 1)

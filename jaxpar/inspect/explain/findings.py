@@ -131,9 +131,11 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             "Collectives inside of stages are those of the rank that sends most."
         )
     elif schedule is not None:
+        left = schedule.rows.keeps if schedule.branches else 0
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
-            f"layers; idle {float(schedule.bubble):.1%} of the time."
+            f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
+            f"idle {float(schedule.bubble):.1%} of the time."
         )
     for way in step.tracing.ways:
         yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
+from ...slicing.halves import merge, pick
 from ...slicing.pieces import Stack
 from ...slicing.program import Program, read
 from .schedules import Schedule
@@ -161,6 +162,20 @@ class Cut:
         assert program.main is not None
         k, outputs = program.main.carry, program.main.outputs
         return Message(list(outputs[:k]), [outputs[k + j] for j in self.collected])
+
+    def full(self, cotangents: Message, others: Message) -> Message:
+        """Cotangents as a message, whose other parts are `others`."""
+        linear = self.linear
+        carry = merge(linear.carry, cotangents.carry, others.carry)
+        return Message(carry, merge(linear.by_layer, cotangents.by_layer, others.by_layer))
+
+    def no_extras(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Zeros for cotangents of what layers read beside the carry."""
+        stack = self.stack
+        atoms, linear = stack.parts(stack.inputs), stack.parts(stack.unit.linear)
+        consts, _, xs = (pick(on, some) for on, some in zip(linear, atoms, strict=True))
+        zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
+        return [zeros(v, v.aval.shape) for v in consts], [zeros(v, (self.each, *v.aval.shape[1:])) for v in xs]
 
     def side(self) -> list[Any]:
         """Variables that the prologue computes and the epilogue reads, with derivatives."""

@@ -16,6 +16,7 @@ from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
+from .ahead import SharedPrologues
 from .chunks import AXIS, Cotangents, Cut, Message, after, before
 from .outside import Outside
 
@@ -36,6 +37,14 @@ def with_totals(grads: Sequence[Any], which: Sequence[int], totals: Sequence[Any
     for i, total in zip(which, totals, strict=True):
         out[i] = total
     return out
+
+
+def lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function without what nobody reads: the embedding where only its masks are needed."""
+    flat, out = jx.trace(fun, *args)
+    run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
+    tree = jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(tree, run(*flat.consts, *jax.tree.leaves(args)))
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,27 @@ class Engine(Cut):
     seeds: dict[int, jax.Array] | None = None
     shared: Program | None = None
     part: Callable[[jax.Array], list[Any]] | None = None
+
+    @property
+    def prologues(self) -> SharedPrologues:
+        """Those that the ranks share, if they do (`ahead.py`)."""
+        ranks, m = self.schedule.ranks, self.schedule.microbatches
+        return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
+
+    def with_prologues(self, grads: Sequence[Any], behind: Sequence[jax.Array]) -> list[Any]:
+        """Gradients with those of the prologues that this rank has computed ahead, whose cotangents are `behind`."""
+        return self.prologues.backward(behind, list(grads)) if behind else list(grads)
+
+    def entering(self) -> dict[str, list[int]]:
+        """For each tick the microbatches that enter the first stage, 0 where none does, and whose cotangents leave it,
+        -1 where none do.
+        """
+        found: dict[str, list[int]] = {"entered": [], "pulled": []}
+        for column in self.schedule.table():
+            first = [op for op in column[0] if op.chunk == 0]
+            found["entered"].append(next((op.microbatch for op in first if op.kind == "F"), 0))
+            found["pulled"].append(next((op.microbatch for op in first if op.kind in "BI"), -1))
+        return found
 
     def forward(
         self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None

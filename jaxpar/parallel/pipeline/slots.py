@@ -32,14 +32,14 @@ from jax import lax
 
 from ... import collectives
 from ...inspect.compiled import shares
-from ...jaxprs import jaxpr as jx
-from ...slicing.halves import Left, merge, pick
+from ...slicing.halves import Left, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...tables.orders import orders_of
+from .ahead import shared
 from .buffers import CODES
 from .chunks import AXIS, Message, before
-from .ranks import Engine, with_totals
+from .ranks import Engine, lean, with_totals
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
 
@@ -57,14 +57,6 @@ def scope(part: str) -> str:
     return f"slot_{part}"
 
 
-def _lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A function without what nobody reads: the embedding where only its masks are needed."""
-    flat, out = jx.trace(fun, *args)
-    run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
-    tree = jax.tree.structure(out)
-    return lambda *args: jax.tree.unflatten(tree, run(*flat.consts, *jax.tree.leaves(args)))
-
-
 @dataclass(frozen=True)
 class SlotCarry:
     """What one slot hands to the next.
@@ -73,6 +65,9 @@ class SlotCarry:
       buffers: messages and cotangents that wait, [buffers, ...].
       stash: what backwards need of forwards, [stashes, ...]; no weights.
       kept: what I left for W, [keeps, ...].
+      ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
+        empty where all compute them when they are read (`ahead.py`).
+      behind: cotangents of these.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
     """
@@ -80,6 +75,8 @@ class SlotCarry:
     buffers: Message
     stash: list[jax.Array]
     kept: list[jax.Array]
+    ahead: list[jax.Array]
+    behind: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
 
@@ -104,13 +101,15 @@ class Slots(Engine):
         rows = self.rows()
         first = _at(rows, jnp.int32(0))
         state, saved, left = self._first(first)
-        body = _lean(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
+        if shared(self.program):
+            state = dataclasses.replace(state, ahead=self.prologues.run())
+        body = lean(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
         state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
-        return state.grads, state.sums
+        return self.with_prologues(state.grads, state.behind), state.sums
 
     def _loop(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """As a loop of one iteration, or of none."""
-        body = _lean(fun, jnp.int32(0), carry)
+        body = lean(fun, jnp.int32(0), carry)
         more = lambda state: state[0] < here.astype(jnp.int32)
         share = shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
         with jax.named_scope(f"{scope(name)}/{share}"):
@@ -139,6 +138,8 @@ class Slots(Engine):
             return self.slot(state, row, saved, left, once), made, consts, xs
 
         parts = [(n, look(part)) for part, n in self.runs.items() if n]
+        if shared(self.program):
+            parts.append((1, (self.prologues.run(), self.with_prologues(state.grads, state.behind))))
         return [(self.schedule.ticks - sum(self.runs.values()), look("")), *parts]
 
     @functools.cached_property
@@ -167,8 +168,8 @@ class Slots(Engine):
         """What each slot of this rank looks up: its own, and what is the same on all ranks."""
         own = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKED_UP}
         left = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
-        marks = {name: jnp.array(on) for name, on in self.marks.items()}
-        return own | marks | {"left": jnp.array([x or 0 for x in left])}
+        uniform = {name: jnp.array(each) for name, each in {**self.marks, **self.entering()}.items()}
+        return own | uniform | {"left": jnp.array([x or 0 for x in left])}
 
     @functools.cached_property
     def marks(self) -> dict[str, list[bool]]:
@@ -197,7 +198,8 @@ class Slots(Engine):
         message = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        state = SlotCarry(zeros(rows.buffers, message), [], [], [None] * len(self.leaves), sums)
+        ahead = self.prologues.zeros() if shared(self.program) else []
+        state = SlotCarry(zeros(rows.buffers, message), [], [], ahead, [], [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 
@@ -209,8 +211,14 @@ class Slots(Engine):
         saved, left = jax.eval_shape(one, row)
         kept = left.values if "I" in self.kinds else []
         state = dataclasses.replace(state, stash=zeros(rows.stashes, saved.values), kept=zeros(rows.keeps, kept))
+        state = dataclasses.replace(state, behind=ahead)
         once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry)
-        grads = jax.eval_shape(lambda s, r: self.slot(s, r, saved, left, once), state, row).grads
+
+        def last(state: SlotCarry, row: Any) -> list[Any]:
+            state = self.slot(state, row, saved, left, once)
+            return self.with_prologues(state.grads, state.behind)
+
+        grads = jax.eval_shape(last, state, row)
         grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
         return dataclasses.replace(state, grads=grads), saved, left
 
@@ -218,19 +226,22 @@ class Slots(Engine):
 
     def slot(self, state: SlotCarry, row: Any, saved: Any, left: Left | None, once: Once) -> SlotCarry:
         """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
-        stash, kept, grads, sums, buffers = state.stash, state.kept, list(state.grads), state.sums, state.buffers
+        stash, kept, behind, buffers = state.stash, state.kept, state.behind, state.buffers
+        grads, sums = list(state.grads), state.sums
         env, _ = self._before(row["microbatch"], False)
         message = _at(buffers, row["read"])
 
         def enter(number: jax.Array, message: Message) -> Message:
             env, _ = self._before(row["microbatch"] + number, False)
+            if state.ahead:
+                env |= self.prologues.entering(state.ahead, row["entered"] + number)
             return self.entered(env, {"chunk": jnp.where(row["kind"] == CODES["F"], row["chunk"], 1)}, message)
 
         message = once("enters", row["enters"], enter, message)
         run = _Operations(self, env, row, saved, left)
         of = lambda kind: row["kind"] == CODES[kind]
         message, stash = once("F", of("F"), run.forward, (message, stash))
-        extras = self._no_extras()
+        extras = self.no_extras()
         if "B" in self.kinds:
             back = functools.partial(run.backward, stash)
             message, extras, grads = once("B", of("B"), back, (message, extras, grads))
@@ -250,18 +261,21 @@ class Slots(Engine):
                 grads = backward(before(self.program), self.access, self.leaves, tape, side, grads)
             return buffers, grads, sums
 
-        def pull(number: jax.Array, grads: Any) -> Any:
-            _, tape = self._before(row["microbatch"] + number, True)
+        def pull(number: jax.Array, carry: Any) -> Any:
+            grads, behind = carry
             valid = (row["kind"] == CODES["B"]) | (row["kind"] == CODES["I"])
             consts, xs = extras
-            carry = pick(self.linear.carry, message.carry)
-            made = self.of_prologue({"valid": valid, "chunk": row["chunk"]}, consts, carry, xs)
-            return backward(before(self.program), self.access, self.leaves, tape, made, grads)
+            first = pick(self.linear.carry, message.carry)
+            made = self.of_prologue({"valid": valid, "chunk": row["chunk"]}, consts, first, xs)
+            if behind:
+                return grads, self.prologues.kept(behind, made, row["pulled"] + number)
+            _, tape = self._before(row["microbatch"] + number, True)
+            return backward(before(self.program), self.access, self.leaves, tape, made, grads), behind
 
         buffers, grads, sums = once("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
-            grads = once("pulls", row["pulls"], pull, grads)
-        return SlotCarry(self._sent(message, buffers, row), stash, kept, grads, sums)
+            grads, behind = once("pulls", row["pulls"], pull, (grads, behind))
+        return SlotCarry(self._sent(message, buffers, row), stash, kept, state.ahead, behind, grads, sums)
 
     def _sent(self, message: Message, buffers: Message, row: Any) -> Message:
         """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
@@ -277,26 +291,12 @@ class Slots(Engine):
         env = self.program.environment(self.values(microbatch))
         return env, forward(before(self.program), self.access, self.leaves, env, grad)
 
-    def full(self, cotangents: Message, others: Message) -> Message:
-        """Cotangents as a message, whose other parts are `others`."""
-        linear = self.linear
-        carry = merge(linear.carry, cotangents.carry, others.carry)
-        return Message(carry, merge(linear.by_layer, cotangents.by_layer, others.by_layer))
-
     def inputs(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
         """The gradient of a chunk's inputs, and what is left for that of its weights; `stashes` as for
         `Stack.backward_inputs`.
         """
         known, given = self.known(env, op), self.given(op, cts)
         return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op), *stashes)
-
-    def _no_extras(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Zeros for cotangents of what layers read beside the carry."""
-        stack = self.stack
-        atoms, linear = stack.parts(stack.inputs), stack.parts(stack.unit.linear)
-        consts, _, xs = (pick(on, some) for on, some in zip(linear, atoms, strict=True))
-        zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
-        return [zeros(v, v.aval.shape) for v in consts], [zeros(v, (self.each, *v.aval.shape[1:])) for v in xs]
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
-from ...jaxprs import jaxpr as jx
 from ...slicing.loop import LayerLoop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from .ahead import SharedPrologues, shared
+from .ahead import shared
 from .chunks import AXIS, Cotangents, Message, before
-from .ranks import Engine
+from .ranks import Engine, lean
 from .schedules import Kind, Phase
 
 
@@ -85,11 +84,11 @@ class Pipeline(Engine):
         schedule, rank = self.schedule, lax.axis_index(AXIS)
         rows = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
         rows["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
-        rows |= {name: jnp.array(at) for name, at in self._entering().items()}
+        rows |= {name: jnp.array(at) for name, at in self.entering().items()}
         row = jax.tree.map(lambda x: x[0], rows)
         carry, saved = self._start_of(row)
         if shared(self.program):
-            carry = dataclasses.replace(carry, ahead=self._ahead.run())
+            carry = dataclasses.replace(carry, ahead=self.prologues.run())
         carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
         for repeats, phases in schedule.phases():
             first, length = phases[0].start, sum(phase.length for phase in phases)
@@ -108,7 +107,7 @@ class Pipeline(Engine):
             else:
                 laps = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), part)
                 carry, _ = lax.scan(lap, carry, laps)
-        return self._with_prologues(carry).grads, carry.sums
+        return self.with_prologues(carry.grads, carry.behind), carry.sums
 
     def separated(self) -> list[tuple[int, Any]]:
         """How often a step runs each of its parts, and what one returns that runs it alone: for who counts."""
@@ -118,7 +117,9 @@ class Pipeline(Engine):
         carry, saved = self._start_of(row)
         parts = []
         if shared(self.program):
-            parts = [(1, dataclasses.replace(carry, ahead=self._ahead.run())), (1, self._with_prologues(carry))]
+            grads = self.with_prologues(carry.grads, carry.behind)
+            ahead = dataclasses.replace(carry, ahead=self.prologues.run())
+            parts = [(1, ahead), (1, dataclasses.replace(carry, grads=grads))]
         # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
         for runs, flags in (
             (forwards - m, (True, False, False)),
@@ -131,28 +132,7 @@ class Pipeline(Engine):
     def _row(self) -> dict[str, jax.Array]:
         """What this rank looks up in the first tick."""
         row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
-        return row | {name: jnp.int32(0) for name in ("epilogue", "enters", "exits")}
-
-    @property
-    def _ahead(self) -> SharedPrologues:
-        ranks, m = self.schedule.ranks, self.schedule.microbatches
-        return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
-
-    def _entering(self) -> dict[str, list[int]]:
-        """For each tick the microbatches that enter the first stage, 0 where none does, and whose cotangents leave it,
-        -1 where none do.
-        """
-        found: dict[str, list[int]] = {}
-        for name, kind, none in (("enters", "F", 0), ("exits", "B", -1)):
-            ops = [self.schedule.op(kind, 0, tick) for tick in range(self.schedule.ticks)]
-            found[name] = [op.microbatch if op and op.chunk == 0 else none for op in ops]
-        return found
-
-    def _with_prologues(self, carry: Carry) -> Carry:
-        """With the gradients of the prologues that this rank has computed ahead."""
-        if self.seeds is None or not shared(self.program):
-            return carry
-        return dataclasses.replace(carry, grads=self._ahead.backward(carry.behind, list(carry.grads)))
+        return row | {name: jnp.int32(0) for name in ("epilogue", "entered", "pulled")}
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W: nothing here."""
@@ -161,17 +141,15 @@ class Pipeline(Engine):
     def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
         """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""
         row = jax.tree.map(lambda x: x[0], rows)
-        flat, out = jx.trace(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
-        body = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
-        tree = jax.tree.structure(out)
-        return lambda carry, row: (jax.tree.unflatten(tree, body(*flat.consts, *jax.tree.leaves((carry, row)))), None)
+        body = lean(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
+        return lambda carry, row: (body(carry, row), None)
 
     def _start_of(self, row: Any) -> tuple[Carry, Any]:
         """The first carry, all zeros and without gradients, and the structure of what is stashed."""
         variables = self.message(self.program)
         padded = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        ahead = self._ahead.zeros() if shared(self.program) else []
+        ahead = self.prologues.zeros() if shared(self.program) else []
         if self.seeds is None:
             return Carry(padded, Message([], []), [], None, ahead, [], [], sums), None
 
@@ -194,8 +172,12 @@ class Pipeline(Engine):
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
         """The first carry with zeros for the gradients that there will be."""
         every = Phase(0, 1, True, True, True)
-        last = lambda carry, row: self._with_prologues(self.tick(every, saved, carry, row))
-        grads = jax.eval_shape(last, carry, row).grads
+
+        def last(carry: Carry, row: Any) -> list[Any]:
+            carry = self.tick(every, saved, carry, row)
+            return self.with_prologues(carry.grads, carry.behind)
+
+        grads = jax.eval_shape(last, carry, row)
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
 
     # -- one tick ------------------------------------------------------------------------------------------------------
@@ -214,7 +196,7 @@ class Pipeline(Engine):
             env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
             if ahead:
-                env |= self._ahead.entering(ahead, row["enters"])
+                env |= self.prologues.entering(ahead, row["entered"])
             into = Stash(stash, row["write"]) if self.seeds else None
             front = self.forward(env, op, message, bool(self.seeds), None if beside else into)
             if beside and into is not None:
@@ -234,7 +216,7 @@ class Pipeline(Engine):
             if sent is None:
                 grads, sent, given = self._back(saved, stash, row, cotangents, made, grads).run()
             if behind:
-                behind = self._ahead.kept(behind, given, row["exits"])
+                behind = self.prologues.kept(behind, given, row["pulled"])
             cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
         return Carry(message, cotangents, stash, late, ahead, behind, grads, sums)
 

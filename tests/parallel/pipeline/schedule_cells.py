@@ -38,6 +38,7 @@ COUNTS: dict[str, Callable[[int], int]] = {
     "3p": lambda p: 3 * p,
 }
 BESIDE = ("", "data=2", "fsdp=2,zero=1", "fsdp=2,zero=2", "fsdp=2,zero=3", "data=2,fsdp=2,zero=3")
+LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
 TENSOR = ("tensor=2", "tensor=2,sequence=true", "fsdp=2,zero=3,tensor=2,sequence=true")
 
 
@@ -63,7 +64,7 @@ class Cell(NamedTuple):
 def kinds() -> Iterator[tuple[str, int]]:
     """Schedules, with the chunks that they may have."""
     for name, recipe in SCHEDULES.items():
-        several = {"1f1b": (1, 2, 4), "gpipe": (1, 2, 4), "auto": (1, 2)}
+        several = {**dict.fromkeys(LOCKSTEP, (1, 2, 4)), "auto": (1, 2)}
         yield from ((name, v) for v in several.get(name, (2,) if recipe.placement == "V" else (1,)))
 
 
@@ -74,7 +75,7 @@ def product() -> Iterator[Cell]:
         cell, m = Cell(model, pipe, name, chunks, count, rows, beside, remat), COUNTS[count](pipe)
         if name == "dualpipe-v" and m < 2 * pipe:
             continue  # it wants a microbatch for each stage
-        if name in ("1f1b", "gpipe") and chunks > 1 and m % pipe:
+        if name in LOCKSTEP and chunks > 1 and m % pipe:
             continue  # their chunks take groups of p
         if cell.devices <= 16 and pipe * chunks <= DEPTH[model] and ("tensor" not in beside or model == "deep"):
             yield cell

@@ -19,7 +19,7 @@ from jaxpar.tables.search import best
 PIPES = range(2, 9)
 ONE = dict.fromkeys("FIW", 1)
 LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
-CHUNKS = {"zb-h1": (1,), "zb-h2": (1,), "auto": (1, 2)}  # the others hold two
+CHUNKS = {"1f1b-halves": (1,), "zb-h1": (1,), "zb-h2": (1,), "auto": (1, 2)}  # the others hold two
 
 
 def least(kind: str, p: int) -> int:
@@ -81,7 +81,14 @@ def test_dependencies_and_memory(p: int) -> None:
         assert [schedule.in_flight(rank) for rank in range(p)] == most
         assert schedule.slots == max(most)
         m, v = schedule.microbatches, schedule.chunks
-        room = {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": p, "v-half": (p + 2) // 2, "v-min": (p + 4) // 3}
+        room = {
+            "1f1b-halves": p,
+            "zb-h1": p,
+            "zb-h2": 2 * p - 1,
+            "zb-v": p,
+            "v-half": (p + 2) // 2,
+            "v-min": (p + 4) // 3,
+        }
         if limit := room.get(schedule.kind):
             assert max(most) <= v * limit
             if m >= 2 * p:  # as Qi et al. 2023 (sections 2.1, 2.2, 6) and 2024 say
@@ -101,6 +108,7 @@ def test_time_is_the_closed_form(p: int) -> None:
         assert float(schedule.bubble) == pytest.approx(1 - work / step)
         assert work <= longest <= step
         forms = {
+            "1f1b-halves": (m >= p, 2 * (p - 1), 2 * (p - 1)),
             "zb-h1": (m >= p, p - 1, p - 1),
             "zb-h2": (m >= 2 * p - 1, p - 1, 0),
             "zb-v": (m >= 2 * p, p - 1, 0),
@@ -145,6 +153,11 @@ def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
     assert 1 - 3 * m / step == pytest.approx(7 / 31)
     ours = Schedule("1f1b", p, m)
     assert (ours.time, ours.in_flight(0)) == (step, 2 * p - 1)
+    # A slot lasts as long as its longest operation: a whole backward of some rank, in all but p of them.
+    assert schedule.time == 4 * (m + p - 1) - p
+    halves = Schedule("1f1b-halves", p, m)
+    assert [halves.in_flight(rank) for rank in range(p)] == [p - rank for rank in range(p)]
+    assert (halves.time, halves.rows.keeps) == (3 * m + 2 * (p - 1), 1)
 
 
 # Qi et al. 2023: measured times of F, B, W and messages in ms; hidden size and heads, sequences of 1024; bubble rates
