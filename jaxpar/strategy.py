@@ -75,10 +75,12 @@ _CHOICES = {
     "remat": ("none", "layer", "dots"),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
+    "logits": ("auto", "whole"),
 }
 _OTHERS = {  # what a choice may be besides
     "remat": " or a jax.checkpoint policy",
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
+    "logits": " or a number of tokens",
 }
 
 
@@ -129,6 +131,10 @@ class Strategy:
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy.
+      logits: of how many tokens of a device a cross-entropy's logits are made at a time, where one is found in the
+        loss: a number; "auto", 2,048 where those of a microbatch would take more than 4 GiB in float32 on one device;
+        or "whole", of all (`parallel/context/logits.py`). In chunks they are never there as a whole, for one more
+        product with the head.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
@@ -157,6 +163,7 @@ class Strategy:
     precision: str = "f32"
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
+    logits: str | int = "auto"
 
     def __new__(cls, *args: Any, **fields: Any) -> Strategy:
         """Refuses what is no field, and values without a name, in words of its own."""
@@ -197,6 +204,7 @@ class Strategy:
         for name, choices in _CHOICES.items():
             listed = isinstance(value := getattr(self, name), str) and value in choices
             other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
+            other["logits"] = lambda x: _is_int(x) and x > 0
             if not listed and not (name in other and other[name](value)):
                 near = did_you_mean(value, choices)
                 raise ValueError(
