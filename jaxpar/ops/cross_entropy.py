@@ -74,7 +74,7 @@ def cross_entropy(
     @jax.checkpoint
     def some(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         h, ids = given
-        logits = product(Product(h.ndim - 1, 0), h, narrow, wide).astype(wide.dtype)
+        logits = product(HeadProduct(h.ndim - 1, 0), h, narrow, wide).astype(wide.dtype)
         return None, optax.softmax_cross_entropy_with_integer_labels(logits, ids)
 
     # Counted from behind, as optax counts a label below 0, it would be another one.
@@ -102,7 +102,7 @@ first.defvjp(lambda nats: (nats, nats), _then)
 
 
 @dataclass(frozen=True)
-class Product:
+class HeadProduct:
     """How hidden states and a head are multiplied.
 
     Attributes:
@@ -134,14 +134,14 @@ class Product:
         return lax.dot_general(a, b, ((i, j), ([], [])), precision=self.precision, preferred_element_type=wide)
 
 
-def _plain(how: Product, hidden: jax.Array, narrow: jax.Array, wide: jax.Array) -> jax.Array:
+def _plain(how: HeadProduct, hidden: jax.Array, narrow: jax.Array, wide: jax.Array) -> jax.Array:
     """hidden narrow, whose gradient by `narrow` is one by `wide`, the same numbers in float32: a loop adds up gradients
     of what it holds in the dtype in which it holds it.
     """
     return how(hidden, narrow)
 
 
-def _pull(how: Product, kept: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+def _pull(how: HeadProduct, kept: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     hidden, narrow = kept
     (by_hidden,) = jax.linear_transpose(lambda h: how(h, narrow), hidden)(given)
     return by_hidden, None, how.by_head(hidden, given)
@@ -149,7 +149,7 @@ def _pull(how: Product, kept: tuple[jax.Array, jax.Array], given: jax.Array) -> 
 
 _ruled = jax.custom_vjp(_plain, nondiff_argnums=(0,))
 _ruled.defvjp(lambda how, hidden, narrow, wide: (how(hidden, narrow), (hidden, narrow)), _pull)
-product: Callable[[Product, jax.Array, jax.Array, jax.Array], jax.Array] = _ruled  # type: ignore[assignment]
+product: Callable[[HeadProduct, jax.Array, jax.Array, jax.Array], jax.Array] = _ruled  # type: ignore[assignment]
 
 
 def pieces(t: int, wanted: int) -> int:

@@ -25,7 +25,7 @@ from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
-from ...ops.cross_entropy import CHUNK, Product, first, pieces, product
+from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces, product
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
@@ -68,7 +68,7 @@ class _Chunk(Positions):
 
     at: Any = 0
     head: Any = None
-    how: Product | None = None
+    how: HeadProduct | None = None
     wide: Any = None
 
     def chunks(self) -> list[jax.Array]:
@@ -124,7 +124,13 @@ def _slice(work: _Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 
 def _custom(work: _Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return TENSOR[eqn.primitive.name](work, eqn, inputs) if routes.of(eqn) is None else None
+    """A function with its own derivative, on this chunk's part of a one-hot."""
+    if routes.of(eqn) is not None:
+        return None
+    dims = {x.shape: x.dim for x in inputs if x.dim is not None}
+    own = lambda x, dim: Placed(work.part(x, dim), dim, x.shape, x.active)
+    inputs = [own(x, dims[x.shape]) if x.made is not None and x.shape in dims else x for x in inputs]
+    return TENSOR[eqn.primitive.name](work, eqn, inputs)
 
 
 _RULES |= dict.fromkeys(_EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}
@@ -162,7 +168,7 @@ def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) 
     return flat, found
 
 
-def _product(eqn: Any, of_batch: set[Any]) -> Product | None:
+def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:
     """How an equation multiplies hidden states, which are of the batch, with a head, which is not."""
     (contracted, batch), params = eqn.params["dimension_numbers"], eqn.params
     for side in (0, 1):
@@ -171,7 +177,7 @@ def _product(eqn: Any, of_batch: set[Any]) -> Product | None:
             continue
         if head.aval.ndim == 2 <= hidden.aval.ndim and jnp.issubdtype(head.aval.dtype, jnp.floating):
             dtype = params["preferred_element_type"]
-            return Product(contracted[side][0], contracted[1 - side][0], side == 1, params["precision"], dtype)
+            return HeadProduct(contracted[side][0], contracted[1 - side][0], side == 1, params["precision"], dtype)
     return None
 
 
@@ -182,7 +188,7 @@ class _Region:
     """
 
     head: Any
-    how: Product
+    how: HeadProduct
     inside: list[Any]
     made: set[int]
     inputs: list[Any]
@@ -192,7 +198,7 @@ class _Region:
     splits: list[Placed] = field(default_factory=list)
 
     @classmethod
-    def of(cls, flat: jx.Flat, head: Any, how: Product, moved: set[Any]) -> _Region | None:
+    def of(cls, flat: jx.Flat, head: Any, how: HeadProduct, moved: set[Any]) -> _Region | None:
         """That of a product; None where it is no cross-entropy's."""
         logits = math.prod(shape_of(head))
         size = lambda v: 0 if jx.is_literal(v) else math.prod(v.aval.shape)

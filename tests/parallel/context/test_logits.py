@@ -128,8 +128,8 @@ def test_numbers_are_those_of_the_whole() -> None:
     assert largest(program.eqns) < B * T * V
     grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(params, x, ids, weights)
     for ours, whole in zip(jax.tree.leaves(grad(run)), jax.tree.leaves(grad(loss)), strict=True):
-        # By chunks, gradients of the bfloat16 head add up in float32, and are rounded once.
-        tolerance = 1e-2 if ours.shape == (V, D) else 2e-5
+        # By chunks, gradients of the bfloat16 head and bias add up in float32, and are rounded once.
+        tolerance = 1e-2 if ours.shape[:1] == (V,) else 2e-5
         assert np.abs(ours - whole).max() < tolerance * max(1, np.abs(whole).max())
 
 
@@ -181,7 +181,7 @@ def test_only_where_it_pays(tokens: int, chunk: str, chunks: int) -> None:
 def test_explain_says_so() -> None:
     step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, "data=2,logits=16", mesh=jax.devices()[:2])
     text = " ".join(str(step.explain(cells.batch_of(8))).split())
-    assert "the logits of 64 tokens, 10.2 kB in float32, are made 4 times a part of them, 2.6 kB" in text
+    assert "the logits of 64 tokens, 10.24 kB in float32, are made 4 times a part of them, 2.56 kB" in text
     with pytest.raises(ValueError, match=r"logits=0 is unknown; use one of auto, whole or a number of tokens"):
         jp.Strategy(logits=0)
 
