@@ -31,7 +31,7 @@ FIRST = (
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
 )
-SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture")
+SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "packed_window")
 EVERYWHERE = (
     *SCANNED[:6],
     "encoder_decoder",
