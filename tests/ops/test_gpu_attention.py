@@ -156,7 +156,7 @@ def test_temporaries_of_a_step_fall_with_context(way: str) -> None:
 
 @pytest.mark.battery
 def test_logits_of_a_plain_loss_are_never_whole() -> None:
-    """Llama-3-8B, 131,072 tokens a row on eight devices, 16,384 tokens each: whole, they make 18.3 GB of temporaries."""
+    """Llama-3-8B, 131,072 tokens a row on eight devices, 16,384 tokens each: whole, they make it 18.3 GB."""
     model = named("llama3-8b")
     text = "context=8,fsdp=-1,attention=ring,precision=bf16,remat=layer"
     step = jp.make_train_step(model.model, optax.adamw(3e-4), text, mesh=target("8xH100").devices)
