@@ -52,7 +52,8 @@ class Options:
 def prediction(run: Run, programs: Path | None = None) -> Prediction:
     """A run's. Raises ValueError where the model cannot be compiled so."""
     model, found = named(run.model, **dict(run.sizes)), target(run.target)
-    strategy = jp.Strategy.parse(run.strategy)
+    # As in those runs; from 4 GiB on they would be made in chunks.
+    strategy = dataclasses.replace(jp.Strategy.parse(run.strategy), logits="whole")
     if run.remat is not None:
         strategy = dataclasses.replace(strategy, remat=run.remat(model))
     step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=found.devices)

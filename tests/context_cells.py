@@ -183,6 +183,11 @@ def packed() -> jp.Model:
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
 
 
+def packed_window() -> jp.Model:
+    """Several documents in a row, and a sliding window."""
+    return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, window=5, segment_ids=batch["document"]))
+
+
 def translator() -> jp.Model:
     """An encoder and a decoder by `jp.attention`, and cross attention to a source of another length."""
 
@@ -320,6 +325,7 @@ MODELS = {
         t5,
         window,
         packed,
+        packed_window,
         chunked,
         flattened,
         flattened_shifted,
@@ -334,6 +340,7 @@ KERNELS = (
     "translator",
     "window",
     "packed",
+    "packed_window",
     "chunked",
     "flattened",
     "flattened_shifted",

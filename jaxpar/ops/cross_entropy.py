@@ -5,6 +5,10 @@ Dims: T positions, D features, V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -53,7 +57,7 @@ def cross_entropy(
     """
     _check(hidden, head, labels, chunk)
     *rows, t, _ = hidden.shape
-    chunks = _chunks(t, -(-labels.size // chunk))
+    chunks = pieces(t, -(-labels.size // chunk))
     missing = -t % chunks
     hidden = jnp.pad(hidden, [*((0, 0) for _ in rows), (0, missing), (0, 0)]) if missing else hidden
     padded = jnp.pad(labels, [*((0, 0) for _ in rows), (0, missing)]) if missing else labels
@@ -70,19 +74,19 @@ def cross_entropy(
     @jax.checkpoint
     def some(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         h, ids = given
-        logits = _product(h, narrow, wide).astype(wide.dtype)
+        logits = product(HeadProduct(h.ndim - 1, 0), h, narrow, wide).astype(wide.dtype)
         return None, optax.softmax_cross_entropy_with_integer_labels(logits, ids)
 
     # Counted from behind, as optax counts a label below 0, it would be another one.
     known = jnp.where(padded < 0, head.shape[1], padded)
     known = known if ignore is None else jnp.where(padded == ignore, 0, known)
     _, nats = lax.scan(some, None, (cut(hidden, 1), cut(known, 0)))
-    nats = _first(jnp.moveaxis(nats, 0, -1).reshape(*rows, t + missing)[..., :t])
+    nats = first(jnp.moveaxis(nats, 0, -1).reshape(*rows, t + missing)[..., :t])
     return nats if ignore is None else jnp.where(labels == ignore, 0, nats)
 
 
 @jax.custom_vjp
-def _first(nats: jax.Array) -> jax.Array:
+def first(nats: jax.Array) -> jax.Array:
     """`nats`, before any gradient: nothing in the backward reads them, so XLA's scheduler computed them last, and held
     the head and all hidden states until then (1.3 GB more at the peak of an 8B model's step on H100s, jax 0.10.2).
     """
@@ -94,29 +98,61 @@ def _then(nats: jax.Array, given: jax.Array) -> tuple[jax.Array]:
     return (given + jnp.minimum(jnp.abs(jnp.nan_to_num(nats)), 0),)
 
 
-_first.defvjp(lambda nats: (nats, nats), _then)
+first.defvjp(lambda nats: (nats, nats), _then)
 
 
-@jax.custom_vjp
-def _product(hidden: jax.Array, narrow: jax.Array, wide: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class HeadProduct:
+    """How hidden states and a head are multiplied.
+
+    Attributes:
+      of_hidden, of_head: the dim of each that holds features; a head has one more.
+      swapped: whether the head is the left operand: its words are then dim 0 of the logits, not the last.
+      precision, dtype: as `lax.dot_general` has `precision` and `preferred_element_type`.
+    """
+
+    of_hidden: int
+    of_head: int
+    swapped: bool = False
+    precision: Any = None
+    dtype: Any = None
+
+    def __call__(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """The logits."""
+        sides = [(hidden, self.of_hidden), (head, self.of_head)]
+        (a, i), (b, j) = reversed(sides) if self.swapped else sides
+        numbers = (([i], [j]), ([], []))
+        return lax.dot_general(a, b, numbers, precision=self.precision, preferred_element_type=self.dtype)
+
+    def by_head(self, hidden: jax.Array, given: jax.Array) -> jax.Array:
+        """The head's gradient, float32 or wider, from that of the logits."""
+        tokens = [d for d in range(hidden.ndim) if d != self.of_hidden]
+        ours = [d + self.swapped for d in range(len(tokens))]
+        wide = jnp.promote_types(given.dtype, jnp.float32)
+        pair = [(hidden, tokens), (given, ours)]
+        (a, i), (b, j) = reversed(pair) if self.of_head else pair
+        return lax.dot_general(a, b, ((i, j), ([], [])), precision=self.precision, preferred_element_type=wide)
+
+
+def _plain(how: HeadProduct, hidden: jax.Array, narrow: jax.Array, wide: jax.Array) -> jax.Array:
     """hidden narrow, whose gradient by `narrow` is one by `wide`, the same numbers in float32: a loop adds up gradients
     of what it holds in the dtype in which it holds it.
     """
-    return hidden @ narrow
+    return how(hidden, narrow)
 
 
-def _pull(kept: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+def _pull(how: HeadProduct, kept: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     hidden, narrow = kept
-    rows = [*range(hidden.ndim - 1)]
-    wide = jnp.promote_types(given.dtype, jnp.float32)
-    by_head = lax.dot_general(hidden, given, ((rows, rows), ((), ())), preferred_element_type=wide)
-    return given @ narrow.T, None, by_head
+    (by_hidden,) = jax.linear_transpose(lambda h: how(h, narrow), hidden)(given)
+    return by_hidden, None, how.by_head(hidden, given)
 
 
-_product.defvjp(lambda hidden, narrow, wide: (hidden @ narrow, (hidden, narrow)), _pull)
+_ruled = jax.custom_vjp(_plain, nondiff_argnums=(0,))
+_ruled.defvjp(lambda how, hidden, narrow, wide: (how(hidden, narrow), (hidden, narrow)), _pull)
+product: Callable[[HeadProduct, jax.Array, jax.Array, jax.Array], jax.Array] = _ruled  # type: ignore[assignment]
 
 
-def _chunks(t: int, wanted: int) -> int:
+def pieces(t: int, wanted: int) -> int:
     """As few chunks as are wanted or up to twice as many, so that they divide T; else those wanted, and T is padded."""
     wanted = min(wanted, t)
     return next((n for n in range(wanted, 2 * wanted) if t % n == 0), wanted)

@@ -20,7 +20,7 @@ from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
 from ..parallel.context import RULES as CONTEXT_RULES
-from ..parallel.context import Way, choose, split_sequence
+from ..parallel.context import Logits, Way, choose, chunked, split_sequence
 from ..parallel.expert import RULES as EXPERT_RULES
 from ..parallel.expert import exchange_tokens
 from ..parallel.flat.cut import points, stages_at, stages_of
@@ -128,7 +128,7 @@ class Tracing:
     """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`;
     `ways` has how context ranks attend, `experts_gathered` where expert ranks gather experts in place of exchanging
     tokens (and bytes of all of them), `experts_fewer` where they do because the tokens would be more (and bytes of
-    those), once a batch has been traced.
+    those), `logits` which logits of a cross-entropy were found and are made in chunks, once a batch has been traced.
     """
 
     model: Model
@@ -140,6 +140,7 @@ class Tracing:
     ways: dict[Way, None] = field(default_factory=dict, compare=False, repr=False)
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -175,6 +176,7 @@ class Tracing:
         split       parallel/context/   the equations of one context rank, on its positions of the sequence
         exchange    parallel/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
         localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
+        chunk       parallel/context/   large logits of a loss: a chunk of the tokens at a time, in a loop
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """
@@ -186,6 +188,8 @@ class Tracing:
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._localised(self._exchanged(positions))
+        local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
+        self.logits.update(logits)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)

@@ -139,6 +139,13 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         )
     for way in step.tracing.ways:
         yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."
+    for place, one in step.tracing.logits.items():
+        whole = f"{place}: the logits of {one.tokens:,} tokens, {size(4 * one.tokens * one.words)} in float32, are "
+        if one.chunks > 1:
+            at_once = 4 * -(-one.tokens // one.chunks) * one.words
+            yield f"{whole}made {one.chunks} times a part of them, {size(at_once)}, and again in the backward."
+        else:
+            yield f"{whole}whole: {one.why}."
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
     for place, nbytes in step.tracing.experts_gathered.items():

@@ -3,6 +3,8 @@
 from . import attention as attention
 from . import neighbours as neighbours
 from .localiser import split_sequence as split_sequence
+from .logits import Logits as Logits
+from .logits import chunked as chunked
 from .rules import RULES as RULES
 from .ways import Way as Way
 from .ways import choose as choose

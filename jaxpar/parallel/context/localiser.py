@@ -33,8 +33,7 @@ from ...jaxprs import jaxpr as jx
 from ...ops.context import from_zigzag, order_of
 from ..tensor.localiser import Localiser, Placed
 from ..tensor.primitives import ELEMENTWISE
-from .made import pushed
-from .split import PARTIAL, Split, by_row, linear
+from .split import PARTIAL, Split, by_row, linear, pushed
 from .starts import FirstSplit, starts
 from .ways import AXIS, GATHER, Way
 

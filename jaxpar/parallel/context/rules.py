@@ -19,8 +19,7 @@ from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of, without
 from .keys import keys_of
 from .localiser import Positions
-from .made import counts
-from .split import PARTIAL, Split, reshaped
+from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 _APART = """

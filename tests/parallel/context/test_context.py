@@ -23,15 +23,15 @@ from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
 
-# All three ways, every other axis, dropout, shifted targets, a product with the keys on its left.
+# All three ways, every other axis, dropout, shifted targets, a product with the keys on its left, logits in chunks.
 FIRST = (
-    ("llama_gqa", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
-    ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2,schedule=zb-h1"),
+    ("llama_gqa", "context=2,tensor=2,sequence=true,attention=ring,remat=layer,logits=8"),
+    ("gpt2", "pipe=2,context=2,fsdp=2,microbatches=2,schedule=zb-h1,logits=16"),
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
 )
-SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture")
+SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "packed_window")
 EVERYWHERE = (
     *SCANNED[:6],
     "encoder_decoder",
