@@ -56,7 +56,7 @@ def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("strategy", ["pipe=2,expert=4,microbatches=2", "expert=2,fsdp=2"])
+@pytest.mark.parametrize("strategy", ["pipe=2,expert=4,microbatches=2", "expert=2,fsdp=4"])
 def test_the_load_of_each_expert_is_that_of_one_device(strategy: str, masked: bool) -> None:
     found = {}
     for text in ("single", strategy):

@@ -155,6 +155,8 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
+    if (own := step.model_def.optimizer) is not None:
+        yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
     if any(one.bytes < SCALARS for one in found):
         yield f"Collectives of less than {SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
     if not known or any(one.count is None for one in found):
