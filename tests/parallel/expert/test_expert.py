@@ -201,6 +201,26 @@ def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
         cells.check_cell("grouped", text)
 
 
+def test_experts_of_blocks_in_a_loop_are_no_layers() -> None:
+    """Those of vmoe, kernels and biases that `nn.vmap` made, were taken for a stack of as many layers, and refused."""
+    kernel = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    block = {"router": {"kernel": kernel(16, 4)}, "experts": {"kernel": kernel(4, 16, 16), "bias": kernel(4, 16)}}
+    init = lambda key: jax.tree.map(lambda x: jax.numpy.zeros(x.shape), {"block_0": block, "block_1": block})
+    model = jp.Model(init=init, loss=lambda params, batch, key: jax.numpy.float32(0))
+    with pytest.warns(UserWarning, match="one rank works at a time"):
+        step = jp.make_train_step(model, optax.sgd(0.1), "pipe=2,expert=2,data=2")
+    (stack,) = [leaf for leaf in step.layout.leaves if leaf.path == "block_*/experts/kernel"]
+    assert (stack.layers, stack.expert) == (2, 1)
+
+
+def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
+    """It was the embedding of positions that was named, whose dims are three."""
+    experts = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
+    leaves = [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *experts]
+    with pytest.raises(ValueError, match=r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them"):
+        expert_dims(leaves, 2, {}, {}, {})
+
+
 def test_a_dense_model_has_no_experts() -> None:
     model = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
