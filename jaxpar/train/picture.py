@@ -45,7 +45,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: st
         _draw_loads(load, routed)
         _draw_dropped(dropped, routed)
     else:
-        axes = figure.add_subplot()
+        axes = dropped = figure.add_subplot()
     _draw_losses(axes, steps, points, units)
     axes.set_title(title, color=_INK, fontsize=10)
     for one in figure.axes:
@@ -53,8 +53,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: st
         one.spines[["top", "right"]].set_visible(False)
         one.spines[["bottom", "left"]].set_color(_INK)
         one.yaxis.label.set_color(_INK)
-    lowest = dropped if routed else axes
-    lowest.set_xlabel("step", color=_INK)
+    dropped.set_xlabel("step", color=_INK)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=160, transparent=True)
     write_whole(path, picture.getvalue())

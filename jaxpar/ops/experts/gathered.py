@@ -106,9 +106,9 @@ def combine(ranks: int) -> Callable[..., Any]:
     `out`, int32 and float [T, k]; backwards as many bytes, and 3 times [E, C].
     """
 
-    def run(*given: jax.Array) -> jax.Array:
-        slot, out, weights, choice = given
-        at, every = _slots(_all(slot), *choice.shape, ranks), _all(weights)
+    def run(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
+        experts, slots = choice.shape
+        at, every = _slots(_all(slot), experts, slots, ranks), _all(weights)
         flat, k = out.reshape(-1, out.shape[-1]), slot.shape[1]
         parts = added(every[..., j, None] * rows_of(flat, at[..., j]).astype(weights.dtype) for j in range(k))
         return _sums(parts.astype(out.dtype)).astype(weights.dtype)
