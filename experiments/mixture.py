@@ -153,13 +153,16 @@ def draw(trials: Sequence[Trial], title: str, path: Path) -> None:
             steps = [step for step, _ in trial.load]
             shares = np.array([share for _, share in trial.load])  # [evaluations, layers, experts]
             experts = shares.shape[2]
-            for layer in range(shares.shape[1]):
-                for expert in range(experts):
-                    label = f"layer {layer}" if not expert else None
-                    load.plot(steps, experts * shares[:, layer, expert], color=LINES[layer % len(LINES)], label=label)
-            load.axhline(1, color=ink, linewidth=0.8, linestyle="--")
-            load.set(title=f"{trial.name}: load of each expert", xlabel="step", ylabel="times the mean", ylim=(0, None))
-            load.legend(fontsize=8, ncols=2)
+            layers = shares.shape[1]
+            at = np.array([0, *steps])  # a column stands for the steps up to its evaluation
+            every = experts * shares.reshape(len(steps), -1).T
+            drawn = load.pcolormesh(at, np.arange(layers * experts + 1), every, cmap="RdBu_r", vmin=0, vmax=2)
+            for layer in range(1, layers):
+                load.axhline(layer * experts, color=ink, linewidth=1)
+            middles = [(layer + 0.5) * experts for layer in range(layers)]
+            load.set_yticks(middles, [f"layer {layer}" for layer in range(layers)], fontsize=8)
+            load.set(title=f"{trial.name}: load of each expert", xlabel="step", ylim=(layers * experts, 0))
+            figure.colorbar(drawn, ax=load, ticks=(0, 1, 2), extend="max").set_label("times the mean")
         dropped.set(title="choices that are dropped", xlabel="step", ylabel="%", ylim=(-0.2, None))
         if mixtures:
             dropped.legend(fontsize=8)

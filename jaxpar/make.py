@@ -51,7 +51,8 @@ def make_train_step(
     Args:
       model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
       optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
-        (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout.
+        (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout. Leaves for which
+        the model has a rule of its own (`Model.optimizer`) are left to that.
       strategy: a `Strategy` or its text, such as "fsdp" or "data=2,fsdp=4,precision=bf16".
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
@@ -85,6 +86,7 @@ def make_train_step(
         what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
         hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
         raise ValueError(f"optimizer is {what}; pass an optax transformation such as {hint}")
+    optimizer = optimizer if model.optimizer is None else model.optimizer(optimizer)
     check_trainable(trainable)
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")

@@ -246,8 +246,7 @@ def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
         mine = own(options.model)
         return make_train_step(mine.model, optimizer_of(options), options.strategy, devices), mine.example(options.rows)
     model, source = model_of(options)
-    tx = model.optimizer(optimizer_of(options))
-    step = make_train_step(model.model, tx, options.strategy, devices, model.trainable)
+    step = make_train_step(model.model, optimizer_of(options), options.strategy, devices, model.trainable)
     return step, next(training(source, options.rows, options.seed))
 
 

@@ -326,7 +326,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
     trainer = Trainer(
         model.model,
-        model.optimizer(tx),
+        tx,
         source,
         options.strategy,
         options,

@@ -157,7 +157,8 @@ def make_leaves(
     path, `mixed` those of experts. Raises ValueError on a tree without any trainable leaf.
     """
     model, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
-    inside = inside_stack([(one.path, one.shape) for one in model])
+    # Experts that `vmap` made look like a stack of as many layers.
+    inside = inside_stack([(one.path, one.shape) for one in model if one.expert != 0])
     rolled, kept = _rolled(model, params, inside)
     leaves = _placed(rolled, sharing, inside)
     as_is = {row.members[0]: leaf for row, leaf in zip(rolled, leaves, strict=True) if leaf.as_modelled}
@@ -228,7 +229,8 @@ def _placed(rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str]
     pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows])
     swapped = [not row.rolled and second(row.path) and not inside(row.path) for row in rows]
     fronted = [row.in_front() if swap else row for row, swap in zip(rows, swapped, strict=True)]
-    own = own_leaves([(row.path, row.shape, row.rolled) for row in fronted]) if pipe.ranks > 1 else frozenset()
+    of_layers = [(row.path, row.shape, row.rolled) for row in fronted if row.expert != 0]
+    own = own_leaves(of_layers) if pipe.ranks > 1 else frozenset()
     turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
     for row, front, swap in zip(rows, fronted, swapped, strict=True):

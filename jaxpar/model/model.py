@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from .. import collectives
 from .calls import check_call, reading
@@ -64,6 +65,8 @@ class Model:
         each dim, logical ones ("mlp") or mesh axes.
       rows: "independent" where the loss is known to be a mean over rows that do not know of each other, whatever its
         program looks like: then no loss that couples rows is refused. None: it is checked when it is first traced.
+      optimizer: `optimizer(tx) -> tx`, what trains the model, of the optimizer for its weights: where some leaves have
+        a rule of their own, such as biases that balance experts. `make_train_step` asks it.
     """
 
     init: Callable[..., Any]
@@ -75,6 +78,7 @@ class Model:
     rules: Mapping[str, int | str | Mapping[str, int | None] | None] | None = None
     names: Callable[[], Mapping[str, tuple[Any, ...]]] = dict
     rows: str | None = None
+    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name}={_name(getattr(self, name))}" for name in ("init", "loss"))

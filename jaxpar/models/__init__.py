@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import optax
 from flax import nnx
 
 from ..model.model import Model
@@ -52,10 +51,6 @@ class Named:
         """Which paths learn, for `make_train_step`: of a model with adapters these alone. None for all."""
         return llama.is_adapter if getattr(self.config, "lora", 0) else None
 
-    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The optimizer of the model whose weights `tx` is for: more than that where routers are balanced by biases."""
-        return deepseek.balanced(tx) if isinstance(self.config, deepseek.Config) else tx
-
     @property
     def parameters(self) -> int:
         """The exact number of parameters."""
@@ -97,6 +92,8 @@ def named(name: str, **changes: Any) -> Named:
             raise ValueError(f"{name} has no size {change!r}{_nearest(change, sizes)}")
     config = dataclasses.replace(family.SIZES[name], **changes)
     model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss, family.RULES)
+    if family is deepseek:
+        model = dataclasses.replace(model, optimizer=deepseek.balanced)
     return Named(name, kind, config, model, text.generate if kind == "text" else None)
 
 

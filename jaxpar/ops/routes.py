@@ -33,6 +33,8 @@ class Route:
         rank's tokens, and of its slots along dim 1 of what is "routed"; None where tokens of a row may not be parted.
       spread: where experts are split over ranks, what it is on one of them: from the number of ranks a function of the
         same arrays, of which those after the third, leaves [E, ...], are this rank's.
+      gather: where experts are split over ranks, each of which has all tokens of all: from the number of ranks a
+        function of the same arrays, but that buffers [E, C, D] are those of a rank's experts, [E/e, e C, D].
     """
 
     outs: tuple[Kind, ...]
@@ -40,6 +42,7 @@ class Route:
     part: Callable[[int], Callable[..., Any]] | None = None
     spread: Callable[[int], Callable[..., Any]] | None = None
     certain: bool = False
+    gather: Callable[[int], Callable[..., Any]] | None = None
 
 
 def route(
@@ -52,12 +55,13 @@ def route(
     part: Callable[[int], Callable[..., Any]] | None = None,
     spread: Callable[[int], Callable[..., Any]] | None = None,
     certain: bool = False,
+    gather: Callable[[int], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
 
     Args:
       name: of letters and digits, the same for the same function.
-      outs, couples, part, spread, certain: see `Route`.
+      outs, couples, part, spread, certain, gather: see `Route`.
       fun, fwd, bwd: as `jax.custom_vjp` has them.
     """
     known = _PREFIX + name
@@ -66,7 +70,7 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
-    _routes[known] = Route(outs, couples, part, spread, certain)
+    _routes[known] = Route(outs, couples, part, spread, certain, gather)
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function

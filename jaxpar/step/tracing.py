@@ -125,10 +125,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`;
-    `ways` has how context ranks attend, `experts_gathered` where expert ranks gather experts in place of exchanging
-    tokens (and bytes of all of them), `experts_fewer` where they do because the tokens would be more (and bytes of
-    those), `logits` which logits of a cross-entropy were found and are made in chunks, once a batch has been traced.
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`.
+
+    Once a batch has been traced, these say what was found: `ways`, how context ranks attend; `experts_gathered`, where
+    expert ranks gather experts in place of exchanging tokens (and bytes of all of them); `experts_fewer`, where they do
+    because the tokens would be more (and bytes of those); `tokens_gathered`, where they have all tokens of all (and
+    bytes of those, and of what would be sent); `logits`, which of a cross-entropy are made in chunks; `momenta`, those
+    of deferred running statistics.
     """
 
     model: Model
@@ -141,6 +144,7 @@ class Tracing:
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
+    tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -272,12 +276,13 @@ class Tracing:
             return flat
         units = self.layout.storage.units
         dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in units]
-        fun, gathered, fewer = exchange_tokens(flat, dims, ranks, EXPERT_RULES)
+        fun, found = exchange_tokens(flat, dims, ranks, EXPERT_RULES)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
         parts = [jax.ShapeDtypeStruct(leaf.of_experts.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
         own, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
-        self.experts_gathered.update(gathered)
-        self.experts_fewer.update(fewer)
+        self.experts_gathered.update(found.gathered)
+        self.experts_fewer.update(found.fewer)
+        self.tokens_gathered.update(found.all_tokens)
         return own
 
     def _localised(self, flat: jx.Flat) -> jx.Flat:

@@ -18,6 +18,7 @@ from ..checkpoint.about import exact
 from ..inspect.targets.devices import peak_flops
 from ..text import size
 from .loop import Run
+from .picture import loads
 
 _MEMORY = {
     "peak": "peak so far",
@@ -124,11 +125,14 @@ class Progress:
     def on_evaluate(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Prints the held-out metrics."""
         units, parts = trainer.units, []
+        experts = loads(metrics)
         for name, value in metrics.items():
             if name == "held_out_loss":
                 parts.insert(0, f"held out {value * units.factor:.4f} {units.loss}")
-            elif name != "step":
+            elif name != "step" and name not in experts:
                 parts.append(f"{name.removeprefix('held_out_').replace('_', ' ')} {value:.4f}")
+        if found := [metrics[name] for name in experts]:
+            parts.append(f"load {min(found):.2f} to {max(found):.2f}")
         some = f"  (of {n} {'batch' if n == 1 else 'batches'})" if (n := trainer.loop.evaluate_batches) else ""
         self.say(f"step {int(metrics['step']):{len(str(trainer.loop.steps))}}  {'  '.join(parts)}{some}")
 

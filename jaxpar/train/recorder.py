@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -16,14 +15,13 @@ from typing import Any, TextIO
 
 from ..checkpoint.about import exact
 from .folder import write_whole
-from .loop import Run, Units
-
-# Legible on white and on black: the figure has no ground of its own.
-_INK, _LINE, _POINTS = "#808080", "#5b8dd9", "#e07b39"
+from .loop import Run
+from .picture import plot
 
 
 class Recorder:
-    """A hook that writes `metrics.jsonl`, TensorBoard events if tensorboardX is installed, and `loss.png`.
+    """A hook that writes `metrics.jsonl`, TensorBoard events if tensorboardX is installed, and `loss.png`
+    (`picture.plot`).
 
     Each line of `metrics.jsonl` is one step or one evaluation, losses as the model returns them (nats), what is not
     finite as null. Where a run resumes from an earlier step than the last one written, later lines are removed. What
@@ -146,37 +144,3 @@ def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
             f"{path}, line {number} is {text[:60]!r}, and a run writes JSON with a step; remove the line, or the file"
         ) from error
     return line
-
-
-def plot(lines: list[dict[str, Any]], path: Path, units: Units, title: str) -> None:
-    """Draws the loss over steps, held-out losses and `units.lines`, legible on light and dark pages alike."""
-    steps = [(x["step"], x["loss"] * units.factor) for x in lines if x.get("loss") is not None]
-    points = [(x["step"], x["held_out_loss"] * units.factor) for x in lines if x.get("held_out_loss") is not None]
-    if not steps:
-        return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(*zip(*steps, strict=True), color=_LINE, alpha=0.6, linewidth=0.9, label="training batch")
-    if points:
-        axes.plot(*zip(*points, strict=True), "o-", color=_POINTS, markersize=4, label="held out", clip_on=False)
-        axes.annotate(f"{points[-1][1]:.3f}", points[-1], (0, 6), textcoords="offset points", color=_POINTS,
-                      fontweight="bold", ha="right", va="bottom")  # fmt: skip
-    end = max(steps[-1][0], 2)
-    for name, value in units.lines.items():
-        axes.axhline(value, color=_INK, linewidth=1, linestyle="--")
-        axes.text(end, value, f"{name} {value:.3f}", color=_INK, ha="right", va="bottom", fontsize=9)
-    axes.set_title(title, color=_INK, fontsize=10)
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(units.loss, color=_INK)
-    axes.set(xlim=(0, end), ylim=(0, None))
-    axes.tick_params(colors=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(_INK)
-    axes.legend(frameon=False, loc="lower left", labelcolor=_INK)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=160, transparent=True)
-    write_whole(path, picture.getvalue())

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from zoo import ZOO
 
 import jaxpar as jp
 from jaxpar import collectives
 from jaxpar.collectives.reach import not_reached
+from jaxpar.models import named
 from jaxpar.ops.experts import rounds
 from jaxpar.parallel.expert import RULES
 from jaxpar.parallel.pipeline.slots import Slots
@@ -130,8 +130,9 @@ def test_a_step_that_would_hang_is_refused() -> None:
 
 @pytest.mark.battery
 @pytest.mark.parametrize("text", ["pipe=2,tensor=2,fsdp=2,microbatches=4", "pipe=4,data=2,microbatches=4"])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v,chunks=2", "1f1b"])
 def test_cut_stages(text: str, schedule: str) -> None:
-    entry = ZOO["gpt"]()
-    step = jp.make_train_step(entry.model, optax.sgd(0.1), f"{text},schedule={schedule},stages=cut")
-    assert not_reached(step.trace(entry.batch)) == []
+    """Over tensor as well, which a step leaves out: no condition of this model lies in a buffer that stages share."""
+    model = named("llama-tiny", vocab=32, dim=16, layers=8, heads=2, kv_heads=2, ffn=32).model
+    step = jp.make_train_step(model, optax.sgd(0.1), f"{text},schedule={schedule},stages=cut")
+    assert not_reached(step.trace({"tokens": np.zeros((16, 9), np.int32)})) == []

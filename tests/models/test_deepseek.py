@@ -62,6 +62,19 @@ def test_biases_move_against_the_load_and_weights_by_the_optimizer() -> None:
     np.testing.assert_allclose(updates["layers"]["ffn"]["router"]["kernel"], -0.1)
 
 
+def test_a_step_leaves_the_biases_to_the_model_whatever_the_optimizer() -> None:
+    """AdamW moved them by its learning rate, and decayed them, without a word."""
+    step = jp.make_train_step(named("deepseek-tiny", **NARROW).model, optax.adamw(0.1, weight_decay=0.9), "fsdp")
+    shape = jax.eval_shape(step.init, jax.random.key(0)).params
+    params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shape)
+    updates, _ = step.optimizer.update(params, step.optimizer.init(params), params, value=0.0)
+    moved = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(updates)}
+    biases = {path: x for path, x in moved.items() if "bias" in path}
+    assert biases
+    for path, x in moved.items():
+        np.testing.assert_allclose(x, -0.001 if path in biases else -0.19, rtol=1e-3)
+
+
 def test_sizes_that_do_not_fit_are_named() -> None:
     for change, words in (
         ({"dense": 5}, "dense=5 of layers=5 leave no mixture"),

@@ -54,6 +54,21 @@ def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, 
     assert found.ok, found
 
 
+@pytest.mark.battery
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("strategy", ["pipe=2,expert=4,microbatches=2", "expert=2,fsdp=4"])
+def test_the_load_of_each_expert_is_that_of_one_device(strategy: str, masked: bool) -> None:
+    found = {}
+    for text in ("single", strategy):
+        model = named("mixtral-tiny", **NARROW).model
+        step = jp.make_train_step(model, optax.sgd(0.1), text, mesh=jax.devices()[: 1 if text == "single" else None])
+        _, metrics = step(step.init(jax.random.key(0)), batch(masked))
+        found[text] = [float(metrics[f"load_{e}"]) for e in range(8)]
+    assert sum(found["single"]) == pytest.approx(8, rel=1e-5)
+    assert len({round(load, 3) for load in found["single"]}) > 4
+    np.testing.assert_allclose(found[strategy], found["single"], rtol=1e-5)
+
+
 def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
     """The loop is the blocks. For it the layer was inlined, and the derivative of attention taken for its kernel."""
     step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")

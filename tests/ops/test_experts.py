@@ -12,6 +12,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.ops.experts.experts import balanced, swiglu
 from jaxpar.ops.experts.overflow import most_blocks
+from jaxpar.ops.experts.routing import chosen
 
 Tree = Any
 ROWS, DIM, FFN = 4, 6, 5
@@ -133,7 +134,7 @@ def test_capacity_drops_what_it_says(drop: str, within: str) -> None:
 
 
 def test_sigmoid_scores_groups_and_bias() -> None:
-    """DeepSeek-V3's: a bias moves the choice and not the weight; experts of two groups of four."""
+    """DeepSeek-V3's: a bias moves the choice and not the weight."""
     args, cotangent = given(11, 8)
     x, logits, weights = args
     got = differentiated(lambda *a: jp.experts(*a, k=3, scores="sigmoid", scale=2.5)[0], args, cotangent)
@@ -146,14 +147,26 @@ def test_sigmoid_scores_groups_and_bias() -> None:
     assert not np.any(grads)
     assert (balanced(bias, routing.load.mean(axis=0), 0.5) - bias).tolist()[5] == -0.5
 
-    by_group = np.asarray(jax.nn.sigmoid(logits)).reshape(ROWS, 11, 4, 2)
-    best = np.argsort(-by_group.sum(-1), axis=-1)[..., :2]
-    on = np.zeros((ROWS, 11, 4, 2), bool)
-    np.put_along_axis(on, best[..., None], True, axis=2)
-    limited = jnp.where(on.reshape(logits.shape), logits, -jnp.inf)
-    wanted = run(x, limited, weights, k=3, scores="sigmoid")[0]
-    found = run(x, logits, weights, k=3, scores="sigmoid", groups=4, group_limit=2)[0]
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+def test_nodes_are_limited_as_deepseek_v3_says() -> None:
+    """Token by token (section 2.1.2, and its published inference code): of 4 nodes of 4 experts the 2 whose two best
+    experts have the largest sum, each with its bias; of their experts the 3 best; weights without the bias. In groups
+    of two, as these were, the sum of all experts would do as well.
+    """
+    random = np.random.default_rng(0)
+    logits, bias = random.normal(size=(2, 40, 16)), random.normal(size=16)
+    ids, weights, _ = map(np.asarray, chosen(logits, 3, "sigmoid", True, 2.5, jnp.asarray(bias), 4, 2))
+    by_all = 0
+    for row, token in np.ndindex(2, 40):
+        scores = 1 / (1 + np.exp(-logits[row, token]))
+        biased = (scores + bias).reshape(4, 4)
+        nodes = np.argsort(-np.sort(biased, axis=1)[:, -2:].sum(axis=1))[:2]
+        by_all += {*nodes} != {*np.argsort(-biased.sum(axis=1))[:2]}
+        reach = [4 * node + e for node in nodes for e in range(4)]
+        best = sorted(reach, key=lambda e: -biased.reshape(-1)[e])[:3]
+        assert ids[row, token].tolist() == best
+        np.testing.assert_allclose(weights[row, token], 2.5 * scores[best] / scores[best].sum(), rtol=1e-12)
+    assert by_all > 5
 
 
 def test_shared_experts_and_a_function_of_ones_own() -> None:

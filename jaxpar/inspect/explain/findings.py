@@ -156,11 +156,16 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             why = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
             why += "sorted by expert, or as products [experts, slots, features] by one-hot"
         yield f"expert={ranks}: {place} gathers all experts, {size(nbytes)}, {why}."
+    for place, (gathered, sent) in step.tracing.tokens_gathered.items():
+        why = f"since slots for each of their experts would be {size(sent)}"
+        yield f"expert={step.mesh.shape['expert']}: {place} gathers the tokens of all ranks, {size(gathered)}, {why}."
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
+    if (own := step.model_def.optimizer) is not None:
+        yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
     if any(one.bytes < SCALARS for one in found):
         yield f"Collectives of less than {SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
     if not known or any(one.count is None for one in found):

@@ -124,6 +124,7 @@ def verify(
     key = jax.random.key(0) if key is None else key
     name, strategy = str(strategy), as_strategy(strategy)
     optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer
+    model = dataclasses.replace(model, optimizer=None)  # every leaf by the one that is given
     step = make_train_step(model, _remembering(optimizer), strategy, mesh=mesh)
     with _Shown(progress) as shown:
         shown(f"{name}: initial values")

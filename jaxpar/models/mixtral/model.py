@@ -110,6 +110,8 @@ SIZES = {
     ),
 }
 
+_SHOWN = 16  # experts whose load is a metric of its own
+
 # Whole heads, parts of every expert's `ffn`, and of `vocab`. The router is whole on each rank.
 RULES = {
     "(query|key|value|head)/kernel": -1,
@@ -202,7 +204,8 @@ def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, A
     """`text.loss`, and the balance loss and z-loss of the routers, summed over layers, with the weights of the config.
 
     A row with a mask has as much weight in them as it has predictions that count. Metrics: `nats` (without them),
-    `balance` (mean over layers; 1 where all experts are used alike) and `dropped`, the share of dropped choices.
+    `balance` (mean over layers; 1 where all experts are used alike), `dropped`, the share of dropped choices, and of up
+    to 16 experts `load_0`, `load_1`, ..., in units of the mean load (mean over layers).
     """
     config = module.config
     added = lambda routing: (routing, (config.balance * routing.balance + config.z * routing.z).sum(axis=0))
@@ -229,10 +232,12 @@ def routed_loss(
 
     nats = text.loss(logits, batch)  # type: ignore[arg-type]  # all that it does with a module is to call it
     routing, each_row = added(found.pop())
-    if not isinstance(nats, Mean):
-        metrics = {"nats": nats, "balance": routing.balance.mean(), "dropped": routing.dropped.mean()}
-        return nats + each_row.mean(), metrics
-    rows = batch["mask"].sum(axis=1)
     each = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
+    if (experts := routing.load.shape[-1]) <= _SHOWN:
+        load = experts * routing.load.mean(axis=0)
+        each |= {f"load_{e}": load[:, e] for e in range(experts)}
+    if not isinstance(nats, Mean):
+        return nats + each_row.mean(), {"nats": nats, **{name: x.mean() for name, x in each.items()}}
+    rows = batch["mask"].sum(axis=1)
     metrics = {name: Mean(jnp.sum(x * rows), nats.count) for name, x in each.items()}
     return Mean(nats.total + jnp.sum(each_row * rows), nats.count), {"nats": nats, **metrics}

@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .dispatch import combine, dispatch, wide
+from .dispatch import combine, dispatch
 from .dropless import dropless
 from .overflow import Expert
 from .routing import BALANCES, SCORES, balance_loss, chosen, counted, z_loss
+from .tables import wide
 
 DROPS = ("position", "probability")
 WITHIN = ("row", "microbatch")

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from ..routes import route
-from .dispatch import Order, order, wide
 from .needed import where_needed
 from .rounds import rounds
+from .tables import Order, order, wide
 
 _numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..routes import route
-from .dispatch import Order, combine, order, rows_of, summed, wide
+from .dispatch import combine
+from .gathered import AXIS
 from .needed import where_needed
-
-AXIS = "expert"
+from .tables import Order, order, rows_of, summed, wide
 
 
 @functools.partial(jax.custom_vjp)

@@ -88,10 +88,13 @@ def expert_dims(
         chosen = dict(_found(leaves))
     dims = {path: dim for path, dim in chosen.items() if dim is not None}
     if not dims:
-        largest = sorted(shapes, key=lambda path: -len(shapes[path]))[0]
+        likely = min(shapes, key=lambda path: ("expert" not in path.lower(), -len(shapes[path])))
+        hint = f"say which dim is that of experts: rules={{{likely!r}: {{'expert': 0}}}}"
+        if "expert" in likely.lower() and len(shapes[likely]) < 3:
+            hint = f"{likely} {list(shapes[likely])} is one expert's alone: stack them all in one leaf, by nn.vmap, say"
         raise ValueError(
-            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; say which dim is "
-            f"that of experts: rules={{{largest!r}: {{'expert': 0}}}}, or use fsdp or data for expert"
+            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; {hint}, or use "
+            "fsdp or data for expert"
         )
     for path, dim in dims.items():
         if shapes[path][dim] % ranks:

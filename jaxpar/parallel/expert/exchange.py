@@ -54,7 +54,7 @@ class TokenExchange(ExpertLocaliser):
 
 def exchange_tokens(
     flat: jx.Flat, dims: Sequence[int | None], ranks: int, rules: Any
-) -> tuple[Callable[..., list[Any]], dict[str, int], dict[str, int]]:
+) -> tuple[Callable[..., list[Any]], TokenExchange]:
     """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
 
     Args:
@@ -63,16 +63,16 @@ def exchange_tokens(
       ranks: the number of devices on `expert`.
       rules: what becomes of an equation, by primitive.
 
-    Returns the function, whose results are of this rank's rows; where experts are gathered (place -> bytes of all of
-    them), and where they are because their tokens are more (place -> bytes of those). Both are filled when the function
-    is traced. Raises nothing: what has no rule gets its inputs as the model
-    has them.
+    Returns the function, whose results are of this rank's rows; and, filled when it is traced, where experts are
+    `gathered` (place -> bytes of all of them), where they are because their tokens are more (`fewer`: place -> bytes of
+    those), and where `all_tokens` are gathered. Raises nothing: what has no rule gets its inputs as the model has them.
     """
     work = TokenExchange(ranks, False, rules)
 
     def fun(*values: Any) -> list[Any]:
         work.gathered.clear()
         work.fewer.clear()
+        work.all_tokens.clear()
         args = []
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < len(dims)
@@ -80,4 +80,4 @@ def exchange_tokens(
             args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
         return [work.whole(x) for x in work.run(flat, args)]
 
-    return fun, work.gathered, work.fewer
+    return fun, work

@@ -21,8 +21,8 @@ from jax import lax
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
-from ...ops.experts.dispatch import wide
 from ...ops.experts.dropless import dropless, slots_of
+from ...ops.experts.tables import wide
 from ..tensor.localiser import Found, Placed
 from .localiser import ExpertLocaliser, SlotDims
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -50,8 +50,11 @@ class SlotDims:
 @dataclass
 class ExpertLocaliser(Localiser):
     """One rewriting. A value's `dim` is that of a split leaf, or `SlotDims`; `weight` says that it is equal on all
-    ranks, as what comes of parameters and constants alone.
+    ranks, as what comes of parameters and constants alone. `all_tokens` has where ranks gather each other's tokens,
+    and the bytes of those, and of the buffers that they would send.
     """
+
+    all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     # -- whole, split, slotwise ----------------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class ExpertLocaliser(Localiser):
         """What becomes of one equation."""
         name = eqn.primitive.name
         found = None
-        if any(x.dim is not None for x in inputs) and name in self.rules:
+        if name in self.rules and (name in jx.CUSTOM or any(x.dim is not None for x in inputs)):
             found = self.rules[name](self, eqn, inputs)
         if found is None:
             for x in inputs:

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from ...jaxprs import jaxpr as jx
 from ...ops import routes
+from ...ops.experts.gathered import fewer
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
-from .localiser import ExpertLocaliser, SlotDims
+from .localiser import ExpertLocaliser, SlotDims, place
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 RULES: dict[str, Rule] = {}
@@ -270,6 +271,10 @@ def _scan(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | 
 
 def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     route = routes.of(eqn)
+    if route is not None and route.gather is not None:
+        return _gathered(work, eqn, inputs, route.gather)
+    if all(x.dim is None for x in inputs):
+        return None
     if route is not None and route.spread is not None:
         values = [work.part(x, 0) if i > 2 else work.whole(x) for i, x in enumerate(inputs)]
         outs = route.spread(work.ranks)(*values)
@@ -277,6 +282,23 @@ def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     if route is not None or any(isinstance(x.dim, int) for x in inputs):
         return None  # its derivative reads all experts
     return TENSOR[eqn.primitive.name](work, eqn, inputs)
+
+
+def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed], gather: Any) -> Found | None:
+    """Tokens to buffers [E, C, D], or back from there, where all tokens of all ranks are fewer bytes."""
+    entering = len(eqn.invars[0].aval.shape) == len(eqn.outvars[0].aval.shape) - 1
+    buffer = (eqn.outvars[0] if entering else eqn.invars[1]).aval
+    slotwise: Any = SlotDims(0, 1)
+    tokens = eqn.invars[0].aval.shape[0]
+    if not fewer(tokens, buffer.shape, work.ranks) or not (entering or inputs[1].dim == slotwise):
+        return None
+    outs = gather(work.ranks)(*(x.value if x.dim == slotwise else work.whole(x) for x in inputs))
+    if not entering:
+        return [(outs, None)]
+    each = buffer.shape[2] * buffer.dtype.itemsize
+    work.all_tokens[place(eqn)] = work.ranks * tokens * each, buffer.shape[0] * buffer.shape[1] * each
+    rows, *tables = outs
+    return [(rows, slotwise), *((table, None) for table in tables)]
 
 
 def _cond(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:

@@ -19,7 +19,7 @@ from jaxpar.ops.experts.rounds import most_rounds
 from jaxpar.parallel.expert.dims import apart, expert_dims
 
 FIRST = (
-    ("dropless", "pipe=2,expert=2,microbatches=2"),
+    ("dropless", "pipe=2,expert=4,microbatches=2"),
     ("einsum", "expert=2,tensor=2"),
 )
 BESIDE = (
@@ -30,6 +30,8 @@ BESIDE = (
     "expert=2,fsdp=2,zero=2,microbatches=2",
     "expert=2,fsdp=2,data=2,remat=layer",
     "expert=2,fsdp=2,tensor=2",
+    "expert=4,tensor=2",
+    "pipe=2,expert=2,microbatches=2",
     "pipe=2,expert=2,fsdp=2,microbatches=2",
     "pipe=2,expert=2,tensor=2,microbatches=4",
     "pipe=2,expert=4,microbatches=4,schedule=zb-h1",
@@ -82,6 +84,16 @@ def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, 
     buffer = cells.EXPERTS * rows * slots * cells.DIM * 4
     assert ledger.total(kind="all-to-all") == exchanges * cells.LAYERS * buffer
     assert ledger.total("sent", kind="all-to-all") == exchanges * cells.LAYERS * buffer * 3 // 4
+
+
+def test_all_tokens_are_gathered_where_each_has_more_experts_than_there_are_ranks() -> None:
+    step, ledger = traced("all_experts", "expert=4,data=2")
+    tokens, slots, features = 4 * 12, 12, 4 * cells.DIM  # of all ranks; of an expert, for the tokens of one; bytes
+    assert {*step.tracing.tokens_gathered.values()} == {(tokens * features, cells.EXPERTS * slots * features)}
+    table, choices = cells.EXPERTS * slots * 4, tokens * cells.EXPERTS * 4
+    gathered = ledger.total(kind="all-gather", axes=("expert",))
+    assert gathered == cells.LAYERS * (2 * tokens * features + 3 * choices)
+    assert ledger.total(kind="all-to-all") == cells.LAYERS * (2 * tokens * features + 4 * table)
 
 
 def test_grouped_matmuls_are_exchanged_where_that_is_fewer_bytes() -> None:
@@ -173,6 +185,40 @@ def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
 def test_context_beside_it(text: str) -> None:
     """Each rank has some tokens of its rows, and some experts."""
     context_cells.check_cell("mixture", text)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
+def test_einsum_beside_context(text: str) -> None:
+    """A row's slots are counted over the positions of all ranks."""
+    cells.check_cell("einsum", text)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
+def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
+    with pytest.raises(ValueError, match=r"sort at .*expert_cells.py.* mixes its positions"):
+        cells.check_cell("grouped", text)
+
+
+def test_experts_of_blocks_in_a_loop_are_no_layers() -> None:
+    """Those of vmoe, kernels and biases that `nn.vmap` made, were taken for a stack of as many layers, and refused."""
+    kernel = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    block = {"router": {"kernel": kernel(16, 4)}, "experts": {"kernel": kernel(4, 16, 16), "bias": kernel(4, 16)}}
+    init = lambda key: jax.tree.map(lambda x: jax.numpy.zeros(x.shape), {"block_0": block, "block_1": block})
+    model = jp.Model(init=init, loss=lambda params, batch, key: jax.numpy.float32(0))
+    with pytest.warns(UserWarning, match="one rank works at a time"):
+        step = jp.make_train_step(model, optax.sgd(0.1), "pipe=2,expert=2,data=2")
+    (stack,) = [leaf for leaf in step.layout.leaves if leaf.path == "block_*/experts/kernel"]
+    assert (stack.layers, stack.expert) == (2, 1)
+
+
+def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
+    """It was the embedding of positions that was named, whose dims are three."""
+    experts = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
+    leaves = [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *experts]
+    with pytest.raises(ValueError, match=r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them"):
+        expert_dims(leaves, 2, {}, {}, {})
 
 
 def test_a_dense_model_has_no_experts() -> None:
