@@ -19,10 +19,11 @@ from test_known_cost import compiled, group
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.hlo import arrays
+from jaxpar.inspect.compiled.kernels import Start, While
 from jaxpar.inspect.explain.explanation import Explanation, _words
-from jaxpar.inspect.explain.findings import explain, leaves_host
+from jaxpar.inspect.explain.findings import _across, explain, leaves_host
 from jaxpar.inspect.explain.picture import held
-from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
 from jaxpar.step.server import Live, ServerStep
 from jaxpar.text import size
@@ -199,6 +200,14 @@ def test_collectives_that_leave_a_host() -> None:
     assert leaves_host(outer, ("2 of data+fsdp",))
     inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
     assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
+    # Groups of two within a host, on an axis that crosses hosts; in a loop one that does.
+    program = lambda *operations: SimpleNamespace(operations=operations)
+    start = lambda axes, groups: Start("", "", "all-gather", axes, 8, groups, waits=False)
+    within, beyond = start(("2 of data+fsdp",), ((0, 2), (4, 6))), start(("4 of data+fsdp",), ((0, 2, 4, 6),))
+    closed: Any = Ledger([Collective("all-gather", ("2 of data+fsdp",), "float32", 1, 8)])
+    found = _across(outer, [program(within), program(While("", 1, (beyond,)))], closed)
+    assert found == {("4 of data+fsdp",)}
+    assert _across(outer, [], closed) == {("2 of data+fsdp",)}  # of the closed form alone its axes
 
 
 def gathered_behind_compute(text: str) -> int:
