@@ -31,7 +31,7 @@ from .cache import PlanCache, about, folder
 from .candidates import NONE, Splits, candidates
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
-from .neighbours import families, neighbours
+from .neighbours import alike_but, families, keeps_more, neighbours
 from .numbers import numbers
 from .ranking import Plan
 
@@ -284,6 +284,11 @@ class _Planner:
         fitting = [line for line in self.lines if line.fits]
         if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+        for line in self.lines:
+            if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
+                return f"as {line.strategy}, by closed forms: of attention the way is the same"
+            if not line.fits and keeps_more(strategy, line.strategy):
+                return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
         ratios = {
             line.memory["total"] / line.estimate.bytes: line
             for line in self.lines
