@@ -10,7 +10,7 @@ from test_plan import ADAM, H100, MODEL, here, line_of
 
 import jaxpar as jp
 from jaxpar.inspect.plan import planner as planning
-from jaxpar.inspect.plan.candidates import Splits, candidates
+from jaxpar.inspect.plan.candidates import Splits, candidates, enough
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.models import named
@@ -119,6 +119,11 @@ def test_positions_are_split_where_rows_are_fewer_than_devices(monkeypatch: pyte
     model = named("llama-tiny", layers=2)
     found = jp.plan(model.model, model.example(1, LENGTH), here(devices=2), ADAM, top=4, cache=False)
     assert found.best.context == 2
+
+
+def test_positions_are_split_no_further_than_devices_need() -> None:
+    """A plan for 512 rows on 1,024 devices took closed forms of 1,024 parts of a row, for minutes."""
+    assert [enough(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
 
 
 def test_a_loss_without_positions_says_so_where_they_would_be_split() -> None:
