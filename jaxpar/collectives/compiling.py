@@ -6,8 +6,9 @@ H100 and later alone; an A100's gathers would all wait. So it is asked for where
 A layer's weights come in some six gathers, and over many hosts each of them waits for its ring's steps: of 512 devices
 1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, which is under way while the layer before it runs;
 likewise a layer's gradients are sent while the next layer's are computed. These are the options that NVIDIA recommends
-for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights of one layer more, and
-within a host, where a ring has few steps, the compiler's own choice stays.
+for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights and gradients of one layer
+more, and within a host, where a ring has few steps, the compiler's own choice stays. Gradients are moved where XLA sees
+that an iteration writes the layer next to the last one's: `Slice.into`, `LayerLoop`.
 """
 
 from __future__ import annotations

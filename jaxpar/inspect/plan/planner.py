@@ -254,7 +254,7 @@ class _Planner:
         (experts, context), why = kept or self._splits()
         self.splits, rows = Splits(experts, context), rows_of(self.batch)
         whole = dataclasses.replace(self.splits, context=1)
-        # Positions are split where rows are too few for the devices, so far as gives each some; or a row too long for one.
+        # Positions are split where rows are too few for the devices, until each has some; or a row too long for one.
         found = self._fitting(candidates(self.target, rows, precision, whole), bar)
         if not found or rows < len(self.target.devices):
             most = min(context, enough(len(self.target.devices), rows)) if found else context
