@@ -7,8 +7,8 @@ A layer's weights come in some six gathers, and over many hosts each of them wai
 1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, which is under way while the layer before it runs;
 likewise a layer's gradients are sent while the next layer's are computed. These are the options that NVIDIA recommends
 for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights and gradients of one layer
-more, and within a host, where a ring has few steps, the compiler's own choice stays. Gradients are moved where XLA sees
-that an iteration writes the layer next to the last one's: `Slice.into`, `LayerLoop`.
+more, and within a host, where a ring has few steps and little waits, gradients are not moved. XLA would by itself,
+since it sees that an iteration writes the layer next to the last one's (`Slice.into`, `LayerLoop`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+_IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_pipelined_all_reduce": False}
 
 
 def compiler_options(
@@ -41,6 +42,8 @@ def compiler_options(
     at = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     options: dict[str, bool | int] = {**_HIDDEN}
+    if nested or (hosts == hosts.flat[0]).all():
+        options |= _IN_PLACE
     if (groups != groups[:, :1]).any():
         options |= _COMBINED if nested else _COMBINED | _PIPELINED
     flags = os.environ.get("XLA_FLAGS", "")
