@@ -56,7 +56,7 @@ CASES = {
         "64xH100",
         128,
         8192,
-        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,remat=dots", "fsdp=64,reduce=compute"),
+        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,reduce=compute", "data=2,fsdp=32,reduce=compute"),
     ),
     "llama2-13b": Case(
         "llama2-13b",
