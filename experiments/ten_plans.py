@@ -79,7 +79,7 @@ CASES = {
         8192,
         ("fsdp=256,remat=layer", "fsdp=256,reduce=compute,remat=layer", "fsdp=32,tensor=8,sequence=true,remat=layer"),
     ),
-    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8",)),
+    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots")),
     "llama3-405b": Case(
         "llama3-405b",
         "1024xH100",
