@@ -212,7 +212,8 @@ def test_collectives_that_leave_a_host() -> None:
 
 def gathered_behind_compute(text: str) -> int:
     """Bytes of all-gathers of bfloat16 over 8 devices between whose start and done a kernel of the schedule computes,
-    by the names of kernels: those that only move or cast are named for it. Layers run in loops.
+    by the names of kernels: those that only move or cast are named for it. Layers run in loops, whose first or last
+    iteration may stand outside.
     """
     entry, total = text.index("\nENTRY"), 0
     for start in re.finditer(r"\n +%(all-gather-start[\w.]*) = (.*) all-gather-start\(", text):
@@ -220,7 +221,9 @@ def gathered_behind_compute(text: str) -> int:
         kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done])
         if any(not re.match("loop_(convert|broadcast|pad|dynamic|select)|wrapped", kernel) for kernel in kernels):
             parts_and_wholes = sum(math.prod(dims) for _, dims in arrays(start[2]))
-            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry else LAYERS)
+            (body,) = re.findall(r"\n%(\S+) \(", text[: start.start()])[-1:]
+            trips = re.search(rf'body=%{re.escape(body)}[,\s].*?"known_trip_count":{{"n":"(\d+)"', text)
+            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry or not trips else int(trips[1]))
     return total
 
 
