@@ -88,6 +88,7 @@ CASES = {
         (
             "pipe=16,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
             "pipe=8,context=2,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
+            "fsdp=512,context=2,reduce=compute,remat=layer",
         ),
     ),
 }
