@@ -360,7 +360,8 @@ _LATER = (
             source=AUTOMODEL,
             model="deepseek-v3",
             target=f"{devices // 8}x8xH100",
-            strategy=f"pipe=4,fsdp={devices // 256},expert=64,chunks=8,microbatches={micro},remat=layer,precision=bf16",
+            strategy=f"pipe=4,fsdp={devices // 256},expert=64,schedule=1f1b-overlap,chunks=8,microbatches={micro},"
+            "remat=layer,precision=bf16",
             rows=rows,
             length=4096,
             tokens=tokens,

@@ -56,7 +56,7 @@ CASES = {
         "64xH100",
         128,
         8192,
-        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,remat=dots", "fsdp=64,reduce=compute"),
+        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,reduce=compute", "data=2,fsdp=32,reduce=compute"),
     ),
     "llama2-13b": Case(
         "llama2-13b",
@@ -79,7 +79,7 @@ CASES = {
         8192,
         ("fsdp=256,remat=layer", "fsdp=256,reduce=compute,remat=layer", "fsdp=32,tensor=8,sequence=true,remat=layer"),
     ),
-    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8",)),
+    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots")),
     "llama3-405b": Case(
         "llama3-405b",
         "1024xH100",
@@ -88,6 +88,7 @@ CASES = {
         (
             "pipe=16,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
             "pipe=8,context=2,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
+            "fsdp=512,context=2,reduce=compute,remat=layer",
         ),
     ),
 }

@@ -1,42 +1,53 @@
-"""How XLA's GPU compiler should combine collectives and move them over the iterations of a loop, for a mesh.
+"""How XLA's GPU compiler should schedule collectives, combine them and move them over the iterations of a loop.
+
+Its latency-hiding scheduler, which starts a collective early and lets kernels run beside it, is on by itself for an
+H100 and later alone; an A100's gathers would all wait. So it is asked for wherever there is more than one GPU.
 
 A layer's weights come in some six gathers, and over many hosts each of them waits for its ring's steps: of 512 devices
 1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, which is under way while the layer before it runs;
 likewise a layer's gradients are sent while the next layer's are computed. These are the options that NVIDIA recommends
-for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights of one layer more, and
-within a host, where a ring has few steps, the compiler's own choice stays.
+for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights and gradients of one layer
+more, and within a host, where a ring has few steps and little waits, gradients are not moved. XLA would by itself,
+since it sees that an iteration writes the layer next to the last one's (`Slice.into`, `LayerLoop`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+_HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+_IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_pipelined_all_reduce": False}
 
 
 def compiler_options(
     mesh: jax.sharding.Mesh, axes: Sequence[str], nested: bool = False
 ) -> dict[str, bool | int] | None:
-    """For `jax.jit`, where groups of GPUs along `axes` span hosts; else None.
+    """For `jax.jit`, where the mesh has several GPUs; else None. Collectives are combined and moved where groups along
+    `axes` span hosts. What XLA_FLAGS names stays as it is there.
 
     `nested`: the loops over layers stand in another, over microbatches. XLA would pipeline that as well, with the
     gradients of all layers in it, and then compute again what it has no room for (seen on jax 0.10.2).
     """
-    if mesh.devices.flat[0].platform != "gpu":
+    if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
         return None
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
-    if (groups == groups[:, :1]).all():
-        return None
-    options = _COMBINED if nested else _COMBINED | _PIPELINED
-    return {name: value for name, value in options.items() if _known(name, value)}
+    options: dict[str, bool | int] = {**_HIDDEN}
+    if nested or (hosts == hosts.flat[0]).all():
+        options |= _IN_PLACE
+    if (groups != groups[:, :1]).any():
+        options |= _COMBINED if nested else _COMBINED | _PIPELINED
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags and _known(name, value)}
 
 
 @functools.cache

@@ -28,9 +28,11 @@ _EXCHANGES = KINDS["all-to-all"]
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """The arguments of a `lax.scan`, and `result(carry, ys)`: what its caller wants of what it returns."""
+    """The arguments of a `lax.scan`, whose `body(carry, number, x)` is told the iteration's number besides, and
+    `result(carry, ys)`: what its caller wants of what it returns.
+    """
 
-    body: Callable[[Any, Any], tuple[Any, Any]]
+    body: Callable[[Any, Any, Any], tuple[Any, Any]]
     init: Any
     xs: Any
     length: int
@@ -43,7 +45,7 @@ class LayerLoop:
 
     def run(self) -> Any:
         """The result."""
-        return self.result(*lax.scan(self.body, self.init, self.xs, length=self.length, reverse=self.reverse))
+        return self.result(*_counted(self.body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: LayerLoop) -> tuple[Any, Any]:
         """The results of both, of which neither depends on the other: one loop, with an iteration of each in it. The
@@ -54,30 +56,44 @@ class LayerLoop:
         # Where they are: a reversed copy of what is scanned would be as large as all its layers.
         at = lambda xs, number: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), xs)
 
-        def body(carry: Any, x: Any) -> Any:
-            number, mine = x
-            number = other.length - 1 - number if turned else number
+        def body(carry: Any, number: Any, mine: Any) -> Any:
+            its = other.length - 1 - number if turned else number
             (first, out), (second, others) = _in_turn(
-                _Iteration(self.body, carry[0], mine), _Iteration(other.body, carry[1], at(other.xs, number))
+                _Iteration(self.body, carry[0], number, mine), _Iteration(other.body, carry[1], its, at(other.xs, its))
             )
             return (first, second), (out, others)
 
-        every = (jnp.arange(self.length), self.xs)
-        (first, second), (out, others) = lax.scan(
-            body, (self.init, other.init), every, length=self.length, reverse=self.reverse
-        )
+        init = self.init, other.init
+        (first, second), (out, others) = _counted(body, init, self.xs, self.length, self.reverse)
         others = jax.tree.map(lambda y: jnp.flip(y, 0), others) if turned else others
         return self.result(first, out), other.result(second, others)
+
+
+def _counted(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
+    """`lax.scan` of `body(carry, number, x)`. The number is counted, and not read from those of all: so XLA's GPU
+    compiler sees that gradients are written layer by layer, and sends those of one while the next is computed (its
+    collective pipeliner).
+    """
+
+    def one(state: Any, x: Any) -> Any:
+        count, carry = state
+        carry, y = body(carry, length - 1 - count if reverse else count, x)
+        return (count + 1, carry), y
+
+    (_, carry), ys = lax.scan(one, (jnp.zeros((), jnp.int32), init), xs, length=length, reverse=reverse)
+    return carry, ys
 
 
 class _Iteration:
     """One iteration of a loop, which computes what it can before it needs the result of the next all-to-all."""
 
-    def __init__(self, body: Callable[[Any, Any], Any], state: Any, x: Any):
-        flat, out = jx.trace(body, state, x)
+    def __init__(self, body: Callable[[Any, Any, Any], Any], state: Any, number: Any, x: Any):
+        flat, out = jx.trace(body, state, number, x)
         self._outs, self._tree = flat.outvars, jax.tree.structure(out)
         self._todo = jx.live(flat.eqns, flat.outvars)
-        self.env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *jax.tree.leaves((state, x))), strict=True))
+        self.env = dict(
+            zip((*flat.constvars, *flat.invars), (*flat.consts, *jax.tree.leaves((state, number, x))), strict=True)
+        )
         self.arrived = list(flat.invars[: len(jax.tree.leaves(state))])
         self._sends: list[Any] = []
 

@@ -141,8 +141,8 @@ class Stack:
         """
         consts, init, xs = self.parts(inputs)
 
-        def layer(state: Any, x: Any) -> tuple[Any, Any]:
-            (carry, buffers), (number, xs, here) = state, x
+        def layer(state: Any, number: Any, x: Any) -> tuple[Any, Any]:
+            (carry, buffers), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
             full = self._fetched(access, leaves, self.slices, start + number)
             if grad:
@@ -154,7 +154,7 @@ class Stack:
                 buffers, saved = stash.put(buffers, number, saved.values), None
             return (after, buffers), (outs[self.carry :], saved)
 
-        every = (jnp.arange(self.length), xs, real)
+        every = (xs, real)
         first = (init, stash.buffers if stash else [])
 
         def result(state: Any, out: Any) -> tuple[list[Any], Any]:
@@ -184,9 +184,9 @@ class Stack:
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
 
-        def layer(carry: Any, x: Any) -> tuple[Any, Any]:
+        def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals = carry
-            number, one, xs, ct_ys, here = x
+            one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
             one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
@@ -201,7 +201,7 @@ class Stack:
             return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        every = (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], real)
+        every = (saved if stash is None else None, xs, cotangents[n_carry:], real)
 
         def result(carry: Any, ct_xs: Any) -> tuple[list[Any], list[Any]]:
             ct_carry, ct_consts, totals = carry

@@ -36,11 +36,15 @@ class Slice:
 
     def of(self, leaf: jax.Array, number: Any) -> jax.Array:
         """The layer that iteration `number` reads."""
-        return lax.dynamic_index_in_dim(leaf, self.start + self.stride * number, self.dim, keepdims=False)
+        number = self.start + self.stride * number
+        return lax.dynamic_index_in_dim(leaf, number, self.dim, keepdims=False, allow_negative_indices=False)
 
     def into(self, leaf: jax.Array, layer: jax.Array, number: Any) -> jax.Array:
         """The leaf with that layer replaced."""
-        return lax.dynamic_update_index_in_dim(leaf, layer, self.start + self.stride * number, self.dim)
+        # A number that may count from the end is a choice between two, and XLA's GPU compiler then does not see that it
+        # goes through the layers: it moved no gradient's reduce-scatter over the iterations, and each of them waited.
+        number = self.start + self.stride * number
+        return lax.dynamic_update_index_in_dim(leaf, layer, number, self.dim, allow_negative_indices=False)
 
     def meets(self, other: Slice, length: int) -> bool:
         """Whether two slices of one leaf share a layer."""

@@ -19,10 +19,11 @@ from test_known_cost import compiled, group
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.hlo import arrays
+from jaxpar.inspect.compiled.kernels import Start, While
 from jaxpar.inspect.explain.explanation import Explanation, _words
-from jaxpar.inspect.explain.findings import explain, leaves_host
+from jaxpar.inspect.explain.findings import _across, explain, leaves_host
 from jaxpar.inspect.explain.picture import held
-from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
 from jaxpar.step.server import Live, ServerStep
 from jaxpar.text import size
@@ -199,11 +200,20 @@ def test_collectives_that_leave_a_host() -> None:
     assert leaves_host(outer, ("2 of data+fsdp",))
     inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
     assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
+    # Groups of two within a host, on an axis that crosses hosts; in a loop one that does.
+    program = lambda *operations: SimpleNamespace(operations=operations)
+    start = lambda axes, groups: Start("", "", "all-gather", axes, 8, groups, waits=False)
+    within, beyond = start(("2 of data+fsdp",), ((0, 2), (4, 6))), start(("4 of data+fsdp",), ((0, 2, 4, 6),))
+    closed: Any = Ledger([Collective("all-gather", ("2 of data+fsdp",), "float32", 1, 8)])
+    found = _across(outer, [program(within), program(While("", 1, (beyond,)))], closed)
+    assert found == {("4 of data+fsdp",)}
+    assert _across(outer, [], closed) == {("2 of data+fsdp",)}  # of the closed form alone its axes
 
 
 def gathered_behind_compute(text: str) -> int:
     """Bytes of all-gathers of bfloat16 over 8 devices between whose start and done a kernel of the schedule computes,
-    by the names of kernels: those that only move or cast are named for it. Layers run in loops.
+    by the names of kernels: those that only move or cast are named for it. Layers run in loops, whose first or last
+    iteration may stand outside.
     """
     entry, total = text.index("\nENTRY"), 0
     for start in re.finditer(r"\n +%(all-gather-start[\w.]*) = (.*) all-gather-start\(", text):
@@ -211,7 +221,9 @@ def gathered_behind_compute(text: str) -> int:
         kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done])
         if any(not re.match("loop_(convert|broadcast|pad|dynamic|select)|wrapped", kernel) for kernel in kernels):
             parts_and_wholes = sum(math.prod(dims) for _, dims in arrays(start[2]))
-            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry else LAYERS)
+            (body,) = re.findall(r"\n%(\S+) \(", text[: start.start()])[-1:]
+            trips = re.search(rf'body=%{re.escape(body)}[,\s].*?"known_trip_count":{{"n":"(\d+)"', text)
+            total += 2 * parts_and_wholes * 8 // 9 * (1 if start.start() > entry or not trips else int(trips[1]))
     return total
 
 

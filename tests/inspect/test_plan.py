@@ -13,6 +13,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
+from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
@@ -286,6 +287,21 @@ def line_of(name: str, **seconds: float) -> Line:
     memory = {"total": 10, "arguments": 5}
     exposed = {"fsdp": seconds["exposed"]}
     return Line(jp.Strategy.parse(name), None, 20, memory, prediction, [], {}, exposed, [], 0.0, 0.0)
+
+
+def test_nothing_that_keeps_more_is_compiled_after_what_does_not_fit() -> None:
+    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    line = line_of("fsdp=8,remat=dots", matmul=1.0, exposed=0.0)
+    planner.lines = [dataclasses.replace(line, memory={"total": 21, "arguments": 5})]
+    why = {}
+    for name in ("fsdp=8", "fsdp=8,remat=layer", "fsdp=8,zero=1"):
+        strategy = jp.Strategy.parse(name)
+        why[name] = planner._needless(strategy, planner.estimator.estimate(strategy), 16)
+    assert why == {
+        "fsdp=8": "does not fit: fsdp=8,remat=dots, which keeps less, needs 21 B",
+        "fsdp=8,remat=layer": None,
+        "fsdp=8,zero=1": None,
+    }
 
 
 SHOWN = Plan(

@@ -10,7 +10,7 @@ from test_plan import ADAM, H100, MODEL, here, line_of
 
 import jaxpar as jp
 from jaxpar.inspect.plan import planner as planning
-from jaxpar.inspect.plan.candidates import Splits, candidates
+from jaxpar.inspect.plan.candidates import Splits, candidates, enough
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.models import named
@@ -56,6 +56,29 @@ def test_neighbours_trade_these_axes(name: str) -> None:
     assert not any(s.context > 1 or s.expert > 1 for s in neighbours(strategy, HOST, 16))
 
 
+def test_around_a_mixtures_pipeline_forwards_run_beside_backwards() -> None:
+    names = {}
+    for axes in ("expert=2", "fsdp=2"):
+        strategy = jp.Strategy.parse(f"pipe=2,{axes},microbatches=4,chunks=2,precision=bf16")
+        names[axes] = {(s.schedule, s.chunks) for s in neighbours(strategy, HOST, 16, Splits(expert=4))}
+    assert names["expert=2"] - names["fsdp=2"] == {("1f1b-overlap", 2)}
+
+
+def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
+    """Two ranks share all heads: asked for, `usp` is `ulysses`, which `auto` chooses; a ring is another program."""
+    ours = estimator("llama-tiny", rows=2)
+    planner = planning._Planner(ours.model, ours.target, ours.batch, ADAM, None, None, None, None, False)
+    auto, usp, ring = (jp.Strategy.parse(f"data=2,context=2{way}") for way in ("", ",attention=usp", ",attention=ring"))
+    line = line_of(str(auto), matmul=100.0, exposed=0.0)
+    planner.lines = [dataclasses.replace(line, estimate=ours.estimate(auto))]
+    assert usp in list(neighbours(auto, HOST, 4, Splits(context=2)))
+    assert (
+        planner._needless(usp, ours.estimate(usp), 16)
+        == f"as {auto}, by closed forms: of attention the way is the same"
+    )
+    assert planner._needless(ring, ours.estimate(ring), 16) is None
+
+
 def test_what_context_ranks_send_by_hand() -> None:
     """Keys and values of a layer gathered, and their gradients scattered; parameters and gradients in ZeRO beside."""
     ours = estimator("llama-tiny", rows=2)
@@ -96,6 +119,11 @@ def test_positions_are_split_where_rows_are_fewer_than_devices(monkeypatch: pyte
     model = named("llama-tiny", layers=2)
     found = jp.plan(model.model, model.example(1, LENGTH), here(devices=2), ADAM, top=4, cache=False)
     assert found.best.context == 2
+
+
+def test_positions_are_split_no_further_than_devices_need() -> None:
+    """A plan for 512 rows on 1,024 devices took closed forms of 1,024 parts of a row, for minutes."""
+    assert [enough(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
 
 
 def test_a_loss_without_positions_says_so_where_they_would_be_split() -> None:

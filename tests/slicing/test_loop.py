@@ -17,7 +17,7 @@ LENGTH = 3
 def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> LayerLoop:
     """x -> x + y, where y passes through so many products and all-to-alls; and the sum of each layer's y."""
 
-    def body(x: jax.Array, w: jax.Array) -> Any:
+    def body(x: jax.Array, number: jax.Array, w: jax.Array) -> Any:
         y = x
         for _ in range(exchanges):
             y = lax.all_to_all(jnp.tanh(y @ w), "expert", 0, 0, tiled=True)

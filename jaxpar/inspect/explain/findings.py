@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.cost import Costs
-from ..compiled.kernels import Executable
+from ..compiled.kernels import Choice, Executable, Operation, Start, While
 from ..compiled.unasked import remarks as remarks_on
 from ..compiled.unasked import unread
 from ..expected import expected
@@ -72,7 +73,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         memory=memory,
         flops=costs.flops if known else {},
         ledger=found,
-        across=frozenset(axes for axes in {one.axes for one in (*closed, *found)} if leaves_host(step.mesh, axes)),
+        across=_across(step.mesh, programs, closed),
         checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
         notes=step.layout.notes,
@@ -81,6 +82,33 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         moves=tuple(moved),
         remarks=tuple(remarks),
     )
+
+
+def _across(mesh: jax.sharding.Mesh, programs: Sequence[Executable], closed: Ledger) -> frozenset[tuple[str, ...]]:
+    """The axes whose collectives leave a host. Of the compiled ones their own groups say so: a part of an axis may stay
+    within a host, where the axis does not.
+    """
+    hosts = [device.process_index for device in mesh.devices.flat]
+    own: dict[tuple[str, ...], bool] = {}
+    for start in starts(operation for program in programs for operation in program.operations):
+        leaves = own.get(start.axes, False) or any(len({hosts[place] for place in group}) > 1 for group in start.groups)
+        own[start.axes] = leaves
+    return frozenset(
+        axes
+        for axes in {*own, *(one.axes for one in closed)}
+        if (own[axes] if axes in own else leaves_host(mesh, axes))
+    )
+
+
+def starts(operations: Iterable[Operation]) -> Iterator[Start]:
+    """Every collective of a compiled program, in loops and branches too."""
+    for one in operations:
+        if isinstance(one, Start):
+            yield one
+        elif isinstance(one, While):
+            yield from starts(one.body)
+        elif isinstance(one, Choice):
+            yield from starts(itertools.chain(*one.branches))
 
 
 def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:

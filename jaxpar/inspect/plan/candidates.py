@@ -85,3 +85,8 @@ def _spread(replicas: int, target: Target, inner: int, experts: int, context: in
 def powers(n: int) -> list[int]:
     """The powers of two that divide n."""
     return [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
+
+
+def enough(n: int, rows: int) -> int:
+    """The least power of two by which so many rows are cut into parts for n devices."""
+    return 1 << (-(-n // rows) - 1).bit_length()

@@ -33,9 +33,9 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce`,
-    `zero`, how context ranks attend, or a pipeline's schedule, or in that all replicas are plain or all are sharded;
-    and that the devices, the rows of a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an
-    `fsdp` of -1.
+    `zero`, how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards
+    run side by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global
+    batch and `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
@@ -49,10 +49,12 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
             for name, recipe in SCHEDULES.items()
             if recipe.planned or recipe.near
         ]
+        # Tokens on their way to experts go behind another microbatch's layer, where there is one beside.
+        changes += [{"schedule": "1f1b-overlap"}] if shape["expert"] > 1 else []
     if strategy.fsdp != 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
     if shape["context"] > 1:
-        changes += [{"attention": way} for way in ("auto", "ring", "gather")]
+        changes += [{"attention": way} for way in ("auto", "ring", "gather", "usp")]
     for fewer in AXES:
         for more in AXES:
             if fewer != more and shape[fewer] % 2 == 0:
@@ -72,6 +74,17 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
             continue
         seen.add(found)
         yield found
+
+
+def alike_but(name: str, one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies are alike but for one choice."""
+    return one == dataclasses.replace(other, **{name: getattr(one, name)})
+
+
+def keeps_more(strategy: Strategy, other: Strategy) -> bool:
+    """Whether a strategy is another that recomputes less."""
+    named = strategy.remat in REMATS and other.remat in REMATS
+    return named and REMATS.index(strategy.remat) < REMATS.index(other.remat) and alike_but("remat", strategy, other)
 
 
 def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy | None:

@@ -28,10 +28,10 @@ from ...text import size
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
-from .candidates import NONE, Splits, candidates
+from .candidates import NONE, Splits, candidates, enough
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
-from .neighbours import families, neighbours
+from .neighbours import alike_but, families, keeps_more, neighbours
 from .numbers import numbers
 from .ranking import Plan
 
@@ -254,10 +254,11 @@ class _Planner:
         (experts, context), why = kept or self._splits()
         self.splits, rows = Splits(experts, context), rows_of(self.batch)
         whole = dataclasses.replace(self.splits, context=1)
-        # Positions are split where rows are too few for the devices, or a row too long for one.
+        # Positions are split where rows are too few for the devices, until each has some; or a row too long for one.
         found = self._fitting(candidates(self.target, rows, precision, whole), bar)
         if not found or rows < len(self.target.devices):
-            split = candidates(self.target, rows, precision, self.splits)
+            most = min(context, enough(len(self.target.devices), rows)) if found else context
+            split = candidates(self.target, rows, precision, Splits(experts, most))
             found += self._fitting((one for one in split if one.context > 1), bar)
             if why:
                 self.refused["context=2"] = why
@@ -284,6 +285,11 @@ class _Planner:
         fitting = [line for line in self.lines if line.fits]
         if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
             return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+        for line in self.lines:
+            if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
+                return f"as {line.strategy}, by closed forms: of attention the way is the same"
+            if not line.fits and keeps_more(strategy, line.strategy):
+                return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
         ratios = {
             line.memory["total"] / line.estimate.bytes: line
             for line in self.lines
