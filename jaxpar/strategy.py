@@ -97,12 +97,11 @@ class Strategy:
         F, I, W and messages and this limit of activations; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
-      stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
-        without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
-        names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
-        first use of whose parameters the second stage and those after it begin. Or how many blocks of a list each stage
-        has, as in [7, 8, 8, 7] or the text "7:8:8:7": what comes before the list is in the first stage, what comes
-        behind it in the last.
+      stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models that
+        have none; or "auto", the first where names and shapes of the parameters show a stack. Or where to cut: paths of
+        modules, as in ["mid", "up/0"] or the text "mid:up/0", at the first use of whose parameters the second stage and
+        those after it begin. Or how many blocks of a list each stage has, as in [7, 8, 8, 7] or "7:8:8:7": what comes
+        before the list is in the first stage, what comes behind it in the last.
       expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
         and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
@@ -124,11 +123,12 @@ class Strategy:
         `pipe` they are what the ranks work on at the same time: with one, one rank works and p - 1 idle. -1, as in the
         preset `pp`, is four for each rank of the pipeline (of which 4 p / (5 p - 1) are work), and 1 where there is
         no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
+      deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
+        microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
-      remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
-        the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
-        `jax.checkpoint` policy.
+      remat: what each layer of a stack, or stage of a cut program, recomputes in its backward: "none" (what the model
+        itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a policy of jax's.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
@@ -154,6 +154,7 @@ class Strategy:
     server: bool = False
     rule: str = ""
     microbatches: int = 1
+    deferred_batch_norm: bool = False
     precision: str = "f32"
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
@@ -188,12 +189,11 @@ class Strategy:
             if not _is_int(count) or not (1 <= count <= MOST or (free and count == -1)):
                 four = ", or -1 for four a rank of the pipeline" if free else ""
                 raise ValueError(f"{name}={count!r} is not a count; use a whole number from 1 to {MOST:,}{four}")
-        if self.chunks > 1 and self.pipe == 1:
-            raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
         if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or _is_int(x) for x in self.stages):
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))  # as in text
-        if self.stages != "auto" and self.pipe == 1:
-            raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
+        for name, usual in (("chunks", 1), ("stages", "auto")):
+            if (value := getattr(self, name)) != usual and self.pipe == 1:
+                raise ValueError(f"{name}={value!r} without a pipeline; give pipe= a size, or leave {name} out")
         for name, choices in _CHOICES.items():
             listed = isinstance(value := getattr(self, name), str) and value in choices
             other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
@@ -202,7 +202,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
