@@ -130,8 +130,10 @@ def test_a_step_that_would_hang_is_refused() -> None:
 
 @pytest.mark.battery
 @pytest.mark.parametrize("text", ["pipe=2,tensor=2,fsdp=2,microbatches=4", "pipe=4,data=2,microbatches=4"])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v,chunks=2", "1f1b"])
 def test_cut_stages(text: str, schedule: str) -> None:
     entry = ZOO["gpt"]()
-    step = jp.make_train_step(entry.model, optax.sgd(0.1), f"{text},schedule={schedule},stages=cut")
+    # Nine heads are whole on each tensor rank.
+    rules = {"layers/attention/.*": None} if "tensor" in text else None
+    step = jp.make_train_step(entry.model, optax.sgd(0.1), f"{text},schedule={schedule},stages=cut", rules=rules)
     assert not_reached(step.trace(entry.batch)) == []

@@ -104,7 +104,8 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
         raise ValueError(
             f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists "
             f"of modules have so many: {known or 'there is none'}; use counts that add up to one of them, or paths of "
-            "modules, or cut. Blocks that a scan runs are one operation"
+            "modules, or cut. Layers that a scan runs are dealt out evenly (stages='layers'): ranks run as many as the "
+            "fullest, and share embedding and head, so that other counts win nothing"
         )
     return tuple(f"{outer[0]}{first}" for first in itertools.accumulate(counts[:-1]))
 
