@@ -70,11 +70,11 @@ def _forwards(eqns: Sequence[Any]) -> list[float]:
     found = []
     for eqn in reversed(eqns):
         for v in eqn.outvars:
-            on = [
-                written[eqn.outvars[0]] if eqn.primitive.name in _MOVES_NOTHING else not _fuses(eqn)
-                for eqn in readers.get(v, ())
-            ]
-            written[v] = any(on) or not on
+            mine = readers.get(v, ())
+            on = [written[r.outvars[0]] if r.primitive.name in _MOVES_NOTHING else not _fuses(r) for r in mine]
+            # A sum is a kernel of its own: what others read too is written for both.
+            summed = len(mine) > 1 and any(r.primitive.name.startswith("reduce_") for r in mine)
+            written[v] = summed or any(on) or not on
         found.append(_forward(eqn, any(written[v] for v in eqn.outvars)))
     return found[::-1]
 
