@@ -17,6 +17,7 @@ from test_flat import Layer
 
 import jaxpar as jp
 from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.models import named
 from jaxpar.parallel.flat.cut import FLOPS, LINK, crossing, times
 
 ROWS, STAGES = 16, 4
@@ -58,6 +59,11 @@ def unet() -> tuple[jp.Model, Any]:
         return jnp.square(apply(batch["x"], batch["t"], batch["text"]) - batch["x"]).mean()
 
     return jp.from_linen(net, loss, batch), batch
+
+
+def resnet50() -> tuple[jp.Model, Any]:
+    chosen = named("resnet50")
+    return chosen.model, chosen.example(ROWS)
 
 
 def irregular() -> tuple[jp.Model, Any]:
@@ -113,7 +119,7 @@ def compiled(eqns: Sequence[Any], outs: Sequence[Any]) -> float:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("make", [irregular, t5, unet])
+@pytest.mark.parametrize("make", [irregular, t5, unet, resnet50])
 def test_stages_are_within_15_percent_of_the_best(make: Callable[[], tuple[jp.Model, Any]]) -> None:
     model, batch = make()
     step = jp.make_train_step(
