@@ -26,7 +26,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pp": {"pipe": -1, "microbatches": -1},
     "tp": {"tensor": -1},
 }
-PER_RANK = 4  # microbatches, where a strategy leaves them to us: then the bubble is negligible (GPipe, section 2.3)
+PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2019 (GPipe, section 2.3) find a bubble
+# of m = 4 p negligible
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16"),
@@ -59,28 +60,34 @@ class Strategy:
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
-        without one stack (`parallel/flat/`); or "auto", the first where names and shapes of parameters tell of a stack.
-        Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the first use of whose
-        parameters the second stage and those after it begin. Or how many blocks of a list each stage has, as in [7, 8,
-        8, 7] or "7:8:8:7": what is before the list is in the first stage, what is behind it in the last.
-      expert: size of the axis over which experts are split, to which tokens go and from which they come back (GShard,
-        Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
-      context: size of the axis over which positions of the sequence are split (Llama 3, Grattafiori et al. 2024,
-        section 3.3.2). ZeRO shards over `fsdp` and `context` together.
-      attention: how queries reach the keys of other context ranks: "gather", all keys and values on every rank;
-        "ulysses", heads for positions (Jacobs et al. 2023); "ring", keys and values move on (Liu et al. 2023); "usp",
-        in groups the one, between them the other (Fang and Zhao 2024); or "auto" (`parallel/context/ways.py`).
+        without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
+        names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
+        first use of whose parameters the second stage and those after it begin. Or how many blocks of a list each stage
+        has, as in [7, 8, 8, 7] or the text "7:8:8:7": what comes before the list is in the first stage, what comes
+        behind it in the last.
+      expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
+        and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
+      context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
+        (Llama 3, Grattafiori et al. 2024, section 3.3.2). ZeRO shards over `fsdp` and `context` together.
+      attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
+        every rank; "ulysses", ranks exchange positions for heads (Jacobs et al. 2023); "ring", keys and values move
+        from rank to rank (Liu et al. 2023); "usp", groups of ranks do the one and pass on the other (Fang and Zhao
+        2024); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over
-        `tensor` along the sequence (Korthikanti et al. 2022, section 4.2.2): the backward gathers it again.
+        `tensor` along the sequence (Korthikanti et al. 2022, section 4.2.2): less is kept for the backward, which
+        gathers it again.
       single: one device, whatever else is attached: the reference of every other strategy.
       server: data parallel 1.0, weights and optimizer on one device (`data` replicas).
       rule: a rule of one's own for `data` and `fsdp`, in place of plain replicas, `zero` and `server`: the name under
         which `jaxpar.parallel.register` knows it.
       microbatches: number of parts that each replica cuts its rows into; their gradients are accumulated, and with
-        `pipe` they are what the ranks work on at the same time: with one, p - 1 ranks idle. -1, as in the preset `pp`,
-        is four for each rank of the pipeline (of which 4 p / (5 p - 1) are work), and 1 where there is none.
+        `pipe` they are what the ranks work on at the same time: with one, one rank works and p - 1 idle. -1, as in the
+        preset `pp`, is four for each rank of the pipeline (of which 4 p / (5 p - 1) are work), and 1 where there is
+        no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
+      deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
+        microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
@@ -114,6 +121,7 @@ class Strategy:
     server: bool = False
     rule: str = ""
     microbatches: int = 1
+    deferred_batch_norm: bool = False
     precision: str = "f32"
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
@@ -164,7 +172,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -181,7 +189,9 @@ class Strategy:
                     f"server=True with {axis}={size}: a central server shards nothing; use data={size} alone"
                 )
         if not isinstance(self.rule, str) or not (self.rule.isidentifier() or not self.rule):
-            raise ValueError(f"rule={self.rule!r} is not the name of a rule; use a registered one's, as in 'int8'")
+            raise ValueError(
+                f"rule={self.rule!r} is not the name of a rule; use that of a registered one, as in 'int8'"
+            )
         if self.rule and (self.server or self.single or self.zero != 3):
             raise ValueError(f"{self}: server, single and zero choose rules of jaxpar's own; leave them out, or rule")
         if self.single and (any(getattr(self, axis) != 1 for axis in AXES) or self.server):

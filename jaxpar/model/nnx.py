@@ -186,7 +186,8 @@ class _Tree:
             node = out
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            (node[path[-1]],) = leaves  # the raw array: reading `.value` may run hooks
+            # The raw array: reading `.value` may run hooks. Of a tuple of arrays, each by its number.
+            node[path[-1]] = leaves[0] if len(leaves) == 1 else dict(enumerate(leaves))
         return out
 
     def pure_checked(self, state: Any) -> dict[Any, Any]:
@@ -204,11 +205,15 @@ class _Tree:
         bits = jax.random.bits(key, (), jnp.uint32)
 
         def fold(path: Any, leaf: Any) -> Any:
-            if not issubclass(self.types[_keys(path)], nnx.RngKey):
+            if not issubclass(self._type(_keys(path)), nnx.RngKey):
                 return leaf
             return jax.vmap(lambda k: jax.random.fold_in(k, bits))(leaf.reshape(-1)).reshape(leaf.shape)
 
         return jax.tree_util.tree_map_with_path(fold, pure)
+
+    def _type(self, at: tuple[Any, ...]) -> type:
+        """Of the variable that holds a leaf."""
+        return self.types[at if at in self.types else at[:-1]]
 
     def check(self, state: Any) -> None:
         """Raise ValueError where a call has added a variable, unless it was only sown."""
@@ -230,12 +235,12 @@ class _Tree:
                 name = "/".join(map(str, path))
                 raise ValueError(f"the loss makes {name} {now}, and it was {was}; create it in the constructor")
             if path in self.filled:
-                (new[path],) = leaves
+                new |= {path: leaves[0]} if len(leaves) == 1 else {(*path, i): x for i, x in enumerate(leaves)}
         self.check(state)
 
         def leaf(path: Any, before: Any) -> Any:
             at = _keys(path)
-            return before if issubclass(self.types[at], nnx.RngState) or at not in new else new[at]
+            return before if issubclass(self._type(at), nnx.RngState) or at not in new else new[at]
 
         return jax.tree_util.tree_map_with_path(leaf, old)
 

@@ -166,7 +166,8 @@ class Step(FirstState, Intake):
         of one shape. Raises ValueError where the strategy cannot run it, or the batch's rows do not fit.
         """
         batch, state = self.shapes(batch), self.abstract_state()
-        return self.tracing(state.variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
+        variables = jax.eval_shape(self.local.opened, state.variables)
+        return self.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)

@@ -18,6 +18,7 @@ from jax import lax
 from .. import collectives
 from ..data.contents import shares_outside
 from ..model.batches import microbatches
+from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess
 from ..parallel.spread import SpreadAccess
@@ -66,6 +67,14 @@ class Local:
         access = SpreadAccess(layout, rule) if cut else RuleAccess(layout, rule, traced.program, strategy)
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
+    def opened(self, variables: Any) -> Any:
+        """The model's variables as the microbatches of a training step carry them on."""
+        return Deferred.of(variables) if self.tracing.strategy.deferred_batch_norm else variables
+
+    def closed(self, variables: Any) -> Any:
+        """The reverse, after the last."""
+        return variables.settled(self.tracing.momenta) if isinstance(variables, Deferred) else variables
+
     def keys(self, key: jax.Array, step: jax.Array) -> jax.Array:
         """The keys of this device's microbatches [m]."""
         m = self.tracing.strategy.microbatches
@@ -86,12 +95,13 @@ class Local:
         """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
         rows.
         """
+        variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step)
         seed = scale / self._count(loss, variables, rows, keys)
         if self.tracing.schedule is not None:
             grads, variables, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)
-            return self.finished(loss, grads), variables, sums
+            return self.finished(loss, grads), self.closed(variables), sums
 
         def micro(carry: Any, block: Any) -> tuple[Any, Sums]:
             (variables, grads), (key, rows) = carry, block
@@ -106,7 +116,7 @@ class Local:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
             (variables, grads), sums = lax.scan(micro, (variables, zeros), blocks)
             sums = added(sums)
-        return self.finished(loss, grads), variables, self.total(sums, rows)
+        return self.finished(loss, grads), self.closed(variables), self.total(sums, rows)
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Accumulated gradients as the update gets them: zeros where the loss does not depend on a leaf, None where it

@@ -19,6 +19,7 @@ from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
+from ..model.running import Deferred, deferring
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import Logits, Way, choose, chunked, split_sequence
 from ..parallel.expert import RULES as EXPERT_RULES
@@ -145,6 +146,7 @@ class Tracing:
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -248,9 +250,20 @@ class Tracing:
 
         def loss(leaves: Sequence[Any], rest: Any) -> Any:
             variables, rows, key = rest
-            return self.model.call(storage.of_units(leaves), variables, rows, key, tuple(axes))
+            deferred = isinstance(variables, Deferred)
+            read = variables.reading() if deferred else variables
+            sums, new = self.model.call(storage.of_units(leaves), read, rows, key, tuple(axes))
+            return sums, replace(variables, variables=new) if deferred else new
 
-        return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
+        named = {**self.traced_axes, **axes}
+        flat, out = jx.trace(loss, self._params, rest, axes=named)
+        if isinstance(out[1], Deferred):
+            numbers = iter(range(len(flat.invars))), iter(range(len(flat.outvars)))
+            _, (inputs, _, _) = jax.tree.map(lambda _: next(numbers[0]), (self._params, rest))
+            _, outputs = jax.tree.map(lambda _: next(numbers[1]), out)
+            flat, momenta = deferring(flat, inputs, outputs, self.strategy.microbatches, named)
+            self.momenta.update(momenta)
+        return flat, out
 
     def _positions(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
         """The program of one context rank; the first `sums` outputs are totals and counts."""

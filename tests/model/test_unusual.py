@@ -65,6 +65,27 @@ def test_a_variable_that_holds_nothing() -> None:
         step(step.init(jax.random.key(0)), batch)
 
 
+class Tabled(nnx.Module):
+    """With a pair of tables in one variable, as of RoPE, and one that the loss changes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out, self.tables = nnx.Linear(4, 1, rngs=rngs), nnx.Variable((jnp.ones(4), jnp.zeros(1)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale, calls = self.tables[0], self.tables[1]
+        self.tables.set_value((scale, calls + 1))
+        return self.out(x * scale)
+
+
+def test_a_variable_that_holds_several_arrays() -> None:
+    """It was "too many values to unpack" in `from_nnx`."""
+    model = jp.from_nnx(lambda rngs: Tabled(rngs), lambda net, b: jnp.square(net(b["x"])).mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    state, _ = step(step.init(jax.random.key(0)), {"x": np.ones((8, 4), np.float32)})
+    scale, calls = step.model(state).tables.get_value()
+    assert (scale.shape, float(calls[0])) == ((4,), 1)
+
+
 class Tensor:
     """Of another library: an array to NumPy, and none to jax."""
 

@@ -3,8 +3,9 @@
     equations   e0 e1 e2 | e3 e4 e5 e6 | e7 e8       a stage takes the time of its equations, and of the message
     message              x, skip       y, skip       that it gets: what was made before the cut and is read behind it
 
-The time of an equation is a closed form, of its operations and of the bytes that it writes and, where it multiplies
-matrices, reads. No device is asked: what counts is the ratio of a device's operations to its bytes.
+The time of an equation is a closed form, of its operations and of the bytes that it reads and writes. What is computed
+element by element is written where a product reads it, and else computed where it is read, as XLA fuses it. No device
+is asked: what counts is the ratio of a device's operations to its bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ _SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor
 _SENDS |= dict.fromkeys(("tensor_unsplit", "tensor_take"), 1)  # one of a pair
 _SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
 
+_KERNELS = frozenset(
+    "dot_general conv_general_dilated ragged_dot_general scan while cond gather sort top_k fft dynamic_slice "
+    "dynamic_update_slice random_bits".split()
+)  # what XLA does not compute within what reads it
+
 _MOVES_NOTHING = frozenset(
     "reshape squeeze expand_dims broadcast_in_dim convert_element_type copy stop_gradient".split()
 )
@@ -41,28 +47,58 @@ def bytes_of(var: Any) -> int:
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 8)
 
 
-def time_of(eqn: Any) -> float:
-    """The time of an equation's forward, in bytes of memory."""
+def _held(eqn: Any) -> list[Sequence[Any]]:
+    """The equations of each program inside of an equation."""
+    return [jx.opened(one)[0].eqns for one in jec.jaxprs_in_params(eqn.params)]
+
+
+def _fuses(eqn: Any) -> bool:
+    """Whether XLA computes it where its results are read: element by element, or a sum."""
     name = eqn.primitive.name
-    inner = list(jec.jaxprs_in_params(eqn.params))
-    if inner:
-        parts = [sum(map(time_of, jx.opened(one)[0].eqns)) for one in inner]
-        return max(parts) * (eqn.params["length"] if name == "scan" else 1)
-    if name in _MOVES_NOTHING:
-        return 0.0
-    written = float(sum(map(bytes_of, eqn.outvars)))
+    own = name in _KERNELS or name in _SENDS or name.startswith(("scatter", "cum", "reduce_window", "select_and"))
+    return not own and all(_fuses(inner) for some in _held(eqn) for inner in some)
+
+
+def _forwards(eqns: Sequence[Any]) -> list[float]:
+    """The time of each equation's forward, in bytes of memory."""
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if not jx.is_literal(v):
+                readers.setdefault(v, []).append(eqn)
+    written: dict[Any, bool] = {}  # whether a value is written to memory
+    found = []
+    for eqn in reversed(eqns):
+        for v in eqn.outvars:
+            mine = readers.get(v, ())
+            on = [written[r.outvars[0]] if r.primitive.name in _MOVES_NOTHING else not _fuses(r) for r in mine]
+            # A sum is a kernel of its own: what others read too is written for both.
+            summed = len(mine) > 1 and any(r.primitive.name.startswith("reduce_") for r in mine)
+            written[v] = summed or any(on) or not on
+        found.append(_forward(eqn, any(written[v] for v in eqn.outvars)))
+    return found[::-1]
+
+
+def _forward(eqn: Any, written: bool) -> float:
+    name, made = eqn.primitive.name, float(sum(map(bytes_of, eqn.outvars)))
+    read = sum(bytes_of(v) for v in eqn.invars)
     if name in _SENDS:
-        return LINK * max(written, sum(map(bytes_of, eqn.invars))) * _SENDS[name] / 3  # of `times`
+        return LINK * max(made, read) * _SENDS[name] / 3  # of `times`
     if name in ("dot_general", "conv_general_dilated"):
         ((flops, _),) = jx.matmuls([eqn]).values()
-        moved = written + sum(bytes_of(v) for v in eqn.invars)
-        return max(2 * flops / FLOPS, moved)
-    return written
+        return max(2 * flops / FLOPS, made + read)
+    if name in _MOVES_NOTHING:
+        return 0.0
+    if name.startswith(("reduce_", "arg")):
+        return made + read
+    if not _fuses(eqn) and (inner := _held(eqn)):
+        return max(sum(_forwards(some)) for some in inner) * (eqn.params["length"] if name == "scan" else 1)
+    return 2 * made if written or not _fuses(eqn) else 0.0  # what it is made of is read
 
 
 def times(eqns: Sequence[Any]) -> np.ndarray:
     """The time of each equation, forwards and backwards: a backward takes two forwards."""
-    return 3 * np.array([time_of(eqn) for eqn in eqns])
+    return 3 * np.array(_forwards(eqns))
 
 
 def crossing(eqns: Sequence[Any]) -> np.ndarray:
@@ -104,7 +140,8 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
         raise ValueError(
             f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists "
             f"of modules have so many: {known or 'there is none'}; use counts that add up to one of them, or paths of "
-            "modules, or cut. Blocks that a scan runs are one operation"
+            "modules, or cut. Layers that a scan runs are dealt out evenly (stages='layers'): ranks run as many as the "
+            "fullest, and share embedding and head, so that other counts win nothing"
         )
     return tuple(f"{outer[0]}{first}" for first in itertools.accumulate(counts[:-1]))
 
