@@ -50,7 +50,7 @@ class Options:
     """of a microbatch"""
     length: int = 4096
     """positions of a row"""
-    remat: Literal["none", "layer", "dots"] = "none"
+    remat: Literal["none", "layer", "dots", "twice"] = "none"
     """what each layer recomputes in its backward"""
     keep: Path | None = None
     """a folder for the compiled programs"""

@@ -32,7 +32,7 @@ _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
-    "remat": ("none", "layer", "dots"),
+    "remat": ("none", "layer", "dots", "twice"),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
@@ -92,7 +92,8 @@ class Strategy:
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
-        `jax.checkpoint` policy.
+        `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
+        second reads; with "twice", as "layer", each of them recomputes.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`parallel/context/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".

@@ -46,7 +46,7 @@ class TimelineOptions:
     """positions of a row of text"""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """compute dtype of the model"""
-    remat: Literal["none", "layer", "dots"] = "none"
+    remat: Literal["none", "layer", "dots", "twice"] = "none"
     """what each of the model's layers recomputes in its backward"""
     svg: Path | None = None
     """draw into this file too"""

@@ -9,7 +9,8 @@ Both are cut from the equations of the whole. What both need, the first half com
 follows element by element from the rest is computed again, as in `jaxprs/residuals.py`. Gradients that are sums
 without a product, of scales and biases, come with the first half. A layer that is recomputed in its backward (`remat`)
 is so in the first half alone, and then all that the second reads of it is left: of a decoder's layer about ten times
-its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, its input 34 MB).
+its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, its input 34 MB). With `remat="twice"`
+the second recomputes it again, and only what follows from cotangents is left.
 """
 
 from __future__ import annotations
@@ -47,12 +48,20 @@ class Halves:
 
     @classmethod
     def of(
-        cls, flat: jx.Flat, eqns: Sequence[Any], floats: Sequence[bool], held: int, saved: int, cotangents: int
+        cls,
+        flat: jx.Flat,
+        eqns: Sequence[Any],
+        floats: Sequence[bool],
+        held: int,
+        saved: int,
+        cotangents: int,
+        twice: bool = False,
     ) -> Self:
         """The halves of a whole backward.
 
         Its inputs are the leaves, and then so many `held` inputs, `saved` values and `cotangents`; its outputs are
-        cotangents of those leaves that are `floats`, and then those of the linear inputs.
+        cotangents of those leaves that are `floats`, and then those of the linear inputs. `twice`: nothing that follows
+        without cotangents is left, so that the second half computes it again.
         """
         assert not any(isinstance(x, Tracer) for x in flat.consts)
         n, w = len(floats), sum(floats)
@@ -67,17 +76,17 @@ class Halves:
         first, second = _moved(first, second)
         crossing = jx.free(second, of_leaves)
         # What follows from weights alone is no part of what is left: the second half makes it of weights that it reads
-        # in any case, and of vectors, which cost little to fetch again.
-        data = jx.depends(eqns, [*helds, *values, *cts])
-        of_weights = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
-        alone = {*leaves, *(v for eqn in of_weights for v in eqn.outvars)}
+        # in any case, and of vectors, which cost little to fetch again. Nor is, if `twice`, what the forward has made.
+        data = jx.depends(eqns, cts if twice else [*helds, *values, *cts])
+        early = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
+        alone = {*leaves, *(v for eqn in early for v in eqn.outvars)}
         there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
         known = {*flat.constvars, *helds, *values, *there}
         keep, again = residuals_to_save(first, crossing, known, alone, _CHEAP)
         second = [*again, *second]
-        early = jx.needed(of_weights, jx.free(second, of_leaves))
-        twice = set(map(id, early))  # what both halves make of constants
-        second = [*early, *(eqn for eqn in second if id(eqn) not in twice)]
+        early = jx.needed(early, jx.free(second, of_leaves))
+        both = set(map(id, early))  # what both halves make
+        second = [*early, *(eqn for eqn in second if id(eqn) not in both)]
 
         first = jx.live(first, [*of_inputs, *keep])
         reads = {*jx.free(second, of_leaves)}

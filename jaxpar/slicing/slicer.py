@@ -39,7 +39,7 @@ class Slicing:
       own: for each leaf, whether the stages of a pipeline own its layers; empty without a pipeline. The stack with most
         of them is cut into stages, and slices no others; no other stack slices them.
       axes: mesh axes that the program may name, name -> size.
-      remat: "none" (the model's own), "layer", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
+      remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
       sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
         its backward, but gathered again.
     """
@@ -218,7 +218,8 @@ def _segment(
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
-    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given, (True,) * len(inputs))
+    twice = stage is not None and stage.remat == "twice"
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given, (True,) * len(inputs), twice)
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
@@ -272,6 +273,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
         tuple(linear),
         tuple(outs),
         tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
+        how.remat == "twice",
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
@@ -282,9 +284,8 @@ def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:
     if how.remat == "none" and not how.sequence:
         return fun
     keep: Any = jax.checkpoint_policies.everything_saveable if how.remat == "none" else how.remat
-    policy = {"layer": None, "dots": saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}.get(
-        keep, keep
-    )
+    dots = saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    policy = {"layer": None, "twice": None, "dots": dots}.get(keep, keep)
     policy = saves_no_gather(policy) if how.sequence and policy is not None else policy
     return jax.checkpoint(fun, policy=policy, prevent_cse=False)  # forward and backward are separate loops
 

@@ -27,7 +27,8 @@ class Unit:
     """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
 
     `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `held`
-    which inputs the backward gets too, so that the forward need not save them.
+    which inputs the backward gets too, so that the forward need not save them; `twice` whether each half of a backward
+    recomputes what the forward has not saved.
     """
 
     leaves: tuple[int, ...]
@@ -37,6 +38,7 @@ class Unit:
     linear: tuple[bool, ...]
     active: tuple[bool, ...]
     held: tuple[bool, ...]
+    twice: bool = False
     _forwards: dict[Any, Forward] = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -115,7 +117,7 @@ class Unit:
         if (made := saved.forward.backwards.get(kind)) is None:
             flat, eqns, _, _ = self._pulled(saved.forward, *rest, remats=True)
             floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes)
-            made = Halves.of(flat, eqns, floats, *map(len, rest))
+            made = Halves.of(flat, eqns, floats, *map(len, rest), self.twice)
             saved.forward.backwards[kind] = made
         return made
 

@@ -142,8 +142,14 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
             )
 
 
-def check_remat(program: Program, remat: Any) -> None:
-    """Raises ValueError where there is no layer and no stage to rematerialise."""
+def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None) -> None:
+    """Raises ValueError where there is neither layer nor stage to recompute, or no two halves to do so twice."""
+    remat, table = strategy.remat, [] if schedule is None else schedule.table()
+    if remat == "twice" and not any(op.kind == "W" for column in table for ops in column for op in ops):
+        raise ValueError(
+            "remat='twice' recomputes a layer in each half of its backward, and here backwards are whole; use "
+            "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
+        )
     if remat != "none" and not program.stacks and not program.groups:
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "

@@ -320,7 +320,7 @@ class Tracing:
             if program.main is not None:
                 warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
         warn_gathered(program, self.layout)
-        check_remat(program, self.strategy.remat)
+        check_remat(program, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole.eqns, self.layout.policy.compute, self.strategy.precision)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1

@@ -181,7 +181,7 @@ class Estimator:
         """Seconds of a rank's kernels for one microbatch of so many rows."""
         hardware = self.target.hardware
         # What is frozen has no gradient, which is the third.
-        passes = 2 + held.trained / held.elements + (s.remat == "layer")
+        passes = 2 + held.trained / held.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
         peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
         bandwidth = hardware.memory_bandwidth
         assert peak is not None  # `plan` has seen to it
