@@ -117,7 +117,7 @@ class Unit:
         if (made := saved.forward.backwards.get(kind)) is None:
             flat, eqns, _, _ = self._pulled(saved.forward, *rest, remats=True)
             floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes)
-            made = Halves.of(flat, eqns, floats, *map(len, rest), self.twice)
+            made = Halves.of(flat, eqns, floats, *map(len, rest), twice=self.twice)
             saved.forward.backwards[kind] = made
         return made
 
