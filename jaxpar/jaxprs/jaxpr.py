@@ -263,17 +263,29 @@ def where(eqn: Any) -> str:
     return lines.line(eqn.source_info)
 
 
-def depends(eqns: Iterable[Any], sources: Iterable[Any], ends: Callable[[Any], bool] = lambda eqn: False) -> set[Any]:
+def depends(
+    eqns: Iterable[Any],
+    sources: Iterable[Any],
+    ends: Callable[[Any], bool] = lambda eqn: False,
+    followed: Collection[str] = CUSTOM,
+) -> set[Any]:
     """All variables that depend on `sources`, other than through an equation that `ends` the dependence.
 
-    Calls and scans are followed output by output; `cond` and `while` as a whole.
+    Calls, scans and functions with derivatives of their own, if `followed`, output by output; others as a whole.
     """
     marked = set(sources)
     for eqn in eqns:
         inputs = [not is_literal(v) and v in marked for v in eqn.invars]
         if any(inputs):
-            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, ends), strict=True) if hit)
+            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, ends, followed), strict=True) if hit)
     return marked
+
+
+def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
+    """All that may have a derivative by `sources`: none goes through integers or `stop_gradient`."""
+    inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    ends = lambda eqn: eqn.primitive.name == "stop_gradient" or not any(map(inexact, eqn.outvars))
+    return {v for v in depends(eqns, sources, ends, ()) if inexact(v)}
 
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
@@ -286,7 +298,7 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
     return over if axes else lambda eqn: False
 
 
-def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool]) -> list[bool]:
+def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
     name, params = eqn.primitive.name, eqn.params
     if ends(eqn):
         return [False] * len(eqn.outvars)
@@ -294,20 +306,20 @@ def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool]) -> list[boo
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
         while True:  # a carry may become marked only after several steps
-            outs = _inner(parts.body, inputs, ends)
+            outs = _inner(parts.body, inputs, ends, followed)
             carry = [a or b for a, b in zip(inputs[n : n + k], outs[:k], strict=True)]
             if carry == inputs[n : n + k]:
                 return outs
             inputs = inputs[:n] + carry + inputs[n + k :]
     inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    if inner is not None and (name in CALLS or name in REMATS or name in CUSTOM):
-        return _inner(inner, inputs, ends)
+    if inner is not None and (name in CALLS or name in REMATS or name in followed):
+        return _inner(inner, inputs, ends, followed)
     return [True] * len(eqn.outvars)
 
 
-def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool]) -> list[bool]:
+def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
     jaxpr, _ = opened(jaxpr)
-    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], ends)
+    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], ends, followed)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 

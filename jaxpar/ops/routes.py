@@ -70,6 +70,7 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
+    assert known not in _routes or not (part or spread or gather), f"{name} is another function already"
     _routes[known] = Route(outs, couples, part, spread, certain, gather)
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)

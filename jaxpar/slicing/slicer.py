@@ -72,7 +72,7 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(how.params)]
     index = {v: i for i, v in enumerate(leaves)}
-    known = _Known(index, jx.depends(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
+    known = _Known(index, jx.active(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
     ordered = [e for e in eqns if not any(v in known.floating for v in e.outvars)]
     found, main = _scanned([e for e in ordered if e.primitive.name == "scan"], known, how)
 
@@ -123,7 +123,7 @@ def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
     index = {v: i for i, v in enumerate(leaves)}
     given = [*flat.constvars, *flat.invars[len(leaves) :]]
     floating = _floating(eqns, given, lambda eqn: eqn.primitive.name not in _DEAR) | _floating(eqns, leaves)
-    known = _Known(index, jx.depends(eqns, leaves), floating, set(flat.constvars))
+    known = _Known(index, jx.active(eqns, leaves), floating, set(flat.constvars))
     through: dict[Any, frozenset[int]] = {v: frozenset([i]) for v, i in index.items()}
     ordered: list[tuple[Any, frozenset[int]]] = []
     for eqn in _made_whole_early(eqns):
@@ -254,7 +254,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
     mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
     linear = [not jx.is_literal(v) and v in active and _inexact(w) for v, w in zip(outer, ours, strict=True)]
     while True:  # a carry may come to depend on parameters only after a layer
-        marked = jx.depends(flat.eqns, [*mine, *(v for v, on in zip(ours, linear, strict=True) if on)])
+        marked = jx.active(flat.eqns, [*mine, *(v for v, on in zip(ours, linear, strict=True) if on)])
         outs = [not jx.is_literal(v) and v in marked and _inexact(v) for v in flat.outvars]
         if not any(new and not old for new, old in zip(outs[:k], linear[n : n + k], strict=True)):
             break

@@ -72,11 +72,9 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
 
         return local
 
-    if drops:
-        name = "dispatch_of_rows" if couples else "dispatch_and_drop"
-        return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, gather=gather)
-    name = f"dispatch_{experts}_{slots}_{groups}_{by_weight}"
-    return route(name, ("routed", "rows", "routed"), run, forward, backward, part=part, gather=gather)
+    name = f"dispatch_{experts}_{slots}_{groups}_{by_weight}_{bool(couples)}_{drops}"
+    part = None if drops else part
+    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, part=part, gather=gather)
 
 
 def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.Array:
