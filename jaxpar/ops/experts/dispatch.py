@@ -73,8 +73,8 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
         return local
 
     name = f"dispatch_{experts}_{slots}_{groups}_{by_weight}_{bool(couples)}_{drops}"
-    part = None if drops else part
-    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, part=part, gather=gather)
+    parted = None if drops else part
+    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, part=parted, gather=gather)
 
 
 def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.Array:
