@@ -10,6 +10,9 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.ops import routes
+from jaxpar.ops.experts.dispatch import dispatch
 from jaxpar.ops.experts.experts import balanced, swiglu
 from jaxpar.ops.experts.overflow import most_blocks
 from jaxpar.ops.experts.routing import chosen
@@ -284,3 +287,18 @@ def test_what_does_not_fit_is_named(options: Tree, words: str) -> None:
         jp.experts(x, logits, {"gate": weights["gate"][:2]}, k=2)
     with pytest.raises(ValueError, match=r"x .* has 2 dims"):
         jp.experts(x[0], logits, weights, k=2)
+
+
+def test_dispatches_that_drop_are_gathered_each_by_itself() -> None:
+    """Two that drop had one name, and the one with fewer slots was gathered with those of the other."""
+    found = []
+    for slots in (2, 4):
+        x, ids, weights = jnp.ones((6, DIM)), jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1))
+        fun = lambda *given, c=slots: dispatch(*given, 4, c, 1, by_weight=True, couples="", drops=True)
+        found.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if routes.of(eqn)))
+    for slots, eqn in zip((2, 4), found, strict=True):
+        route = routes.of(eqn)
+        assert route is not None
+        assert route.gather is not None
+        _, (rows, *_) = jx.trace(route.gather(2), *(v.aval for v in eqn.invars), axes={"expert": 2})
+        assert rows.shape == (2, 2 * slots, DIM)

@@ -125,3 +125,28 @@ def test_a_leaf_scanned_twice_by_one_scan() -> None:
     _, tape = program.forward(Whole(), [w], [x], grad=True)
     (ours,) = program.backward(Whole(), [w], tape, {0: jnp.ones(())}, [None])
     np.testing.assert_allclose(ours, jax.grad(lambda w: twice([w], x))(w), rtol=1e-5)
+
+
+def test_what_has_no_derivative() -> None:
+    """Counts and `stop_gradient` have none, and a pipeline sends no cotangents of them; a function with a derivative of
+    its own has that, whatever it computes: there a count is rounding with a straight-through gradient.
+    """
+
+    @jax.custom_vjp
+    def rounded(x: jax.Array) -> jax.Array:
+        return jnp.round(x).astype(jnp.int32).astype(x.dtype)
+
+    rounded.defvjp(lambda x: (rounded(x), None), lambda _, ct: (ct,))
+
+    def loss(leaves: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+            h = h @ w
+            return h, (rounded(h).sum(), (h > 0).astype(h.dtype).sum(), lax.stop_gradient(h).sum(), h.sum())
+
+        h, counts = lax.scan(layer, x, leaves[0])
+        return [h.sum() + counts[0].sum(), *(one.mean() for one in counts[1:])]
+
+    leaves = [jnp.ones((LAYERS, DIM, DIM))]
+    flat, _ = trace(loss, leaves, jnp.ones((ROWS, DIM)))
+    (stack,) = slice_program(flat, Slicing(leaves, [None])).stacks
+    assert stack.unit.active == (True, True, False, False, True)

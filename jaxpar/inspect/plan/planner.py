@@ -184,6 +184,8 @@ class _Planner:
         for members in families(queue, self.target)[: max(1, top // 2)]:
             tries = (pair for pair in members if not self._needless(*pair, top))
             for strategy, estimate in itertools.islice(tries, _TRIES):
+                if len(self.lines) >= top - top // 4:
+                    break  # what is left is for what is around the best
                 compile_(strategy, estimate)
                 if any(line.strategy == strategy and line.fits for line in self.lines):
                     break
