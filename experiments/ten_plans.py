@@ -77,7 +77,12 @@ CASES = {
         "256xH100",
         512,
         8192,
-        ("fsdp=256,remat=layer", "fsdp=256,reduce=compute,remat=layer", "fsdp=32,tensor=8,sequence=true,remat=layer"),
+        (
+            "fsdp=256,remat=layer",
+            "fsdp=256,reduce=compute,remat=layer",
+            "data=4,fsdp=64,reduce=compute,remat=layer",
+            "fsdp=32,tensor=8,sequence=true,remat=layer",
+        ),
     ),
     "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots")),
     "llama3-405b": Case(
