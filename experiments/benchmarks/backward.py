@@ -1,12 +1,14 @@
 """Forward and backward on one CPU device, beside the forward alone and beside plain `jax.jit`.
 
 Six layers of llama-tiny on 16 rows of 128 tokens. The four programs take turns in one process, so that a busy machine
-slows all; ratios are of medians of the process's CPU time, all its threads together.
+slows all; ratios are of medians of the process's CPU time, all its threads together. What a run used is still being
+freed after it has ended: the next waits for that, and each is charged with its own.
 
     python experiments/benchmarks/backward.py
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ import jaxpar as jp
 from jaxpar.models import named
 
 LAYERS, ROWS, LENGTH = 6, 16, 128
+SETTLE = 0.03  # seconds
 
 
 def programs() -> dict[str, Callable[[], Any]]:
@@ -49,8 +52,10 @@ def ratios(rounds: int) -> dict[str, float]:
     """Prints the CPU time of each; the ratios that matter, by name."""
 
     def timed(run: Callable[[], Any]) -> tuple[float]:
+        time.sleep(SETTLE)
         before = cpu()
         jax.block_until_ready(run())
+        time.sleep(SETTLE)
         return (cpu() - before,)
 
     runs = {name: functools.partial(timed, run) for name, run in programs().items()}
