@@ -47,23 +47,33 @@ class Case:
 
 
 CASES = {
-    "gpt2": Case("gpt2", "8xH100", 256, 1024, ("data=8", "fsdp=8,zero=1", "fsdp=8,zero=1,reduce=compute")),
+    "gpt2": Case(
+        "gpt2", "8xH100", 256, 1024, ("fsdp=8,zero=1,reduce=compute", "fsdp=8,zero=1,reduce=compute,logits=whole")
+    ),
     "gpt2-xl": Case("gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1", "fsdp=8,zero=1,reduce=compute,remat=dots")),
-    "llama3.2-1b": Case("llama3.2-1b", "8xH100", 64, 4096, ("fsdp=8,zero=1,remat=layer", "fsdp=8,reduce=compute")),
-    "llama3-8b": Case("llama3-8b", "8xH100", 16, 8192, ("fsdp=8,remat=layer", "fsdp=8,reduce=compute,remat=dots")),
+    "llama3.2-1b": Case(
+        "llama3.2-1b", "8xH100", 64, 4096, ("fsdp=8,reduce=compute", "fsdp=8,reduce=compute,logits=whole")
+    ),
+    "llama3-8b": Case(
+        "llama3-8b",
+        "8xH100",
+        16,
+        8192,
+        ("fsdp=8,remat=layer", "fsdp=8,reduce=compute,remat=dots", "fsdp=8,reduce=compute,remat=dots,logits=whole"),
+    ),
     "llama3-8b on 64": Case(
         "llama3-8b",
         "64xH100",
         128,
         8192,
-        ("fsdp=64,remat=layer", "data=8,fsdp=8,remat=layer", "fsdp=64,reduce=compute", "data=2,fsdp=32,reduce=compute"),
+        ("fsdp=64,reduce=compute", "data=2,fsdp=32,reduce=compute", "data=2,fsdp=32,reduce=compute,logits=whole"),
     ),
     "llama2-13b": Case(
         "llama2-13b",
         "16xA100-80GB",
         64,
         4096,
-        ("fsdp=16,remat=layer", "fsdp=16,remat=dots", "fsdp=16,microbatches=2,reduce=compute,remat=dots"),
+        ("fsdp=16,remat=layer", "fsdp=16,microbatches=2,reduce=compute,remat=dots"),
     ),
     "llama3-70b on 32": Case(
         "llama3-70b",
@@ -78,10 +88,9 @@ CASES = {
         512,
         8192,
         (
-            "fsdp=256,remat=layer",
             "fsdp=256,reduce=compute,remat=layer",
             "data=4,fsdp=64,reduce=compute,remat=layer",
-            "fsdp=32,tensor=8,sequence=true,remat=layer",
+            "data=4,fsdp=64,reduce=compute,remat=layer,logits=whole",
         ),
     ),
     "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots")),

@@ -9,9 +9,10 @@ in both forms: every result must be the same expression of its own element and o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def sees_stacked(optimizer: Any, storage: Storage) -> bool:
     if storage.same:
         return True
     try:
-        ours, theirs = (_results(optimizer, storage, as_stacked) for as_stacked in (True, False))
+        ours, theirs = (_results_of(optimizer, storage, as_stacked) for as_stacked in (True, False))
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # The last five: it asks for the model's own tree, as masks may.
         return False
@@ -77,11 +78,30 @@ def sees_stacked(optimizer: Any, storage: Storage) -> bool:
     )
 
 
-def _results(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | None, Any]:
+def _results_of(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | None, Any]:
+    """`_results` of the leaves of one form, which a search for layouts asks for hundreds of times."""
+    tuned, params = storage.seen(as_stacked)
+    masters, tree = jax.tree.flatten(params)
+    given = optimizer, tree, tuple(masters), tuple(_Seen(leaf.path, leaf.shape) for leaf in tuned)
+    try:
+        hash(optimizer)
+    except TypeError:  # an object of its own may have no hash
+        return _results(*given)
+    return {**_known_results(*given)}
+
+
+class _Seen(NamedTuple):
+    """Of a leaf what its results depend on."""
+
+    path: str
+    shape: tuple[int, ...]
+
+
+def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequence[_Seen]) -> dict[str | None, Any]:
     """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
     scalars, under None.
     """
-    tuned, params = storage.seen(as_stacked)
+    params = jax.tree.unflatten(tree, masters)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     state = jax.eval_shape(optimizer.init, params)
     flat, out = jx.trace(
@@ -124,6 +144,9 @@ def _results(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | N
             raise _Unclear(name)
         results.setdefault(None if number is None else tuned[number].path, {})[name] = value.expression
     return results
+
+
+_known_results = functools.lru_cache(maxsize=64)(_results)
 
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:

@@ -13,12 +13,12 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.ranking import Plan
+from jaxpar.inspect.plan.worth import needless
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
@@ -283,6 +283,7 @@ def line_of(name: str, **seconds: float) -> Line:
         "model_flops": None,
         "by_kind": {"matmul": seconds["matmul"]},
         "tables": [],
+        "chunked": False,
     }
     memory = {"total": 10, "arguments": 5}
     exposed = {"fsdp": seconds["exposed"]}
@@ -290,13 +291,13 @@ def line_of(name: str, **seconds: float) -> Line:
 
 
 def test_nothing_that_keeps_more_is_compiled_after_what_does_not_fit() -> None:
-    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    estimator = Estimator(MODEL, ADAM, here(), BATCH)
     line = line_of("fsdp=8,remat=dots", matmul=1.0, exposed=0.0)
-    planner.lines = [dataclasses.replace(line, memory={"total": 21, "arguments": 5})]
+    lines = [dataclasses.replace(line, memory={"total": 21, "arguments": 5})]
     why = {}
     for name in ("fsdp=8", "fsdp=8,remat=layer", "fsdp=8,zero=1"):
         strategy = jp.Strategy.parse(name)
-        why[name] = planner._needless(strategy, planner.estimator.estimate(strategy), 16)
+        why[name] = needless(strategy, estimator.estimate(strategy), lines, 20, 16)
     assert why == {
         "fsdp=8": "does not fit: fsdp=8,remat=dots, which keeps less, needs 21 B",
         "fsdp=8,remat=layer": None,

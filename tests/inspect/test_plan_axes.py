@@ -13,6 +13,7 @@ from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import Splits, candidates, enough
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import families, neighbours
+from jaxpar.inspect.plan.worth import needless
 from jaxpar.models import named
 
 LENGTH, HOST = 32, here(devices=4)
@@ -67,16 +68,12 @@ def test_around_a_mixtures_pipeline_forwards_run_beside_backwards() -> None:
 def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     """Two ranks share all heads: asked for, `usp` is `ulysses`, which `auto` chooses; a ring is another program."""
     ours = estimator("llama-tiny", rows=2)
-    planner = planning._Planner(ours.model, ours.target, ours.batch, ADAM, None, None, None, None, False)
     auto, usp, ring = (jp.Strategy.parse(f"data=2,context=2{way}") for way in ("", ",attention=usp", ",attention=ring"))
     line = line_of(str(auto), matmul=100.0, exposed=0.0)
-    planner.lines = [dataclasses.replace(line, estimate=ours.estimate(auto))]
+    lines = [dataclasses.replace(line, estimate=ours.estimate(auto))]
     assert usp in list(neighbours(auto, HOST, 4, Splits(context=2)))
-    assert (
-        planner._needless(usp, ours.estimate(usp), 16)
-        == f"as {auto}, by closed forms: of attention the way is the same"
-    )
-    assert planner._needless(ring, ours.estimate(ring), 16) is None
+    why = {way: needless(way, ours.estimate(way), lines, 20, 16) for way in (usp, ring)}
+    assert why == {usp: f"as {auto}, by closed forms: of attention the way is the same", ring: None}
 
 
 def test_what_context_ranks_send_by_hand() -> None:

@@ -1,5 +1,6 @@
 """The search of a plan, its cache, Ctrl-C."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_plan import ADAM, BATCH, MODEL, ROWS, D, a_plan, here, line_of, stack
+from test_plan import ADAM, BATCH, H100, MODEL, ROWS, D, a_plan, here, line_of, stack
 
 import jaxpar as jp
 from jaxpar.inspect.plan import cache as plan_cache
 from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
+from jaxpar.inspect.plan.neighbours import neighbours
 from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.make import TrainStep
 
@@ -71,6 +73,58 @@ def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: p
     found = a_plan(None, top=12, target=here(devices=2))
     assert any(not line.fits for line in found.lines)
     assert is_best(found.best)
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, told: Any) -> list[jp.Strategy]:
+    """Compiles nothing: `told(strategy)` are seconds, bytes, and whether its logits are in chunks; what was asked."""
+    asked: list[jp.Strategy] = []
+
+    def numbers(self: Any, strategy: jp.Strategy) -> Any:
+        asked.append(strategy)
+        seconds, total, chunked = told(strategy)
+        made = vars(line_of("ddp", matmul=seconds, exposed=0.0))
+        names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
+        fields = {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
+        return fields | {"prediction": {**fields["prediction"], "chunked": chunked}}
+
+    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
+    return asked
+
+
+def test_whole_logits_are_tried_where_the_best_has_them_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3-8B on 8 H100 took 1.715 s, and with `logits=whole` 1.685."""
+    faked(monkeypatch, lambda s: (1.0 + (s.remat != "dots") + (s.logits == "auto"), 10, s.logits == "auto"))
+    found = a_plan(None, top=12)
+    assert (found.best.logits, found.best.remat) == ("whole", "dots")
+    faked(monkeypatch, lambda s: (1.0, 10, False))
+    assert {line.strategy.logits for line in a_plan(None, top=12).lines} == {"auto"}
+
+
+def test_a_search_that_ends_early_has_looked_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3-405B on 1,024 H100: six programs, each of another family, and `reduce=compute` was not among them."""
+    asked = faked(monkeypatch, lambda s: (1.0, 10, False))
+    a_plan(None, top=16)
+    first, second, third = asked[:3]
+    assert second in neighbours(first, here(), ROWS)
+    assert second.pipe == 1 < third.pipe  # which is the second family
+
+
+def test_of_a_family_the_next_is_likely_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3-70B on 32 H100: eleven of 16 programs did not fit, the next of a family often as little as the first."""
+    closed = Estimator(MODEL, ADAM, target := here(dataclasses.replace(H100, memory_bytes=60_000)), BATCH)
+    asked = faked(monkeypatch, lambda s: (1.0, 3 * closed.estimate(s).bytes, False))
+    found = a_plan(None, top=16, target=target)
+    assert any(not line.fits for line in found.lines)
+    first = {}
+    for strategy in asked[:8]:
+        small = 3 * closed.estimate(strategy).bytes <= found.lines[0].usable
+        assert small or kind(strategy) not in first
+        first[kind(strategy)] = strategy
+
+
+def kind(s: jp.Strategy) -> tuple[Any, ...]:
+    """Its family, of one host without experts or context."""
+    return s.pipe > 1, s.tensor > 1, s.zero if s.fsdp != 1 else 0
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

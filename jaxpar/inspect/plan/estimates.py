@@ -6,7 +6,7 @@
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
     compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
-                 1 - bubble of a pipeline; of a microbatch
+                 1 - bubble of a pipeline, whose chunks are all as long as the longest; of a microbatch
                  the longest of: FLOPs at the peak, weights read and gradients written, a kernel's start each; beside it
                  sums of gradients are read and written, if there is more than one
     sent         what ranks of tensor, context and expert send for a row, as the traced loss has it, in messages of a
@@ -78,14 +78,15 @@ class Estimate:
 @dataclass(frozen=True)
 class _Facts:
     """Of the loss on the ranks of `tensor`, `context` and `expert`, under one `remat`: forward FLOPs, kept bytes, and
-    what the ranks send each other; of one row of each rank. Besides matmuls, and kept bytes that do not depend on the
-    rows.
+    what the ranks send each other; of one row of each rank. Besides matmuls, kept bytes that do not depend on the
+    rows, and the layers that a pipeline deals out (0 if there is no stack).
     """
 
     flops: float
     products: int
     kept: float
     fixed: float
+    layers: int
     sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]  # (kind, axes) -> executions, bytes of all
 
 
@@ -155,17 +156,20 @@ class Estimator:
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """The closed forms of a strategy whose sizes are numbers, but for an `fsdp` of -1."""
-        held = _once(self._layouts, _places(strategy), lambda: self._held(strategy))
         facts = _once(self._facts, _program(strategy), lambda: self._facts_of(strategy))
         s, shape = strategy, strategy.sizes(len(self.target.devices), self.target.hosts)
-        pipe, m = shape["pipe"], s.microbatches
+        pipe, m, stages = shape["pipe"], s.microbatches, shape["pipe"] * s.chunks
+        if 0 < 2 * facts.layers <= stages:
+            raise ValueError(f"{facts.layers} layers leave half or more of {pipe} x {s.chunks} stages empty; try less")
+        held = _once(self._layouts, _places(strategy), lambda: self._held(strategy))
         rows = rows_of(self.batch) / math.prod(shape[axis] for axis in ROWS)
         numbers = (s.schedule, pipe, m, s.chunks)
         schedule = _once(self._schedules, numbers, lambda: Schedule.of(*numbers)) if pipe > 1 else None
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / m
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        compute = m * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
+        longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
+        compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
         for (kind, axes), (times, size) in facts.sent.items():
             seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
@@ -228,7 +232,9 @@ class Estimator:
                 times, size = sent.get((each.kind, each.axes), (0, 0.0))
                 sent[each.kind, each.axes] = times + each.count, size + each.bytes
         fixed = max(0, 2 * first.saved - second.saved)
-        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, sent)
+        main = step.traced(one).program.main
+        layers = main.length if main else 0
+        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, layers, sent)
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike

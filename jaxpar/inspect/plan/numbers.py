@@ -39,6 +39,7 @@ def numbers(
         prediction["notes"].append(f"{why}.")
     prediction["notes"] += [f"Attention over context is by {way.name}: {way.why}." for way in step.tracing.ways]
     prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
+    prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
     return {
         "memory": dataclasses.asdict(memory),
         "prediction": prediction,

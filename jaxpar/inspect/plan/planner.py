@@ -31,12 +31,12 @@ from .cache import PlanCache, about, folder
 from .candidates import NONE, Splits, candidates, enough
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
-from .neighbours import alike_but, families, keeps_more, neighbours
+from .neighbours import families, neighbours
 from .numbers import numbers
 from .ranking import Plan
+from .worth import more, needless
 
 _TRIES = 3  # of a family whose fastest do not fit
-_ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
 
 
 def plan(
@@ -182,18 +182,17 @@ class _Planner:
                 bar.advance(task)
 
         for members in families(queue, self.target)[: max(1, top // 2)]:
-            tries = (pair for pair in members if not self._needless(*pair, top))
-            for strategy, estimate in itertools.islice(tries, _TRIES):
-                if len(self.lines) >= top - top // 4:
-                    break  # what is left is for what is around the best
-                compile_(strategy, estimate)
-                if any(line.strategy == strategy and line.fits for line in self.lines):
-                    break
+            best, before = self._best(), len(self.lines)
+            while (pair := self._of_family(members, self.lines[before:], top)) is not None:
+                compile_(*pair)
+            found = self._best()
+            if found and found.fits and found != best and (pair := self._around(top)):
+                compile_(*pair)  # a search that is ended early has looked around what it found
         while (pair := self._around(top)) or (pair := self._first(queue, top)):
             compile_(*pair)
         for strategy, estimate in queue:
             if not self._tried(strategy):
-                self.pruned[str(strategy)] = self._needless(strategy, estimate, top) or ""
+                self.pruned[str(strategy)] = needless(strategy, estimate, self.lines, self.usable, top) or ""
         self._keep(precision)
 
     def _keep(self, precision: str) -> None:
@@ -203,31 +202,52 @@ class _Planner:
     def _tried(self, strategy: Strategy) -> bool:
         return str(strategy) in self.refused or any(line.strategy == strategy for line in self.lines)
 
+    def _worth(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
+        return not self._tried(strategy) and not needless(strategy, estimate, self.lines, self.usable, top)
+
     def _first(self, queue: list[tuple[Strategy, Estimate]], top: int) -> tuple[Strategy, Estimate] | None:
         """The first that is worth compiling."""
-        left = (pair for pair in queue if not self._tried(pair[0]) and not self._needless(*pair, top))
-        return next(left, None)
+        return next((pair for pair in queue if self._worth(*pair, top)), None)
+
+    def _of_family(
+        self, members: list[tuple[Strategy, Estimate]], found: list[Line], top: int
+    ) -> tuple[Strategy, Estimate] | None:
+        """The first of a family that is worth compiling and likely to fit, as what was `found` of it needed more than
+        closed forms say; None where one of them fits, after some tries, and where what is left of `top` is for what is
+        around the best.
+        """
+        if any(line.fits for line in found) or len(found) == _TRIES or len(self.lines) >= top - top // 4:
+            return None
+        ratio = min((more(line) for line in found), default=1.0)
+        likely = [pair for pair in members if ratio * pair[1].bytes <= self.usable]
+        return self._first(likely, top)
+
+    def _best(self) -> Line | None:
+        """The fastest that fits; the smallest where none does."""
+        known = (line for line in self.lines if line.estimate)
+        order: Any = lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"])
+        return min(known, key=order, default=None)
 
     def _around(self, top: int) -> tuple[Strategy, Estimate] | None:
         """Of what differs from the best in one choice, the one that is likely to be fastest, and to fit."""
-        known = [line for line in self.lines if line.estimate]
-        if not known:
+        best = self._best()
+        if best is None:
             return None
-        best = min(known, key=lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"]))
-        assert best.estimate is not None
-        more = best.memory["total"] / best.estimate.bytes  # than closed forms say
-        found: list[tuple[bool, float, float, str, Strategy, Estimate]] = []
+        found: list[tuple[bool, bool, float, float, str, Strategy, Estimate]] = []
         found_for = [dict(zip(("schedule", "chunks"), table, strict=True)) for table in best.prediction["tables"]]
-        tables = (dataclasses.replace(best.strategy, **table) for table in found_for)
+        if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
+            found_for.append({"logits": "whole"})
+        of_program = (dataclasses.replace(best.strategy, **change) for change in found_for)
         others = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
-        for strategy in itertools.chain(tables, others):
-            if self._tried(strategy) or (estimate := self._estimate(strategy)) is None:
-                continue
-            if self._needless(strategy, estimate, top) is None:
-                # Closed forms hide what is sent behind compute: of what is as long, that which sends less is first.
-                order = estimate.bytes * more > self.usable, estimate.seconds, estimate.sent, str(strategy)
+        for strategy in itertools.chain(of_program, others):
+            if (estimate := self._estimate(strategy)) is not None and self._worth(strategy, estimate, top):
+                # Chunks of logits, which are computed twice, are in no closed form. These hide what is sent behind
+                # compute: of what is as long, that which sends less is first.
+                chunked = strategy.logits == best.strategy.logits
+                likely = more(best) * estimate.bytes <= self.usable
+                order = not likely, chunked, estimate.seconds, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))
-        return min(found, key=lambda one: one[:4])[4:] if found else None
+        return min(found, key=lambda one: one[:5])[5:] if found else None
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
@@ -281,32 +301,6 @@ class _Planner:
         if self.cache:
             self.cache.put(found, "splits")
         return found
-
-    def _needless(self, strategy: Strategy, estimate: Estimate, top: int) -> str | None:
-        """Why it need not be compiled, after what was."""
-        fitting = [line for line in self.lines if line.fits]
-        if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
-            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
-        for line in self.lines:
-            if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
-                return f"as {line.strategy}, by closed forms: of attention the way is the same"
-            if not line.fits and keeps_more(strategy, line.strategy):
-                return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
-        ratios = {
-            line.memory["total"] / line.estimate.bytes: line
-            for line in self.lines
-            if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _ALIKE)
-        }
-        if not all(line.fits for line in ratios.values()):
-            # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
-            ratio = min(ratios)
-            nearest = ratios[ratio]
-            if (likely := estimate.bytes * ratio) > 1.1 * self.usable:
-                needs = size(nearest.memory["total"])
-                return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
-        if len(self.lines) >= top and (fitting or len(self.lines) >= 2 * top):
-            return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
-        return None
 
     # -- compiling -----------------------------------------------------------------------------------------------------
 
