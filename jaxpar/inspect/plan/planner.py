@@ -234,7 +234,7 @@ class _Planner:
         if best is None:
             return None
         found: list[tuple[bool, bool, float, int, float, str, Strategy, Estimate]] = []
-        found_for = [dict(zip(("schedule", "chunks"), table, strict=True)) for table in best.prediction["tables"]]
+        found_for: list[dict[str, Any]] = [{"schedule": name, "chunks": v} for name, v in best.prediction["tables"]]
         if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
             found_for.append({"logits": "whole"})
         of_program = (dataclasses.replace(best.strategy, **change) for change in found_for)
