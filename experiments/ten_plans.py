@@ -50,7 +50,9 @@ CASES = {
     "gpt2": Case(
         "gpt2", "8xH100", 256, 1024, ("fsdp=8,zero=1,reduce=compute", "fsdp=8,zero=1,reduce=compute,logits=whole")
     ),
-    "gpt2-xl": Case("gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1", "fsdp=8,zero=1,reduce=compute,remat=dots")),
+    "gpt2-xl": Case(
+        "gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1,reduce=compute,remat=dots", "fsdp=8,reduce=compute")
+    ),
     "llama3.2-1b": Case(
         "llama3.2-1b", "8xH100", 64, 4096, ("fsdp=8,reduce=compute", "fsdp=8,reduce=compute,logits=whole")
     ),
@@ -73,7 +75,7 @@ CASES = {
         "16xA100-80GB",
         64,
         4096,
-        ("fsdp=16,remat=layer", "fsdp=16,microbatches=2,reduce=compute,remat=dots"),
+        ("fsdp=16,microbatches=2,reduce=compute,remat=dots", "data=2,fsdp=8,microbatches=2,reduce=compute"),
     ),
     "llama3-70b on 32": Case(
         "llama3-70b",
@@ -93,7 +95,7 @@ CASES = {
             "data=4,fsdp=64,reduce=compute,remat=layer,logits=whole",
         ),
     ),
-    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots")),
+    "resnet50": Case("resnet50", "8xH100", 2048, 0, ("data=8", "fsdp=8,remat=dots", "fsdp=8")),
     "llama3-405b": Case(
         "llama3-405b",
         "1024xH100",
@@ -103,6 +105,7 @@ CASES = {
             "pipe=16,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
             "pipe=8,context=2,tensor=8,sequence=true,fsdp=8,zero=1,microbatches=64,chunks=4,remat=layer",
             "fsdp=512,context=2,reduce=compute,remat=layer",
+            "fsdp=512,context=2,attention=ring,reduce=compute,remat=layer",
         ),
     ),
 }

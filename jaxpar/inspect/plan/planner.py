@@ -28,7 +28,7 @@ from ...text import size
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
-from .candidates import NONE, Splits, candidates, enough
+from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
@@ -233,21 +233,22 @@ class _Planner:
         best = self._best()
         if best is None:
             return None
-        found: list[tuple[bool, bool, float, float, str, Strategy, Estimate]] = []
-        found_for = [dict(zip(("schedule", "chunks"), table, strict=True)) for table in best.prediction["tables"]]
+        found: list[tuple[bool, bool, float, int, float, str, Strategy, Estimate]] = []
+        found_for: list[dict[str, Any]] = [{"schedule": name, "chunks": v} for name, v in best.prediction["tables"]]
         if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
             found_for.append({"logits": "whole"})
         of_program = (dataclasses.replace(best.strategy, **change) for change in found_for)
         others = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
         for strategy in itertools.chain(of_program, others):
             if (estimate := self._estimate(strategy)) is not None and self._worth(strategy, estimate, top):
-                # Chunks of logits, which are computed twice, are in no closed form. These hide what is sent behind
-                # compute: of what is as long, that which sends less is first.
+                # In no closed form is what chunks of logits compute twice, nor what remat="dots" computes again. What
+                # is sent hides behind compute: of what is as long, that which sends less is first.
                 chunked = strategy.logits == best.strategy.logits
                 likely = more(best) * estimate.bytes <= self.usable
-                order = not likely, chunked, estimate.seconds, estimate.sent, str(strategy)
+                again = REMATS.index(strategy.remat)
+                order = not likely, chunked, estimate.seconds, again, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))
-        return min(found, key=lambda one: one[:5])[5:] if found else None
+        return min(found, key=lambda one: one[:6])[6:] if found else None
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
