@@ -175,6 +175,7 @@ def test_statistics_of_several_norms(make: Callable[[], jp.Model], text: str, de
     for path in want:
         if "var" in str(path):
             mean = next(one for one in want if str(one) == str(path).replace("var", "mean"))
+            # Running means are 0.1 of what a microbatch has, and so is its share of the running variance.
             want[path] = want[path] + np.var([some[mean] for some in named], 0) / 0.1
     before, found, _ = after_one_step(model, f"{text},deferred_batch_norm=true", devices)
     found = dict(jax.tree_util.tree_leaves_with_path(found))
