@@ -76,7 +76,7 @@ class Options(Timed):
     """of a microbatch"""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """compute dtype"""
-    remat: Literal["none", "layer", "dots"] = "dots"
+    remat: Literal["none", "layer", "twice", "dots"] = "dots"
     """what each layer recomputes in its backward; an activation is what it does not"""
     waits: int | None = None
     """milliseconds: in place of a model, layers that wait so long in F, I and W of a rank, and hardly compute"""

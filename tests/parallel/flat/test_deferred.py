@@ -111,6 +111,87 @@ def test_a_norm_behind_a_norm_has_the_statistics_of_what_it_saw() -> None:
     close(step(state, BATCH)[0].variables["batch_stats"]["BatchNorm_1"], want)
 
 
+# -- where the norm stands ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.9)
+        return x + nn.relu(norm(nn.Dense(6, use_bias=False)(x)))
+
+
+class Blocks(nn.Module):
+    """Three blocks alike, each with its norm: in a Python loop, in `nn.scan`, or in a loop of `nn.remat`."""
+
+    way: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        if self.way == "scan":
+            body = lambda block, x, _: (block(x, train), None)
+            axes = {"params": 0, "batch_stats": 0}
+            x, _ = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=3)(Block(), x, None)
+        else:
+            block = nn.remat(Block, static_argnums=(2,)) if self.way == "checkpoint" else Block
+            for _ in range(3):
+                x = block()(x, train)
+        return nn.Dense(5)(x.mean(1))
+
+
+def blocks(way: str = "loop") -> jp.Model:
+    return jp.from_linen(Blocks(way), lambda apply, b: cross(apply(b["x"], train=apply.train), b), BATCH)
+
+
+def abreast() -> jp.Model:
+    """Two modules side by side, each with its norm, by `nnx.vmap`."""
+
+    def loss(nets: Any, batch: Any) -> jax.Array:
+        return cross(nnx.vmap(lambda net, x: net(x), in_axes=(0, None))(nets, batch["x"]).mean(0), batch)
+
+    return jp.from_nnx(lambda rngs: nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: Nnx(rngs)))(rngs), loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "devices"),
+    [
+        (abreast, "single,microbatches=4", 1),
+        pytest.param(abreast, "pipe=2,microbatches=4,schedule=1f1b-halves,stages=cut", 2, marks=pytest.mark.battery),
+        pytest.param(blocks, "single,microbatches=4,remat=layer", 1, marks=pytest.mark.battery),
+        pytest.param(blocks, "pipe=2,microbatches=4,stages=cut,remat=layer", 2, marks=pytest.mark.battery),
+        pytest.param(
+            blocks, "pipe=2,microbatches=4,stages=cut,remat=twice,schedule=zb-h1", 2, marks=pytest.mark.battery
+        ),
+    ],
+)
+def test_statistics_of_several_norms(make: Callable[[], jp.Model], text: str, devices: int) -> None:
+    """Beside those that each microbatch alone would make of the first ones: their means, and of the means' variance."""
+    model, m = make(), 4
+    params, first = model.create(jax.random.key(0))
+    rows = [jax.tree.map(lambda x, at=at: x.reshape(m, -1, *x.shape[1:])[at], BATCH) for at in range(m)]
+    of = jax.jit(lambda rows: model.call(params, first, rows, jax.random.key(1))[1])
+    named = [dict(jax.tree_util.tree_leaves_with_path(jax.device_get(of(some)))) for some in rows]
+    want = {path: np.mean([some[path] for some in named], 0) for path in named[0]}
+    for path in want:
+        if "var" in str(path):
+            mean = next(one for one in want if str(one) == str(path).replace("var", "mean"))
+            # Running means are 0.1 of what a microbatch has, and so is its share of the running variance.
+            want[path] = want[path] + np.var([some[mean] for some in named], 0) / 0.1
+    before, found, _ = after_one_step(model, f"{text},deferred_batch_norm=true", devices)
+    found = dict(jax.tree_util.tree_leaves_with_path(found))
+    assert {str(path) for path in found} == {str(path) for path in want}
+    for path, x in want.items():
+        np.testing.assert_allclose(found[path], x, rtol=1e-5, atol=1e-6)
+    moved = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(before), found.values(), strict=True)]
+    assert min(moved) > 1e-3
+
+
+@pytest.mark.parametrize("way", ["scan", "checkpoint"])
+def test_norms_in_loops_and_checkpoints_are_refused(way: str) -> None:
+    with pytest.raises(ValueError, match=r"is not changed as .* outside of loops and jax.checkpoint.*leave the option"):
+        traced(blocks(way))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +235,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "mean is not changed as old . m . new",
     ),
     "renormed": (lambda x, m, v: (m + 0.1 * jnp.tanh(x.mean(0) - m), mixed(v, x.var(0))), "mean is not changed as"),
+    "sometimes": (
+        lambda x, m, v: jax.lax.cond(x.sum() > 0, lambda: (mixed(m, x.mean(0)), mixed(v, x.var(0))), lambda: (m, v)),
+        "mean is not changed as old . m . new .* outside of loops",
+    ),
     "momenta": (
         lambda x, m, v: (mixed(m, x.mean(0), 0.8), mixed(v, x.var(0))),
         "mean and var have different momenta, 0.8 and 0.9",

@@ -90,29 +90,56 @@ def unet() -> tuple[jp.Model, Any]:
     return jp.from_linen(UNet(), loss, batch), batch
 
 
+def flaxdiff() -> tuple[jp.Model, Any]:
+    """FlaxDiff's U-Net as it is: GroupNorm, attention to itself and to a text, skips across the whole model."""
+    Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
+    heads = {"heads": 2}
+    net = Unet(3, 16, feature_depths=(8, 16), attention_configs=(heads, heads), num_res_blocks=1, norm_groups=4)
+    draw = np.random.default_rng(0)
+    shapes = {"x": (8, 8, 3), "noise": (8, 8, 3), "t": (), "text": (5, 12)}
+    batch = {name: draw.normal(size=(ROWS, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    batch["w"] = weights()
+
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        return weighted((apply(batch["x"], batch["t"], batch["text"]) - batch["noise"]) ** 2, batch)
+
+    return jp.from_linen(net, loss, batch), batch
+
+
 class Layer(nn.Module):
     heads: int = 2
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, memory_BSD: jax.Array | None = None, bias_HTT: jax.Array | None = None
+    ) -> jax.Array:
         dim, causal = x_BTD.shape[-1], None if memory_BSD is None else nn.make_causal_mask(x_BTD[..., 0])
-        x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), mask=causal)
+        biased = functools.partial(nn.dot_product_attention, bias=bias_HTT)
+        own = nn.MultiHeadDotProductAttention(self.heads, attention_fn=biased)
+        x_BTD = x_BTD + own(nn.LayerNorm()(x_BTD), mask=causal)
         if memory_BSD is not None:
             x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), memory_BSD)
         return x_BTD + nn.Dense(dim)(nn.relu(nn.Dense(3 * dim)(nn.LayerNorm()(x_BTD))))
 
 
 class EncoderDecoder(nn.Module):
-    """T5's shape: two stacks, and one embedding that both read and that is the head."""
+    """T5's shape: two stacks, each with one table of biases by distance that all of its layers read, and one embedding
+    that both read and that is the head.
+    """
 
     @nn.compact
     def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+        def bias(length: int) -> jax.Array:
+            distance = np.arange(length)[:, None] - np.arange(length)
+            return nn.Embed(9, 2)(jnp.clip(distance, -4, 4) + 4).transpose(2, 0, 1)
+
         embed = nn.Embed(30, 16)
         memory, x = embed(source_BS), embed(target_BT)
+        of_source, of_target = bias(memory.shape[1]), bias(x.shape[1])
         for _ in range(2):
-            memory = Layer()(memory)
+            memory = Layer()(memory, None, of_source)
         for _ in range(2):
-            x = Layer()(x, memory)
+            x = Layer()(x, memory, of_target)
         return embed.attend(nn.LayerNorm()(x))
 
 
@@ -158,6 +185,7 @@ def irregular() -> tuple[jp.Model, Any]:
 
 MODELS: dict[str, Callable[[], tuple[jp.Model, Any]]] = {
     "unet": unet,
+    "flaxdiff": flaxdiff,
     "encoder_decoder": encoder_decoder,
     "irregular": irregular,
 }
@@ -206,6 +234,16 @@ BATTERY = [
     ("unet", "pipe=2,fsdp=2,zero=2,schedule=gpipe,microbatches=4", 4),
     ("encoder_decoder", "pipe=4,fsdp=2,zero=3,microbatches=4,stages=cut", 8),
     ("encoder_decoder", "pipe=2,fsdp=2,zero=2,microbatches=1,stages=cut", 4),
+    ("encoder_decoder", "pipe=4,microbatches=4,stages=cut", 4),
+    ("flaxdiff", "pipe=4,microbatches=4", 4),
+    ("flaxdiff", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("flaxdiff", "pipe=2,chunks=2,data=2,microbatches=4,schedule=zb-v,remat=twice", 4),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,remat=twice", 8),
+    ("irregular", "pipe=4,fsdp=2,zero=2,microbatches=8,schedule=1f1b-halves,remat=twice", 8),
+    ("unet", "pipe=2,tensor=2,chunks=2,microbatches=4,schedule=v-half,remat=twice", 4),
+    ("unet", "pipe=4,microbatches=4,schedule=zb-h2,remat=twice", 4),
+    ("encoder_decoder", "pipe=4,chunks=2,microbatches=4,schedule=v-min,stages=cut,remat=twice", 4),
+    ("encoder_decoder", "pipe=2,chunks=2,fsdp=2,zero=3,microbatches=4,schedule=dualpipe-v,stages=cut,remat=twice", 4),
 ]
 
 

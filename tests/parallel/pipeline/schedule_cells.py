@@ -70,13 +70,15 @@ def kinds() -> Iterator[tuple[str, int]]:
 
 def product() -> Iterator[Cell]:
     for model, pipe, (name, chunks), count, rows, beside, remat in itertools.product(
-        BUILDERS, (2, 4, 8), kinds(), COUNTS, ("1", "p"), (*BESIDE, *TENSOR), ("none", "layer")
+        BUILDERS, (2, 4, 8), kinds(), COUNTS, ("1", "p"), (*BESIDE, *TENSOR), ("none", "layer", "twice")
     ):
         cell, m = Cell(model, pipe, name, chunks, count, rows, beside, remat), COUNTS[count](pipe)
         if name == "dualpipe-v" and m < 2 * pipe:
             continue  # it wants a microbatch for each stage
         if name in LOCKSTEP and chunks > 1 and m % pipe:
             continue  # their chunks take groups of p
+        if name in LOCKSTEP and remat == "twice":
+            continue  # their backwards are whole
         if cell.devices <= 16 and pipe * chunks <= DEPTH[model] and ("tensor" not in beside or model == "deep"):
             yield cell
 
