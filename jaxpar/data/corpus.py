@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from ..files import plain
 from .contents import chunks
 from .tokens import token_ids
 
@@ -134,8 +135,8 @@ def byte_corpus(path: Path | str | None = None) -> Corpus:
 
 
 def _files(root: Path, stdlib: bool) -> list[Path]:
-    if root.is_file():
-        return [root]
+    if not root.is_dir():
+        return [plain(root)]
     skipped = TESTS | INSTALLED if stdlib else set()
     wanted = lambda name: name not in skipped and not name.startswith(".")
     found: list[Path] = []

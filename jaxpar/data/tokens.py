@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import plain
 from .contents import outside
 
 
@@ -15,12 +16,13 @@ def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
     """Token ids [n] of a file, memory-mapped: `.npy` with integers, or `.bin` with nothing but ids, uint16 for
     vocabularies up to 65,536, else uint32.
 
-    Raises ValueError where the file is missing or not of that form, or holds an id that is not below `vocabulary`; for
-    this all of it is read once, a piece at a time.
+    Raises ValueError where the file is missing, a FIFO or a device, or not of that form, or holds an id that is not
+    below `vocabulary`; for this all of it is read once, a piece at a time.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
+    plain(path)
     if path.suffix == ".npy":
         try:
             ids = np.load(path, mmap_mode="r")

@@ -96,13 +96,19 @@ def from_nnx(
         return nnx.merge(graph, params_tree.state(params), others_tree.state(variables))
 
     def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
-        module = bind(params, variables if key is None else others_tree.keyed(variables, key))
-        if key is None:
-            module.eval()
-        for _, part in nnx.iter_modules(module):
-            if isinstance(part, nnx.BatchNorm) and row_axes():
-                part.axis_name = row_axes()  # type: ignore[assignment]  # lax.pmean takes several axes
-        out = loss(module, batch)
+        def run(own: bool) -> tuple[Any, Any]:
+            module = bind(params, variables if key is None else others_tree.keyed(variables, key))
+            if key is None:
+                module.eval()
+            _average(module, own)
+            return module, loss(module, batch)
+
+        try:
+            module, out = run(own=True)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            module, out = run(own=False)  # a name of `pmap`, which is not there, is that of the rows
         _, found, others = nnx.split(module, nnx.Param, ...)
         params_tree.check(found)
         return out, others_tree.updated(variables, others)
@@ -118,6 +124,16 @@ def from_nnx(
         names=lambda: _annotations(param_state),
         rows=rows,
     )
+
+
+def _average(module: nnx.Module, own: bool) -> None:
+    """Makes each BatchNorm average over the axes of the rows, and over its `own`, which is that of a `vmap`."""
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.BatchNorm):
+            given = part.axis_name if own else None
+            names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+            over = (*(name for name in names if name not in row_axes()), *row_axes())
+            part.axis_name = over or None  # type: ignore[assignment]  # lax.pmean takes several axes
 
 
 def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:

@@ -252,7 +252,16 @@ class Tracing:
             variables, rows, key = rest
             deferred = isinstance(variables, Deferred)
             read = variables.reading() if deferred else variables
-            sums, new = self.model.call(storage.of_units(leaves), read, rows, key, tuple(axes))
+            try:
+                sums, new = self.model.call(storage.of_units(leaves), read, rows, key, tuple(axes))
+            except TypeError as error:  # of a scan's carry, say
+                if (precision := self.strategy.precision) != "f32":
+                    error.add_note(
+                        f"precision={precision!r} gives the loss its parameters in {self.layout.policy.compute}; where "
+                        "it works with precision='f32', a module that is told to compute in another dtype meets them: "
+                        "give it the same (dtype=), or cast what it returns"
+                    )
+                raise
             return sums, replace(variables, variables=new) if deferred else new
 
         named = {**self.traced_axes, **axes}

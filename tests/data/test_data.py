@@ -1,5 +1,6 @@
 """The corpus, its entropies against ones worked out by hand, and batches that can be resumed at any step."""
 
+import os
 from itertools import islice
 from math import log
 from pathlib import Path
@@ -217,6 +218,14 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
         source_of(tmp_path / "none.npy", 4)
     with pytest.raises(ValueError, match=r"vocabulary=100 is too small for bytes; use 256 or more, or a .npy file"):
         source_of(None, 4, vocabulary=100)
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "ids.bin", "text.txt"])
+def test_a_fifo_is_called_one(tmp_path: Path, name: str) -> None:
+    """It was "no file" or one of "0 bytes", though it was there and had a writer."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} is a FIFO, which waits .*; needs a file: copy its content into one"):
+        source_of(tmp_path / name, 4)
 
 
 def test_a_length_needs_a_window_to_train_on_and_one_held_out(tmp_path: Path) -> None:

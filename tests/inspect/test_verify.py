@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -78,3 +79,12 @@ def test_the_users_optimizer_and_progress(capsys: pytest.CaptureFixture[str]) ->
     assert seen
     lines = capsys.readouterr().err.splitlines()
     assert {"verify: ddp: step 1 of 1", "verify: one device: gradients"} <= set(lines)
+
+
+def test_a_gradient_that_one_device_has_not_either_is_said_so() -> None:
+    """SigLIP's zero head, normalised: "DIFFERS from one device", whose gradient was NaN as well."""
+    loss = lambda params, batch, key: jax.vmap(jnp.linalg.norm)(batch["x"] @ params["w"]).mean()
+    model = jp.Model(init=lambda key: {"w": jnp.zeros((3, 2))}, loss=loss)
+    report = jp.verify(model, "ddp", {"x": np.ones((8, 3), "float32")}, steps=1, mesh=jax.devices()[:2])
+    assert not report.ok
+    assert "not finite on one device either" in str(report)

@@ -166,3 +166,25 @@ def test_a_vmapped_batch_norm_is_over_all_rows() -> None:
     batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}
     report = jp.verify(jp.from_linen(Vmapped(), loss, batch), "data=2,tensor=2", batch, steps=2, mesh=jax.devices()[:4])
     assert report.ok, report
+
+
+@pytest.mark.parametrize("name", ["rows", "devices"])
+def test_a_vmapped_batch_norm_of_nnx_is_over_all_rows(name: str) -> None:
+    """Its own axis was replaced by that of the replicas, as Linen's was; one of a `pmap` failed on one device."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.inner, self.outer = nnx.Linear(5, 6, rngs=rngs), nnx.Linear(6, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(6, use_running_average=False, axis_name=name, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.outer(jnp.tanh(self.norm(self.inner(x))))[..., 0]
+
+    def loss(net: Net, batch: Any) -> jax.Array:
+        each = nnx.vmap(lambda net, x: net(x), in_axes=(None, 0), axis_name="rows") if name == "rows" else Net.__call__
+        return (batch["w"] * (each(net, batch["x"]) - batch["y"]) ** 2).mean()
+
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}
+    report = jp.verify(jp.from_nnx(Net, loss), "data=2,tensor=2", batch, steps=2, mesh=jax.devices()[:4])
+    assert report.ok, report

@@ -437,3 +437,16 @@ def test_numbers_beyond_reason() -> None:
     for name, given in (("1000000000xH100", "1,000,000,000"), ("40000x8xH100", "320,000")):
         raises(lambda name=name: target(name), f"target={name!r} has {given} devices", "at most 131,072")
     raises(lambda: target("1" * 5000 + "xH100"), "a number of 5000 digits", "at most 131,072 devices")
+
+
+def test_a_module_of_another_dtype_than_the_precision_is_told_so() -> None:
+    """big_vision's scanned encoder computes in float32: "carry input and carry output must have equal types" alone."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        layer = lambda x, w: (x.astype(jnp.float32) @ w.astype(jnp.float32), None)
+        return jax.lax.scan(layer, batch["x"].astype(params["w"].dtype), params["w"])[0].mean()
+
+    init = lambda key: {"w": jnp.ones((3, 2, 2))}
+    with pytest.raises(TypeError, match="carry") as found:
+        build("ddp,precision=bf16", init=init, loss=loss).traced({"x": X})
+    assert any("gives the loss its parameters in bfloat16" in note for note in found.value.__notes__)

@@ -248,6 +248,8 @@ def _real(x: Any) -> np.ndarray:
 
 
 def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
+    if not np.isfinite(b).all():
+        return "not finite on one device either: the loss has no such gradient there, as a norm has none at zero"
     if not np.isfinite(a).all():
         return "not finite: see the loss, or the loss scale"
     if np.abs(b).max(initial=0) > 0 and not a.any():
