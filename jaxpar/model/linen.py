@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .batches import as_array
 from .calls import check_call, described, reading
-from .model import Model, norm_axes, without_mesh
+from .model import Model, row_axes, without_mesh
 from .paths import name_of
 
 
@@ -166,7 +166,7 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
         if isinstance(module, nn.BatchNorm):
-            object.__setattr__(module, "axis_name", norm_axes(module.axis_name))  # this bound copy lives for one call
+            object.__setattr__(module, "axis_name", _averaged(module.axis_name))  # this bound copy lives for one call
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
             # The switch may come by position, after the inputs.
@@ -175,6 +175,22 @@ def _interceptor(train: bool) -> Callable[..., Any]:
         return next_fun(*args, **kwargs)
 
     return intercept
+
+
+def _averaged(own: Any) -> tuple[str, ...] | None:
+    """The axes that a BatchNorm averages over: those of the rows, and its own of a `vmap` that is there. A name from
+    `pmap`, which is not, is that of the rows.
+    """
+
+    def there(name: str) -> bool:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            return False
+        return True
+
+    names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
+    return (*(name for name in names if name not in row_axes() and there(name)), *row_axes()) or None
 
 
 def _union(new: Any, old: Any) -> Any:

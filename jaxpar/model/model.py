@@ -197,22 +197,6 @@ def row_axes() -> tuple[str, ...]:
     return _rows.get()
 
 
-def norm_axes(own: Any) -> tuple[str, ...] | None:
-    """The axes that a BatchNorm averages over: those of the rows, and its own of a `vmap` that is there. A name from
-    `pmap`, which is not, is that of the rows.
-    """
-
-    def there(name: str) -> bool:
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            return False
-        return True
-
-    names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
-    return (*(name for name in names if name not in row_axes() and there(name)), *row_axes()) or None
-
-
 def _is_replicated(x: Any) -> bool:
     return isinstance(x, Replicated)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from .calls import check_call
-from .model import Model, norm_axes
+from .model import Model, row_axes
 
 _OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
 
@@ -101,8 +100,8 @@ def from_nnx(
         if key is None:
             module.eval()
         for _, part in nnx.iter_modules(module):
-            if isinstance(part, nnx.BatchNorm):
-                part.__class__ = _of_all_rows(type(part))
+            if isinstance(part, nnx.BatchNorm) and row_axes():
+                part.axis_name = row_axes()  # type: ignore[assignment]  # lax.pmean takes several axes
         out = loss(module, batch)
         _, found, others = nnx.split(module, nnx.Param, ...)
         params_tree.check(found)
@@ -119,23 +118,6 @@ def from_nnx(
         names=lambda: _annotations(param_state),
         rows=rows,
     )
-
-
-@functools.cache
-def _of_all_rows(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-    """A class of BatchNorm whose statistics are over all replicas' rows, besides its own axis: which is known where it
-    is called, maybe within a `vmap` of that name.
-    """
-
-    def call(self: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-        attributes, own = vars(self), self.axis_name  # Flax refuses an attribute that is set within another trace
-        attributes["axis_name"] = norm_axes(own)  # lax.pmean takes several axes
-        try:
-            return kind.__call__(self, *args, **kwargs)
-        finally:
-            attributes["axis_name"] = own
-
-    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:
