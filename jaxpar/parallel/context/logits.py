@@ -1,9 +1,9 @@
 """The logits of a cross-entropy, found in a traced loss, and made a chunk of tokens at a time.
 
-They are a product of hidden states [.., T, D] and a head [D, V], of which nothing remains in the end but numbers a
-token, or their sums. What stands between, in whatever words (a cast, a bias, a soft cap, log-softmax and a lookup, a
-one-hot, a z-loss, an argmax), is what a rank of `context` would run on its part of the positions, by the same rules
-(`chunks.py`): so it runs on one chunk of them after another, in a loop whose backward makes each chunk's logits
+They are a product of hidden states [.., T, D] and a head [D, V], of which nothing remains in the end but a few
+numbers a token, or their sums. What stands between, in whatever words (a cast, a bias, a soft cap, log-softmax and a
+lookup, a one-hot, a z-loss, an argmax), is what a rank of `context` would run on its part of the positions, by the same
+rules (`chunks.py`): so it runs on one chunk of them after another, in a loop whose backward makes each chunk's logits
 again, as `jp.cross_entropy` does. No equation is exchanged for another one. What has no rule, or needs logits of
 several chunks at once, leaves them whole.
 
@@ -32,6 +32,7 @@ from .chunks import RULES, Chunk, StayWholeError
 from .split import Split
 
 LARGE = 4 * 2**30  # bytes of logits in float32, on one device, from which on they are made in chunks
+FEW = 8  # numbers a token that may be read of what is made of them: of a token's best few words, for one
 _MADE = frozenset((*ELEMENTWISE, "broadcast_in_dim", "iota", "concatenate"))  # what one-hots and places are made of
 _HOLDERS = dict.fromkeys(jx.REMATS, "jax.checkpoint") | {"scan": "a loop", "cond": "a branch"}
 
@@ -181,10 +182,10 @@ class _Region:
         if not outs or not numbers:
             return None  # no cross-entropy
         words = weight.aval.shape[1 - how.of_head]
-        much = {v for v in outs if size(v) * words > logits}
+        much = {v for v in outs if size(v) * words > FEW * logits or large(v)}
         reader = next((eqn for eqn in flat.eqns if id(eqn) not in inside and not much.isdisjoint(reads(eqn))), None)
         where = "the loss returns" if reader is None else f"{reader.primitive.name} at {jx.where(reader)} reads"
-        why = f"{where} more than a number a token of what is made of them" if much else ""
+        why = f"{where} more than {FEW} numbers a token of what is made of them" if much else ""
         inputs = [v for v in jx.free(ours) if v not in (hidden, weight)]
         return cls(head, how, ours, made, [hidden, weight, *inputs], outs, moved, after, why)
 
