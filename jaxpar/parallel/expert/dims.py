@@ -105,6 +105,11 @@ def expert_dims(
     return dims
 
 
+def looks_stacked(leaves: Leaves) -> dict[str, int]:
+    """The dims of experts by shapes alone, in modules that name them so: no layers, though they may look like such."""
+    return {path: dim for path, dim in _found(leaves) if _EXPERTS.fullmatch(path)}
+
+
 def _claimed(
     table: Mapping[str, int | str | None], shapes: Mapping[str, tuple[int, ...]], strict: bool = False
 ) -> dict[str, int | None]:

@@ -221,16 +221,17 @@ def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
         cells.check_cell("grouped", text)
 
 
-def test_experts_of_blocks_in_a_loop_are_no_layers() -> None:
+@pytest.mark.parametrize(("text", "dim"), [("pipe=2,expert=2,data=2", 1), ("pipe=2,data=4", None)])
+def test_experts_of_blocks_in_a_loop_are_no_layers(text: str, dim: int | None) -> None:
     """Those of vmoe, kernels and biases that `nn.vmap` made, were taken for a stack of as many layers, and refused."""
     kernel = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
     block = {"router": {"kernel": kernel(16, 4)}, "experts": {"kernel": kernel(4, 16, 16), "bias": kernel(4, 16)}}
     init = lambda key: jax.tree.map(lambda x: jax.numpy.zeros(x.shape), {"block_0": block, "block_1": block})
     model = jp.Model(init=init, loss=lambda params, batch, key: jax.numpy.float32(0))
     with pytest.warns(UserWarning, match="one rank works at a time"):
-        step = jp.make_train_step(model, optax.sgd(0.1), "pipe=2,expert=2,data=2")
+        step = jp.make_train_step(model, optax.sgd(0.1), text)
     (stack,) = [leaf for leaf in step.layout.leaves if leaf.path == "block_*/experts/kernel"]
-    assert (stack.layers, stack.expert) == (2, 1)
+    assert (stack.layers, stack.expert) == (2, dim)
 
 
 def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
