@@ -38,19 +38,15 @@ def overlap(work: Positions, n: int, chunk: int) -> int | None:
 def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
     """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
     assert x.dim is not None
-    dim = work.split(x.dim)
-    n = x.shape[dim] // dim.rows
     if math.prod(x.shape) > work.cheap:
-        # All but one: however long sequences are, no chunk is as long as that.
-        if by >= n - 1:
-            advice = "as far as the sequence is long, as for a Fourier transform of it; use data, fsdp, tensor or pipe"
-            advice += " for context"
-        else:
-            advice = "further; use a smaller context=, or longer sequences"
+        dim = work.split(x.dim)
+        n = x.shape[dim] // dim.rows
+        all_of_it = "data, fsdp, tensor or pipe in place of context, as that is all of the sequence, however long it is"
         raise ValueError(
             f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
             f"{work.chunk(n, dim.overlap)} positions, and {eqn.primitive.name} at "
-            f"{jx.where(eqn) or 'a function of JAX'} reaches {by} {advice}"
+            f"{jx.where(eqn) or 'a function of JAX'} reaches {by} further; use "
+            f"{'a smaller context=, or longer sequences' if by < n - 1 else all_of_it}"
         )
 
 

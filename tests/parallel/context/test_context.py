@@ -249,6 +249,8 @@ REFUSED = {
     ),
     "order": (lambda x: jnp.sort(x, axis=1), "sort at"),
     "distant": (lambda x: jnp.pad(x, ((0, 0), (9, 0), (0, 0)))[:, :-9], "reaches 9 further"),
+    # As S4 pads for its FFT. The advice was longer sequences, which reach as much further.
+    "padded to twice": (lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1]), (0, 0)))[:, : x.shape[1]], " further; use data"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
     "reversed": (lambda x: x[:, ::-1], "rev at"),
@@ -280,7 +282,8 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         step.traced(cells.batch_of(4))
     assert said in str(error.value)
     assert "test_context.py" in str(error.value)
-    assert ("use a smaller context=" if what == "distant" else "attend by jp.attention") in str(error.value)
+    other = {"distant": "use a smaller context=", "padded to twice": "in place of context"}
+    assert other.get(what, "attend by jp.attention") in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -331,3 +334,12 @@ def test_a_loss_without_a_sequence_is_refused() -> None:
 def test_attention_without_context_is_refused() -> None:
     with pytest.raises(ValueError, match="give context= a size"):
         jp.Strategy(attention="ring")
+
+
+def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> None:
+    """Twice as long but for one, as a convolution with a kernel as long as the sequence needs it."""
+    length = lambda x: 2 * x.shape[1] - 1
+    mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
+    step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"pad at .* reaches 15 further; use data, .* in place of context"):
+        step.traced(cells.batch_of(4))
