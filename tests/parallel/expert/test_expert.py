@@ -18,7 +18,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import differences
 from jaxpar.ops.experts.rounds import most_rounds
-from jaxpar.parallel.expert.dims import apart, expert_dims
+from jaxpar.parallel.expert.dims import apart, expert_dims, looks_stacked
 
 FIRST = (
     ("dropless", "pipe=2,expert=4,microbatches=2"),
@@ -232,6 +232,18 @@ def test_experts_of_blocks_in_a_loop_are_no_layers(text: str, dim: int | None) -
         step = jp.make_train_step(model, optax.sgd(0.1), text)
     (stack,) = [leaf for leaf in step.layout.leaves if leaf.path == "block_*/experts/kernel"]
     assert (stack.layers, stack.expert) == (2, dim)
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_layers_beside_experts_are_no_experts(layers: int) -> None:
+    """Vectors of stacked layers look like a router's, and their kernels then like experts'; also of 8 layers."""
+    inner = {"scale": (16,), "bias": (8,), "router/kernel": (16, 8), "up": (8, 16, 32), "up_bias": (8, 32)}
+    leaves = [(f"layers/moe/{name}", (layers, *shape)) for name, shape in (inner | {"dense/kernel": (16, 32)}).items()]
+    assert set(looks_stacked(leaves).values()) == {1}
+    assert looks_stacked([(path.replace("layers/", ""), shape[1:]) for path, shape in leaves]) == {
+        "moe/up": 0,
+        "moe/up_bias": 0,
+    }
 
 
 def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
