@@ -17,8 +17,8 @@ VOCAB, DIM, ROWS = 40, 16, 8
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    key = iter(jax.random.split(key, 8))
-    draw = lambda *shape: jax.random.normal(next(key), shape) * 0.3
+    keys = iter(jax.random.split(key, 8))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) * 0.3
     lora = {"body_a": draw(DIM, 3), "body_b": draw(3, DIM), "head_a": draw(VOCAB, 3), "head_b": draw(3, DIM)}
     return {"embed": draw(VOCAB, DIM), "body": draw(DIM, DIM), "head": draw(DIM, VOCAB), "lora": lora}
 

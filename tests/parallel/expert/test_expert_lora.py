@@ -16,8 +16,8 @@ EXPERTS, DIM, FFN, LAYERS, RANK, K, VOCAB = 8, 12, 48, 2, 3, 2, 31
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    key = iter(jax.random.split(key, 16))
-    draw = lambda *shape: jax.random.normal(next(key), shape) * shape[-2] ** -0.5
+    keys = iter(jax.random.split(key, 16))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
     moe: dict[str, Any] = {"router": draw(LAYERS, DIM, EXPERTS)}
     for name, into, out in (("up", DIM, FFN), ("down", FFN, DIM)):
         moe |= {name: draw(LAYERS, EXPERTS, into, out)}
