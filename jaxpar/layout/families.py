@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .leaves import LAYERS, may_stack
@@ -133,13 +134,17 @@ def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[s
     return frozenset(path for path, _ in largest)
 
 
-def inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
-    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers."""
+def inside_stack(
+    flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int] = MappingProxyType({})
+) -> Callable[[str], bool]:
+    """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers,
+    unless it is one of the `others`, dims by path that are something else.
+    """
     below: dict[str, list[tuple[int, ...]]] = {}
     for path, shape in flat:
         parts = path.split("/")
         for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(shape)
+            below.setdefault("/".join(parts[:n]), []).append(() if others.get(path) == 0 else shape)
     stacks = {
         name
         for name, shapes in below.items()
@@ -151,15 +156,18 @@ def inside_stack(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str],
     return lambda path: any(path.startswith(f"{name}/") for name in stacks)
 
 
-def on_second_dim(flat: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[str], bool]:
+def on_second_dim(
+    flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int] = MappingProxyType({})
+) -> Callable[[str], bool]:
     """Whether a path lies below one all of whose leaves have one second dim, and neither one first nor one number of
-    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`.
+    dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`, unless it is one of the
+    `others`, as S4's features are that `nn.vmap` put there.
     """
     below: dict[str, list[tuple[int, ...]]] = {}
     for path, shape in flat:
         parts = path.split("/")
         for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(shape)
+            below.setdefault("/".join(parts[:n]), []).append(() if others.get(path) == 1 else shape)
     varied = lambda values: len({*values}) > 1
     stacks = {
         name

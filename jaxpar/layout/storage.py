@@ -152,20 +152,22 @@ def make_leaves(
     sharing: Sharing,
     split: Mapping[str, int] = MappingProxyType({}),
     mixed: Mapping[str, int] = MappingProxyType({}),
+    others: Mapping[str, int] = MappingProxyType({}),
 ) -> Storage:
     """An abstract parameter tree as the devices of `sharing` keep it; `split` are the dims that `tensor` splits, by
-    path, `mixed` those of experts. Raises ValueError on a tree without any trainable leaf.
+    path, `mixed` those of experts, `others` dims that are known to be none of layers: what `vmap` made looks like a
+    stack. Raises ValueError on a tree without any trainable leaf.
     """
     model, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
-    # Experts that `vmap` made look like a stack of as many layers.
-    inside = inside_stack([(one.path, one.shape) for one in model if one.expert != 0])
+    inside = inside_stack([(one.path, one.shape) for one in model], others)
     rolled, kept = _rolled(model, params, inside)
-    leaves = _placed(rolled, sharing, inside)
+    leaves = _placed(rolled, sharing, inside, others)
     as_is = {row.members[0]: leaf for row, leaf in zip(rolled, leaves, strict=True) if leaf.as_modelled}
     models = tuple(as_is.get(i) or one.placed(sharing, Whole()) for i, one in enumerate(model))
     storage = Storage(tuple(leaves), kept, models, tree, tuple(row.members for row in rolled))
     pipe = sharing.pipe
-    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or _lacks_stack(storage, pipe)):
+    lacks = pipe.ranks > 1 and (_lacks_stack(storage, pipe) or _torn(storage, inside))
+    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or lacks):
         _check_stages(leaves, pipe)
         return storage
     cut = replace(sharing, pipe=replace(pipe, stages="cut"))
@@ -224,12 +226,14 @@ def _rolled(model: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bo
     return [rows[i] for i in order], tree
 
 
-def _placed(rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str], bool]) -> list[Leaf]:
+def _placed(
+    rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], others: Mapping[str, int]
+) -> list[Leaf]:
     """The leaves as a step keeps them: those of the largest stack in the stages of a pipeline."""
-    pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows])
+    pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], others)
     swapped = [not row.rolled and second(row.path) and not inside(row.path) for row in rows]
     fronted = [row.in_front() if swap else row for row, swap in zip(rows, swapped, strict=True)]
-    of_layers = [(row.path, row.shape, row.rolled) for row in fronted if row.expert != 0]
+    of_layers = [(row.path, row.shape, row.rolled) for row in fronted if others.get(row.path) != 0]
     own = own_leaves(of_layers) if pipe.ranks > 1 else frozenset()
     turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
@@ -267,6 +271,16 @@ def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
         return kernels or all(len(leaf.logical) < 3 for leaf in own)
     blocks = sum(leaf.layers or 0 for leaf in own)
     return 2 * blocks < len(storage.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
+
+
+def _torn(storage: Storage, inside: Callable[[str], bool]) -> bool:
+    """Whether what looks like a stack of layers is within one of several blocks, alike but for what `tensor` splits."""
+    shapes = [(leaf.path, (leaf.logical, leaf.dtype, leaf.trainable)) for leaf in storage.models]
+    blocks = {at for family in families(shapes, inside) for members in family.members for at in members}
+    alone = lambda leaf: leaf.layers is not None and not leaf.rolled
+    return any(
+        alone(leaf) and not blocks.isdisjoint(at) for leaf, at in zip(storage.leaves, storage.origin, strict=True)
+    )
 
 
 def list_name(leaf: Leaf) -> str:

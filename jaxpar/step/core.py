@@ -29,7 +29,7 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
-from ..parallel.expert.dims import apart, expert_dims
+from ..parallel.expert.dims import apart, expert_dims, looks_stacked
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
 from ..parallel.tensor.pairs import creation_order
@@ -82,7 +82,8 @@ class Step(FirstState, Intake):
         turns = schedule is not None and schedule.placement == "V"
         stages = "cut" if strategy.cuts else str(strategy.stages)
         sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, stages), parts, experts)
-        storage = make_leaves(params, trainable, sharing, split, mixed)
+        others = looks_stacked(flat) | mixed | {path: split[path] for path in split.found}
+        storage = make_leaves(params, trainable, sharing, split, mixed, others)
         if schedule is not None and storage.cut:
             check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)

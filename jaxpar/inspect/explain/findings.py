@@ -174,6 +174,11 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             yield f"{whole}made {one.chunks} times a part of them, {size(at_once)}, and again in the backward."
         else:
             yield f"{whole}whole: {one.why}."
+    if isinstance(step.strategy.logits, int) and not step.tracing.logits:
+        yield (
+            f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
+            "tokens whose logits are hidden states times a parameter."
+        )
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
     for place, nbytes in step.tracing.experts_gathered.items():

@@ -1,6 +1,5 @@
 """The program of one context rank, which has some of the positions of every sequence."""
 
-from . import attention as attention
 from . import neighbours as neighbours
 from .localiser import split_sequence as split_sequence
 from .logits import Logits as Logits

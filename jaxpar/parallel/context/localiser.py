@@ -2,8 +2,7 @@
 
 The sequence is found where ids become features, and is split there (`starts.py`); what follows is split along the same
 dim, by the rule of each primitive: `tensor`'s rules where an equation leaves positions apart, those of `rules.py` where
-it adds them up, and `attention.py`. Values that nobody split, positions and masks, stay whole and are sliced where they
-meet split ones.
+it adds them up. Values that nobody split, positions and masks, stay whole and are sliced where they meet split ones.
 
 A value is whole, split along a dim, or a partial sum. Unlike on `tensor`, every rank's loss is its own part of the sum:
 cotangents of whole values, parameters among them, are partial sums as well, and a strategy's rule adds up gradients

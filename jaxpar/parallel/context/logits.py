@@ -1,9 +1,9 @@
 """The logits of a cross-entropy, found in a traced loss, and made a chunk of tokens at a time.
 
-They are a product of hidden states [.., T, D] and a head [D, V], of which nothing remains in the end but numbers a
-token, or their sums. What stands between, in whatever words (a cast, a bias, a soft cap, log-softmax and a lookup, a
-one-hot, a z-loss, an argmax), is what a rank of `context` would run on its part of the positions, by the same rules
-(`localiser.py`): so it runs on one chunk of them after another, in a loop whose backward makes each chunk's logits
+They are a product of hidden states [.., T, D] and a head [D, V], of which nothing remains in the end but a few
+numbers a token, or their sums. What stands between, in whatever words (a cast, a bias, a soft cap, log-softmax and a
+lookup, a one-hot, a z-loss, an argmax), is what a rank of `context` would run on its part of the positions, by the same
+rules (`chunks.py`): so it runs on one chunk of them after another, in a loop whose backward makes each chunk's logits
 again, as `jp.cross_entropy` does. No equation is exchanged for another one. What has no rule, or needs logits of
 several chunks at once, leaves them whole.
 
@@ -14,34 +14,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...jaxprs import jaxpr as jx
-from ...ops import routes
-from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces, product
-from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, Placed
+from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
+from ..tensor.localiser import Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
-from .localiser import Positions
-from .rules import RULES as CONTEXT
+from .chunks import RULES, Chunk, StayWholeError
 from .split import Split
 
 LARGE = 4 * 2**30  # bytes of logits in float32, on one device, from which on they are made in chunks
+FEW = 8  # numbers a token that may be read of what is made of them: of a token's best few words, for one
 _MADE = frozenset((*ELEMENTWISE, "broadcast_in_dim", "iota", "concatenate"))  # what one-hots and places are made of
-_EDGES = ("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter", "tensor_unsplit", "tensor_take")
-_APART = """
-broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax
-argmin dot_general gather pmax psum cumsum cumlogsumexp sort top_k optimization_barrier
-""".split()
-_RULES: dict[str, Any] = {name: CONTEXT[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in CONTEXT}
-_RULES |= {name: TENSOR[name] for name in ("cumsum", "cumlogsumexp", "sort", "top_k")}
+_HOLDERS = dict.fromkeys(jx.REMATS, "jax.checkpoint") | {"scan": "a loop", "cond": "a branch"}
 
 
 @dataclass(frozen=True)
@@ -56,86 +49,6 @@ class Logits:
     why: str = ""
 
 
-class _Whole(Exception):
-    """Logits stay whole; its text says why."""
-
-
-@dataclass
-class _Chunk(Positions):
-    """The rewriting into the program of chunk number `at`; `head` is the equation that makes its logits, and `wide` the
-    head in float32, to which its gradient belongs.
-    """
-
-    at: Any = 0
-    head: Any = None
-    how: HeadProduct | None = None
-    wide: Any = None
-
-    def chunks(self) -> list[jax.Array]:
-        """The one."""
-        return [self.at]
-
-    def whole(self, x: Placed) -> jax.Array:
-        """All of it, which one chunk has only of what is not split."""
-        if x.partial or x.dim is not None:
-            raise _Whole("logits of several chunks meet")
-        return x.value
-
-    def _check(self, x: Placed, eqn: Any) -> None:
-        if x.partial or x.dim is not None:
-            raise _Whole(
-                f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} has no rule for chunks of them"
-            )
-
-    def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
-        if eqn is not self.head:
-            return super()._equation(eqn, inputs, mixed)
-        assert self.how is not None
-        hidden, head = inputs[::-1] if self.how.swapped else inputs
-        assert hidden.dim is not None
-        value = product(self.how, hidden.value, head.value, self.wide)
-        dim = Split(hidden.dim - (self.how.of_hidden < hidden.dim) + self.how.swapped)
-        return [Placed(value, dim, shape_of(eqn), hidden.active or head.active)]
-
-
-def _edge(work: _Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """To other ranks of `tensor`, of other dims."""
-    (x,) = inputs
-    if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in _EDGES[:2]):
-        return None
-    return [(jx.bind(eqn, [x.value])[0], x.dim)]
-
-
-def _slice(work: _Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Of some words; or of all positions but the last, which stay where they were in their chunk."""
-    (x,) = inputs
-    dim, strides = work.split(x.dim or 0), eqn.params["strides"]
-    starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
-    n, some = x.shape[dim], limits[dim]
-    if starts[dim] or (strides and strides[dim] != 1) or (some != n and (dim.rows > 1 or dim.overlap > 0)):
-        return None
-    chunk = work.chunk(n // dim.rows, dim.overlap)
-    over = 0 if -(-some // work.ranks) == chunk else some - chunk * work.ranks
-    if some != n and over < -chunk:
-        return None
-    limits[dim] = x.value.shape[dim]
-    value = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0]
-    return [(value, dim if some == n else Split(int(dim), 1, over))]
-
-
-def _custom(work: _Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """A function with its own derivative, on this chunk's part of a one-hot."""
-    if routes.of(eqn) is not None:
-        return None
-    dims = {x.shape: x.dim for x in inputs if x.dim is not None}
-    own = lambda x, dim: Placed(work.part(x, dim), dim, x.shape, x.active)
-    inputs = [own(x, dims[x.shape]) if x.made is not None and x.shape in dims else x for x in inputs]
-    return TENSOR[eqn.primitive.name](work, eqn, inputs)
-
-
-_RULES |= dict.fromkeys(_EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}
-
-
 def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) -> tuple[jx.Flat, dict[str, Logits]]:
     """A loss with its logits in chunks, and what was found, by the line of the program.
 
@@ -146,26 +59,48 @@ def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) 
     """
     found: dict[str, Logits] = {}
     least = {"whole": math.inf, "auto": LARGE / 4}.get(str(chunk), 0)
-    heads = [e for e in flat.eqns if e.primitive.name == "dot_general" and math.prod(shape_of(e)) > least]
-    if not heads:
-        return flat, found
-    for logits in [eqn.outvars[0] for eqn in heads]:
+    leaf_vars, rest = flat.invars[:leaves], flat.invars[leaves:]
+    for region, holder in _held(flat.eqns, leaf_vars, rest, least):
+        found[region.place] = Logits(region.tokens, region.words, why=f"they are made within {holder}")
+    for logits in [eqn.outvars[0] for eqn in flat.eqns if _is_large(eqn, least)]:
         eqn = next((e for e in flat.eqns if logits in e.outvars), None)  # with the names that the last loop has given
-        how = eqn and _product(eqn, jx.depends(flat.eqns, flat.invars[leaves:]))
-        region = how and _Region.of(flat, eqn, how, jx.depends(flat.eqns, flat.invars[:leaves]))
-        if not how or not region:
+        region = eqn and _Region.of(flat, eqn, leaf_vars, rest)
+        if not region:
             continue
-        words = shape_of(eqn)[0 if how.swapped else -1]
-        tokens = math.prod(shape_of(eqn)) // words
-        place = jx.where(eqn) or f"logits [{tokens}, {words}]"
+        place, tokens, words = region.place, region.tokens, region.words
         try:
-            new, chunks = region.looped(CHUNK if isinstance(chunk, str) else chunk, tokens, axes)
-        except _Whole as error:
+            new, chunks = region.looped(CHUNK if isinstance(chunk, str) else chunk, axes)
+        except StayWholeError as error:
             found[place] = Logits(tokens, words, why=str(error))
             continue
         if chunks > 1:
             found[place], flat = Logits(tokens, words, chunks), region.spliced(flat, new)
     return flat, found
+
+
+def _is_large(eqn: Any, least: float) -> bool:
+    """Whether an equation is a product of more elements."""
+    return eqn.primitive.name == "dot_general" and math.prod(shape_of(eqn)) > least
+
+
+def _held(
+    eqns: Iterable[Any], leaves: Iterable[Any], rest: Iterable[Any], least: float
+) -> Iterator[tuple[_Region, str]]:
+    """The cross-entropies within equations of a program, which stay as they are, and what each is within."""
+    held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e in _inner(eqn))]
+    if not held:
+        return
+    of_leaves, of_rest = jx.depends(eqns, leaves), jx.depends(eqns, rest)
+    for eqn in held:
+        for sub in jec.jaxprs_in_params(eqn.params):
+            flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(sub)))
+            given = eqn.invars[len(eqn.invars) - len(flat.invars) :]  # without a branch's number
+            pairs = [*zip(given, flat.invars, strict=True)]
+            of = lambda known, pairs=pairs: [w for v, w in pairs if not jx.is_literal(v) and v in known]
+            inner = of(of_leaves), of(of_rest)
+            regions = (_Region.of(flat, e, *inner) for e in flat.eqns if _is_large(e, least))
+            yield from ((region, _HOLDERS[eqn.primitive.name]) for region in regions if region)
+            yield from _held(flat.eqns, *inner, least)
 
 
 def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:
@@ -184,7 +119,8 @@ def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:
 @dataclass
 class _Region:
     """What is between a product and the numbers a token that remain: `inside` in their order, of which `made` need
-    nothing of the logits; `inputs`, hidden states and head first; `outs` are read outside.
+    nothing of the logits; `inputs`, hidden states and head first; `outs` are read outside. `why` it cannot be in
+    chunks, if these are more than numbers a token.
     """
 
     head: Any
@@ -195,11 +131,18 @@ class _Region:
     outs: list[Any]
     moved: set[Any]
     after: set[Any]
+    why: str
     splits: list[Placed] = field(default_factory=list)
 
     @classmethod
-    def of(cls, flat: jx.Flat, head: Any, how: HeadProduct, moved: set[Any]) -> _Region | None:
-        """That of a product; None where it is no cross-entropy's."""
+    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> _Region | None:
+        """That of a product, where `leaves` are parameters and the `rest` is of the batch; None where it is no
+        cross-entropy's.
+        """
+        how = _product(head, jx.depends(flat.eqns, rest))
+        if how is None:
+            return None
+        moved = jx.depends(flat.eqns, leaves)
         logits = math.prod(shape_of(head))
         size = lambda v: 0 if jx.is_literal(v) else math.prod(v.aval.shape)
         large = lambda v: 2 * size(v) > logits
@@ -232,34 +175,57 @@ class _Region:
         outside = {v for eqn in flat.eqns if id(eqn) not in inside for v in reads(eqn)}
         outside.update(v for v in flat.outvars if not jx.is_literal(v))
         outs = [v for v in outs if v in outside]
-        words = weight.aval.shape[1 - how.of_head]
-        if not outs or any(size(v) * words > logits for v in outs):
-            return None
         products = [eqn for eqn in ours if eqn.primitive.name == "dot_general" and eqn is not head]
-        known = {name for eqn in ours for name in _primitives(eqn)}
-        behind = {name for eqn in flat.eqns if not after.isdisjoint(eqn.outvars) for name in _primitives(eqn)}
-        if "exp" not in known or "log" not in behind or any(moved.issuperset(reads(eqn)) for eqn in products):
-            return None  # numbers a token, and yet no cross-entropy
+        names = lambda eqns: {inner.primitive.name for eqn in eqns for inner in _inner(eqn)}
+        known, behind = names(ours), names(eqn for eqn in flat.eqns if not after.isdisjoint(eqn.outvars))
+        numbers = "exp" in known and "log" in behind and not any(moved.issuperset(reads(eqn)) for eqn in products)
+        if not outs or not numbers:
+            return None  # no cross-entropy
+        words = weight.aval.shape[1 - how.of_head]
+        much = {v for v in outs if size(v) * words > FEW * logits or large(v)}
+        reader = next((eqn for eqn in flat.eqns if id(eqn) not in inside and not much.isdisjoint(reads(eqn))), None)
+        where = "the loss returns" if reader is None else f"{reader.primitive.name} at {jx.where(reader)} reads"
+        why = f"{where} more than {FEW} numbers a token of what is made of them" if much else ""
         inputs = [v for v in jx.free(ours) if v not in (hidden, weight)]
-        return cls(head, how, ours, made, [hidden, weight, *inputs], outs, moved, after)
+        return cls(head, how, ours, made, [hidden, weight, *inputs], outs, moved, after, why)
 
-    def looped(self, chunk: int, tokens: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
-        """The program from `inputs` to `outs`, and its number of chunks. Raises _Whole."""
+    @property
+    def words(self) -> int:
+        """Those of the head."""
+        return shape_of(self.head)[0 if self.how.swapped else -1]
+
+    @property
+    def tokens(self) -> int:
+        """Those that have logits."""
+        return math.prod(shape_of(self.head)) // self.words
+
+    @property
+    def place(self) -> str:
+        """The line of the product, or else its shape."""
+        return jx.where(self.head) or f"logits [{self.tokens}, {self.words}]"
+
+    def looped(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
+        """The program from `inputs` to `outs`, for so many tokens at a time, and its number of chunks. Raises
+        StayWholeError.
+        """
         hidden, weight, *others = self.inputs
+        if self.why:
+            raise StayWholeError(self.why)
         if any(v is weight or v is hidden for e in self.inside if e is not self.head for v in e.invars):
-            raise _Whole("what is made of them reads the head, or the hidden states, again")
+            raise StayWholeError("what is made of them reads the head, or the hidden states, again")
         if any(not jx.is_literal(v) and 2 * math.prod(v.aval.shape) > math.prod(shape_of(self.head)) for v in others):
-            raise _Whole("they meet a value of their size that is no one-hot")
+            raise StayWholeError("they meet a value of their size that is no one-hot")
         free = [d for d in range(hidden.aval.ndim) if d != self.how.of_hidden]
         dim = max(free, key=lambda d: hidden.aval.shape[d])
         t = hidden.aval.shape[dim]
-        n = pieces(t, -(-tokens // chunk))
+        n = pieces(t, -(-self.tokens // chunk))
         k = -(-t // n)
         inner = jx.Flat((), (), tuple(self.inputs), tuple(self.outs), tuple(self.inside))
         widths = [(0, k * n - t if d == dim else 0) for d in range(hidden.aval.ndim)]
 
         def fun(states: jax.Array, head: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-            states = jnp.pad(states, widths) if k * n > t else states
+            # Beyond the end the last position again, whose logits are as finite as its own: 0 times NaN is no zero.
+            states = jnp.pad(states, widths, "edge") if k * n > t else states
             shape = states.shape
             xs = jnp.moveaxis(states.reshape(*shape[:dim], n, k, *shape[dim + 1 :]), dim, 0)
             wide, narrow = _wide(head), lax.stop_gradient(head)
@@ -268,7 +234,7 @@ class _Region:
             @jax.checkpoint
             def one(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, list[jax.Array]]:
                 at, some = given
-                work = _Chunk(n, False, _RULES, cheap=2**62, at=at, head=self.head, how=self.how, wide=wide)
+                work = Chunk(n, False, RULES, cheap=2**62, at=at, head=self.head, how=self.how, wide=wide)
                 whole = [x.astype(v.aval.dtype) for v, x in zip(others, kept, strict=True)]
                 values = [(some, Split(dim)), (narrow, None), *((x, None) for x in whole)]
                 args = [
@@ -284,6 +250,8 @@ class _Region:
         if n == 1:
             return inner, 1
         new, _ = jx.trace(fun, *shapes, axes=axes)
+        if any(one.primitive.name.startswith("custom_vjp") for eqn in self.inside for one in _inner(eqn)):
+            jx.trace(lambda *values: _pulled(fun, values), *shapes, axes=axes)  # it may read all tokens there
         return dataclasses.replace(new, eqns=jx.live(new.eqns, new.outvars)), n  # of one-hots, no more than a chunk's
 
     @staticmethod
@@ -292,7 +260,7 @@ class _Region:
         if x.partial:
             value = _wide(ys).sum(0).astype(ys.dtype)
         elif not isinstance(x.dim, Split) or x.dim.overlap > 0:
-            raise _Whole("what is made of them is no number a token")
+            raise StayWholeError("what is made of them is no number a token")
         else:
             at, rows = int(x.dim), x.dim.rows
             ys = ys.reshape(*ys.shape[: at + 1], rows, -1, *ys.shape[at + 2 :])  # [chunks, .., rows, positions, ..]
@@ -331,6 +299,14 @@ class _Region:
         )
 
 
+def _pulled(fun: Callable[..., list[jax.Array]], values: Sequence[jax.Array]) -> list[jax.Array]:
+    """A function's backward."""
+    outs, pull = jax.vjp(fun, *values)
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
+    return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
+
+
 def _wide(x: jax.Array) -> jax.Array:
     """In float32 where it is narrower."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
@@ -340,9 +316,9 @@ def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
     return eqn.replace(invars=[v if jx.is_literal(v) else names.get(v, v) for v in eqn.invars])
 
 
-def _primitives(eqn: Any) -> Iterable[str]:
-    """The names of all primitives in an equation."""
-    yield eqn.primitive.name
-    for inner in jec.jaxprs_in_params(eqn.params):
-        for one in jx.opened(inner)[0].eqns:
-            yield from _primitives(one)
+def _inner(eqn: Any) -> Iterator[Any]:
+    """An equation, and all that it holds."""
+    yield eqn
+    for sub in jec.jaxprs_in_params(eqn.params):
+        for one in jx.opened(sub)[0].eqns:
+            yield from _inner(one)

@@ -40,12 +40,13 @@ def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
     assert x.dim is not None
     if math.prod(x.shape) > work.cheap:
         dim = work.split(x.dim)
+        n = x.shape[dim] // dim.rows
         all_of_it = "data, fsdp, tensor or pipe in place of context, as that is all of the sequence, however long it is"
         raise ValueError(
             f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
-            f"{work.chunk(x.shape[dim], dim.overlap)} positions, and {eqn.primitive.name} at "
+            f"{work.chunk(n, dim.overlap)} positions, and {eqn.primitive.name} at "
             f"{jx.where(eqn) or 'a function of JAX'} reaches {by} further; use "
-            f"{'a smaller context=, or longer sequences' if by < x.shape[dim] else all_of_it}"
+            f"{'a smaller context=, or longer sequences' if by < n - 1 else all_of_it}"
         )
 
 

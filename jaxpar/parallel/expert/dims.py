@@ -105,6 +105,13 @@ def expert_dims(
     return dims
 
 
+def looks_stacked(leaves: Leaves) -> dict[str, int]:
+    """The dims of experts by shapes alone, in modules that name them so: no layers, though they may look like such.
+    Only beside a router [.., a, E]: vectors of L layers, [L, a], are none, nor are their kernels [L, a, b] experts.
+    """
+    return {path: dim for path, dim in _found(leaves, strict=True) if _EXPERTS.fullmatch(path)}
+
+
 def _claimed(
     table: Mapping[str, int | str | None], shapes: Mapping[str, tuple[int, ...]], strict: bool = False
 ) -> dict[str, int | None]:
@@ -126,13 +133,15 @@ def _claimed(
     return chosen
 
 
-def _found(leaves: Leaves) -> Iterator[tuple[str, int]]:
+def _found(leaves: Leaves, strict: bool = False) -> Iterator[tuple[str, int]]:
     """Leaves [.., E, a, b] beside a router [.., a, E], in the innermost module that has both, those of more dims, and
-    their biases.
+    their biases. If not `strict`, the router may be [.., E, a], and may have other features.
     """
     seen = set()
     for router, shape in leaves:
         if len(shape) < 2 or not (_ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
+            continue
+        if strict and shape[-1] == shape[-2]:  # of as many layers as experts
             continue
         parts = router.split("/")
         for n in reversed(range(len(parts))):
@@ -144,7 +153,7 @@ def _found(leaves: Leaves) -> Iterator[tuple[str, int]]:
                 for path, s in inside
                 if len(s) == len(shape) + 1
                 and s[:-3] == shape[:-2]
-                and s[-3] in shape[-2:]
+                and (s[-3] == shape[-1] and shape[-2] in s[-2:] if strict else s[-3] in shape[-2:])
                 and (named or _EXPERTS.fullmatch(path))
             ]
             if alike:

@@ -334,3 +334,12 @@ def test_a_loss_without_a_sequence_is_refused() -> None:
 def test_attention_without_context_is_refused() -> None:
     with pytest.raises(ValueError, match="give context= a size"):
         jp.Strategy(attention="ring")
+
+
+def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> None:
+    """Twice as long but for one, as a convolution with a kernel as long as the sequence needs it."""
+    length = lambda x: 2 * x.shape[1] - 1
+    mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
+    step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"pad at .* reaches 15 further; use data, .* in place of context"):
+        step.traced(cells.batch_of(4))

@@ -434,3 +434,21 @@ def test_tables_of_our_models_name_all_that_they_can() -> None:
         model = named(name, **changes).model
         assert model.rules is family.RULES
         assert tensor_dims(leaves_of(model), 2, family.RULES, {}) == dims(model)
+
+
+def test_features_on_a_second_dim_in_blocks_that_tensor_splits_unlike_are_no_layers() -> None:
+    """S4's blocks, whose `nn.vmap` puts features on dim 1. The last one's kernel pairs with the decoder's, so that the
+    blocks are not alike; the features of the first were taken for 10 layers, whose dim a rule that nobody wrote split.
+    """
+    seq = {"B": (6, 10), "C": (6, 10, 2), "D": (1, 10), "P": (6, 10), "log_step": (1, 10)}
+    dense = {"bias": (10,), "kernel": (10, 10)}
+    block = {"seq": seq, "norm": {"bias": (10,), "scale": (10,)}, "out": dense, "out2": dense}
+    made = lambda shapes: {
+        name: jnp.zeros(inner) if isinstance(inner, tuple) else made(inner) for name, inner in shapes.items()
+    }
+    ends = {"encoder": {"bias": (10,), "kernel": (3, 10)}}, {"decoder": {"bias": (67,), "kernel": (10, 67)}}
+    init = lambda key: made(ends[0] | {"layers_0": block, "layers_1": block} | ends[1])
+    model = jp.Model(init=init, loss=lambda params, batch, key: jax.numpy.float32(0))
+    make = lambda text: jp.make_train_step(model, optax.sgd(0.1), f"pipe=2,{text},microbatches=2")
+    assert make("fsdp=2,tensor=2").layout.storage.cut
+    assert {leaf.layers for leaf in make("fsdp=4").layout.leaves if "layers" in leaf.path} == {2}
