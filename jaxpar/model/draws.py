@@ -1,16 +1,20 @@
-"""Equal small draws of random numbers, of which a program has hundreds, as one batched draw.
+"""Equal draws of random numbers, of which a program has hundreds, as one batched draw.
 
 XLA compiles every draw anew, on CPUs in about 0.1 s each: a model of 300 small leaves took half a minute to
 initialise, on any number of devices. JAX's own generator (threefry) gives the same numbers batched as one by one.
-What becomes of draws element by element (a standard deviation, a cast) is batched with them, and keys that are rows of
-one array are read at once: each of these would be a kernel of its own.
+What becomes of draws element by element (a standard deviation, a cast), or in another shape, is batched with them, and
+keys that are rows of one array are read at once: each of these would be a kernel of its own.
+
+Small draws of one kind are one. So are large ones of layers that a step keeps as one leaf: XLA takes the batch for
+their stack, and each device draws its part. Drawn one by one, each was drawn by all stages, and all layers of a leaf
+were there before their stack was spread over stages.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +26,15 @@ from jax.dtypes import extended
 from ..jaxprs import jaxpr as jx
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")
-_ELEMENTWISE = "add sub mul div neg abs max min integer_pow pow sqrt exp log tanh convert_element_type".split()
+_FOLLOWING = """
+    add sub mul div neg abs max min integer_pow pow sqrt exp log tanh convert_element_type reshape transpose
+""".split()
 SMALL = 16_384  # elements: larger ones may be sharded, and two copies of them are memory
 
 
-def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """`fun` of a key, with equal small draws that do not wait for each other made together.
+def draws_together(fun: Callable[[jax.Array], Any], stacks: Sequence[Sequence[int]] = ()) -> Callable[[jax.Array], Any]:
+    """`fun` of a key, with equal small draws that do not wait for each other made together, and equal large ones that
+    end in one of the `stacks`: positions of leaves, among those of the result, which the caller stacks in this order.
 
     Other generators than threefry (`jax_default_prng_impl`) draw other numbers when they are batched; a program that
     uses one runs as it is.
@@ -35,25 +42,51 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
 
     def run(key: jax.Array) -> Any:
         closed, out = jax.make_jaxpr(fun, return_shape=True)(key)
-        outs = None if jx.opened(closed)[0].effects else _evaluated(closed, [key])
+        if jx.opened(closed)[0].effects:
+            return fun(key)
+        layers = {at: _Layer(tuple(stack), n) for stack in stacks for n, at in enumerate(stack)}
+        outs = _evaluated(closed, [key], layers)
         return fun(key) if outs is None else jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
 
 
-def _evaluated(closed: Any, args: Sequence[Any]) -> list[Any] | None:
-    """The results of a program with equal draws together; None where none are equal."""
+class _Layer(NamedTuple):
+    """What becomes of a value: layer `number` of a stack, after so many more equations."""
+
+    stack: tuple[int, ...]
+    number: int
+    before: int = 0
+
+
+class _Kind(NamedTuple):
+    """What equal draws have in common; of large ones also in which stacks their results end, and how far from there."""
+
+    what: Any
+    ends: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+    def complete(self, members: Sequence[int]) -> bool:
+        """Whether the layers `members` are all that it is of; small ones are of none."""
+        return not self.ends or [*members] == [*range(len(self.ends[0][0]))]
+
+
+def _evaluated(closed: Any, args: Sequence[Any], layers: Mapping[int, _Layer]) -> list[Any] | None:
+    """The results of a program with equal draws together, where those that are `layers` go to stacks; None where none
+    are equal.
+    """
     jaxpr, consts = jx.opened(closed)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda v: _literal(v) if jx.is_literal(v) else env[v]
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("inline"):  # newer jax inlines a call when it lowers it
         (call,) = jaxpr.eqns
-        outs = _evaluated(call.params["jaxpr"], [read(v) for v in call.invars])
+        results = {v: layers[at] for at, v in enumerate(jaxpr.outvars) if at in layers and not jx.is_literal(v)}
+        inner = {at: results[v] for at, v in enumerate(call.outvars) if v in results}
+        outs = _evaluated(call.params["jaxpr"], [read(v) for v in call.invars], inner)
         if outs is None:
             return None
         env.update(zip(call.outvars, outs, strict=True))
     else:
-        groups = _groups(jaxpr.eqns)
+        groups = _groups(jaxpr, layers)
         if not any(len(group) > 1 for group in groups):
             return None
         made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -120,30 +153,70 @@ def _stacked(column: Sequence[Any]) -> Any:
     return of if numbers == [*range(len(of))] else of[np.array(numbers)]
 
 
-def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
+def _groups(jaxpr: Any, layers: Mapping[int, _Layer]) -> list[list[Any]]:
     """The equations in an order in which they can run, those that run as one together."""
-    level: dict[Any, int] = collections.defaultdict(int)  # of a variable: one more than those that it follows from
-    drawn: set[Any] = set()
-    groups: dict[Any, list[Any]] = {}
-    for number, eqn in enumerate(eqns):
-        at = 1 + max((level[v] for v in eqn.invars if not jx.is_literal(v)), default=0)
-        level.update((v, at) for v in eqn.outvars)
-        if kind := _kind(eqn, drawn):
-            drawn.update(eqn.outvars)
-        groups.setdefault((at, kind or number), []).append(eqn)
-    return [group for _, group in sorted(groups.items(), key=lambda item: item[0][0])]
+    kinds = _kinds(jaxpr, layers)
+    last: dict[_Kind, int] = {}  # keys that are split one after another have large draws one after another
+    groups: dict[tuple[int, Any], list[tuple[int, Any]]] = {}
+    for _ in range(2):
+        groups.clear()
+        # Of a variable one more than those that it follows from, if one is drawn: counts of draws are constants.
+        level: dict[Any, int] = collections.defaultdict(int, dict.fromkeys(jaxpr.invars, 1))
+        for eqn, (kind, layer) in zip(jaxpr.eqns, kinds, strict=True):
+            after = max((level[v] for v in eqn.invars if not jx.is_literal(v)), default=0)
+            at = after + 1 if after or kind else 0
+            if kind and kind.ends:
+                at = last[kind] = max(at, last.get(kind, 0))
+            level.update((v, at) for v in eqn.outvars)
+            groups.setdefault((at, kind or id(eqn)), []).append((layer, eqn))
+    ordered: list[list[Any]] = []
+    for (_, kind), members in sorted(groups.items(), key=lambda item: item[0][0]):
+        members.sort(key=lambda member: member[0])
+        together = isinstance(kind, _Kind) and kind.complete([layer for layer, _ in members])
+        eqns = [eqn for _, eqn in members]
+        ordered += [eqns] if together else [[eqn] for eqn in eqns]
+    return ordered
 
 
-def _kind(eqn: Any, drawn: Collection[Any]) -> Any:
-    """What equal draws have in common, and what follows from `drawn` ones element by element; None for an equation that
-    is neither, or not small.
+def _kinds(jaxpr: Any, layers: Mapping[int, _Layer]) -> list[tuple[_Kind | None, int]]:
+    """Of each equation what it has in common with equal draws, or with what follows from such element by element, None
+    where it is neither; and its layer, 0 of small ones.
     """
-    follows = eqn.primitive.name in _ELEMENTWISE and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
-    draws = follows or (jx.communicates([eqn], _DRAWS) and _threefry(eqn))
-    if not draws or sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) > SMALL:
+    results = {v: layers[at] for at, v in enumerate(jaxpr.outvars) if at in layers and not jx.is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        after = results.get(eqn.outvars[0]) if eqn.primitive.name in _FOLLOWING else None
+        if after is not None:
+            before = after._replace(before=after.before + 1)
+            alike = (v for v in eqn.invars if not jx.is_literal(v) and v.aval.size == eqn.outvars[0].aval.size)
+            results.update((v, before) for v in alike if v not in results)
+    drawn: set[Any] = set()
+    kinds: list[tuple[_Kind | None, int]] = []
+    for eqn in jaxpr.eqns:
+        kind, layer = None, 0
+        if (what := _what(eqn, drawn)) is not None:
+            drawn.update(eqn.outvars)
+            ends = [results.get(v) for v in eqn.outvars]
+            if _small(eqn):
+                kind = _Kind(what)
+            elif (first := ends[0]) and all(end and end.number == first.number for end in ends):
+                kind, layer = _Kind(what, tuple((end.stack, end.before) for end in ends if end)), first.number
+        kinds.append((kind, layer))
+    return kinds
+
+
+def _what(eqn: Any, drawn: Collection[Any]) -> Any:
+    """What equal draws have in common, and what follows from `drawn` ones element by element; None for an equation that
+    is neither.
+    """
+    follows = eqn.primitive.name in _FOLLOWING and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
+    if not follows and not (jx.communicates([eqn], _DRAWS) and _threefry(eqn)):
         return None
     params = tuple((name, _hashable(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, params, tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
+
+
+def _small(eqn: Any) -> bool:
+    return sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL
 
 
 def _literal(atom: Any) -> Any:

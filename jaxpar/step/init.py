@@ -54,12 +54,17 @@ class FirstState:
         return jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
-        layout = self.layout
-        params, variables = draws_together(self.model_def.create)(key)
-        values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
-        leaves = zip(layout.storage.models, values, strict=True)
-        kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
-        whole = layout.to_stored(jax.tree.unflatten(layout.storage.model_tree, kept), "copy")
+        layout, storage = self.layout, self.layout.storage
+        dtypes = [self.policy.stored(leaf.dtype, leaf.trainable) for leaf in storage.models]
+
+        def create(key: jax.Array) -> tuple[list[jax.Array], Any]:
+            params, variables = self.model_def.create(key)
+            return [x.astype(dtype) for x, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)], variables
+
+        kept, variables = draws_together(create, [at for at in storage.origin if len(at) > 1])(key)
+        for at, x in (given or {}).items():
+            kept[at] = x.astype(dtypes[at])
+        whole = layout.to_stored(jax.tree.unflatten(storage.model_tree, kept), "copy")
         return self._first(key, whole, variables)
 
     def _begun(self, key: jax.Array, params: Any, variables: Any) -> State:
