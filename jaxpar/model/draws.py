@@ -32,9 +32,9 @@ _FOLLOWING = """
 SMALL = 16_384  # elements: larger ones may be sharded, and two copies of them are memory
 
 
-def draws_together(fun: Callable[[jax.Array], Any], stacks: Sequence[Sequence[int]] = ()) -> Callable[[jax.Array], Any]:
+def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
     """`fun` of a key, with equal small draws that do not wait for each other made together, and equal large ones that
-    end in one of the `stacks`: positions of leaves, among those of the result, which the caller stacks in this order.
+    `fun` stacks.
 
     Other generators than threefry (`jax_default_prng_impl`) draw other numbers when they are batched; a program that
     uses one runs as it is.
@@ -44,18 +44,17 @@ def draws_together(fun: Callable[[jax.Array], Any], stacks: Sequence[Sequence[in
         closed, out = jax.make_jaxpr(fun, return_shape=True)(key)
         if jx.opened(closed)[0].effects:
             return fun(key)
-        layers = {at: _Layer(tuple(stack), n) for stack in stacks for n, at in enumerate(stack)}
-        outs = _evaluated(closed, [key], layers)
-        return fun(key) if outs is None else jax.tree.unflatten(jax.tree.structure(out), outs)
+        return jax.tree.unflatten(jax.tree.structure(out), map(_value, _evaluated(closed, [key], {})))
 
     return run
 
 
 class _Layer(NamedTuple):
-    """What becomes of a value: layer `number` of a stack, after so many more equations."""
+    """What becomes of a value: layer `number` of the stack `of` (a variable), after so many more equations."""
 
-    stack: tuple[int, ...]
+    of: Any
     number: int
+    layers: int
     before: int = 0
 
 
@@ -63,45 +62,47 @@ class _Kind(NamedTuple):
     """What equal draws have in common; of large ones also in which stacks their results end, and how far from there."""
 
     what: Any
-    ends: tuple[tuple[tuple[int, ...], int], ...] = ()
+    ends: tuple[tuple[Any, int], ...] = ()
+    layers: int = 0
 
     def complete(self, members: Sequence[int]) -> bool:
         """Whether the layers `members` are all that it is of; small ones are of none."""
-        return not self.ends or [*members] == [*range(len(self.ends[0][0]))]
+        return not self.ends or [*members] == [*range(self.layers)]
 
 
-def _evaluated(closed: Any, args: Sequence[Any], layers: Mapping[int, _Layer]) -> list[Any] | None:
-    """The results of a program with equal draws together, where those that are `layers` go to stacks; None where none
-    are equal.
+def _evaluated(closed: Any, args: Sequence[Any], ends: Mapping[int, _Layer]) -> list[Any]:
+    """The results of a program with equal draws together; `ends` are those that are stacked later, by position. Rows of
+    batches are as they are.
     """
     jaxpr, consts = jx.opened(closed)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda v: _literal(v) if jx.is_literal(v) else env[v]
-    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("inline"):  # newer jax inlines a call when it lowers it
-        (call,) = jaxpr.eqns
-        results = {v: layers[at] for at, v in enumerate(jaxpr.outvars) if at in layers and not jx.is_literal(v)}
-        inner = {at: results[v] for at, v in enumerate(call.outvars) if v in results}
-        outs = _evaluated(call.params["jaxpr"], [read(v) for v in call.invars], inner)
-        if outs is None:
-            return None
-        env.update(zip(call.outvars, outs, strict=True))
-    else:
-        groups = _groups(jaxpr, layers)
-        if not any(len(group) > 1 for group in groups):
-            return None
-        made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        for group in groups:
-            if len(group) == 1 and (row := _row(group[0], made)):
-                env[group[0].outvars[0]] = _Row(_value(env[row.of]), row.number)
-                continue
-            values = [[read(v) for v in eqn.invars] for eqn in group]
-            with jx.standing(group[0]):
-                outs = (
-                    [jx.bind(group[0], [*map(_value, values[0])])] if len(group) == 1 else _together(group[0], values)
-                )
-            for eqn, results in zip(group, outs, strict=True):
-                env.update(zip(eqn.outvars, results, strict=True))
-    return [v.val if jx.is_literal(v) else _value(env[v]) for v in jaxpr.outvars]
+    layers = _layers(jaxpr, ends)
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    for group in _groups(jaxpr, layers):
+        eqn, *others = group
+        if not others and (row := _row(eqn, made)):
+            env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
+            continue
+        values = [[read(v) for v in one.invars] for one in group]
+        with jx.standing(eqn):
+            if others:
+                outs = _together(eqn, values)
+            elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
+                outs = [[_stacked(values[0])]]
+            elif _is_late(eqn):
+                inner = {at: layers[v] for at, v in enumerate(eqn.outvars) if v in layers}
+                outs = [_evaluated(eqn.params["jaxpr"], [*map(_value, values[0])], inner)]
+            else:
+                outs = [jx.bind(eqn, [*map(_value, values[0])])]
+        for one, results in zip(group, outs, strict=True):
+            env.update(zip(one.outvars, results, strict=True))
+    return [v.val if jx.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def _is_late(eqn: Any) -> bool:
+    """Whether it is the call of a function jitted with `inline=True`, which newer jax inlines when it lowers it."""
+    return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
 
 
 class _Row(NamedTuple):
@@ -153,7 +154,7 @@ def _stacked(column: Sequence[Any]) -> Any:
     return of if numbers == [*range(len(of))] else of[np.array(numbers)]
 
 
-def _groups(jaxpr: Any, layers: Mapping[int, _Layer]) -> list[list[Any]]:
+def _groups(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[list[Any]]:
     """The equations in an order in which they can run, those that run as one together."""
     kinds = _kinds(jaxpr, layers)
     last: dict[_Kind, int] = {}  # keys that are split one after another have large draws one after another
@@ -178,29 +179,36 @@ def _groups(jaxpr: Any, layers: Mapping[int, _Layer]) -> list[list[Any]]:
     return ordered
 
 
-def _kinds(jaxpr: Any, layers: Mapping[int, _Layer]) -> list[tuple[_Kind | None, int]]:
+def _layers(jaxpr: Any, ends: Mapping[int, _Layer]) -> dict[Any, _Layer]:
+    """The variables that become layers of a stack, here or after it, `ends` by position."""
+    found = {v: ends[at] for at, v in enumerate(jaxpr.outvars) if at in ends and not jx.is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        (out, *_), given = eqn.outvars, [v for v in eqn.invars if not jx.is_literal(v)]
+        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
+            found |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(given)}
+        elif eqn.primitive.name in _FOLLOWING and out in found:
+            before = found[out]._replace(before=found[out].before + 1)
+            found |= {v: before for v in given if v.aval.size == out.aval.size and v not in found}
+    return found
+
+
+def _kinds(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[tuple[_Kind | None, int]]:
     """Of each equation what it has in common with equal draws, or with what follows from such element by element, None
     where it is neither; and its layer, 0 of small ones.
     """
-    results = {v: layers[at] for at, v in enumerate(jaxpr.outvars) if at in layers and not jx.is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        after = results.get(eqn.outvars[0]) if eqn.primitive.name in _FOLLOWING else None
-        if after is not None:
-            before = after._replace(before=after.before + 1)
-            alike = (v for v in eqn.invars if not jx.is_literal(v) and v.aval.size == eqn.outvars[0].aval.size)
-            results.update((v, before) for v in alike if v not in results)
     drawn: set[Any] = set()
     kinds: list[tuple[_Kind | None, int]] = []
     for eqn in jaxpr.eqns:
-        kind, layer = None, 0
-        if (what := _what(eqn, drawn)) is not None:
+        kind, number = None, 0
+        if not _is_late(eqn) and (what := _what(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)
-            ends = [results.get(v) for v in eqn.outvars]
+            ends = [layers[v] for v in eqn.outvars if v in layers]
             if _small(eqn):
                 kind = _Kind(what)
-            elif (first := ends[0]) and all(end and end.number == first.number for end in ends):
-                kind, layer = _Kind(what, tuple((end.stack, end.before) for end in ends if end)), first.number
-        kinds.append((kind, layer))
+            elif len(ends) == len(eqn.outvars) and len({(end.number, end.layers) for end in ends}) == 1:
+                number = ends[0].number
+                kind = _Kind(what, tuple((end.of, end.before) for end in ends), ends[0].layers)
+        kinds.append((kind, number))
     return kinds
 
 

@@ -54,18 +54,16 @@ class FirstState:
         return jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
-        layout, storage = self.layout, self.layout.storage
-        dtypes = [self.policy.stored(leaf.dtype, leaf.trainable) for leaf in storage.models]
+        layout = self.layout
 
-        def create(key: jax.Array) -> tuple[list[jax.Array], Any]:
+        def stored(key: jax.Array) -> tuple[Any, Any]:
             params, variables = self.model_def.create(key)
-            return [x.astype(dtype) for x, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)], variables
+            values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
+            leaves = zip(layout.storage.models, values, strict=True)
+            kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
+            return layout.to_stored(jax.tree.unflatten(layout.storage.model_tree, kept), "copy"), variables
 
-        kept, variables = draws_together(create, [at for at in storage.origin if len(at) > 1])(key)
-        for at, x in (given or {}).items():
-            kept[at] = x.astype(dtypes[at])
-        whole = layout.to_stored(jax.tree.unflatten(storage.model_tree, kept), "copy")
-        return self._first(key, whole, variables)
+        return self._first(key, *draws_together(stored)(key))
 
     def _begun(self, key: jax.Array, params: Any, variables: Any) -> State:
         return self._first(key, self.layout.to_logical(params, "params", as_stacked=True), variables)

@@ -1,6 +1,7 @@
 """Equal draws are made together: 300 small leaves took half a minute to initialise, each draw compiled anew."""
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -140,15 +141,24 @@ def split_in_turn(key: jax.Array) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("init", [counted, split_in_turn])
 def test_large_draws_of_layers_that_are_stacked_are_one(init: Any) -> None:
     """XLA takes them for the stack, of which a device draws its part, and compiles one draw and not one a layer."""
-    names = sorted(jax.eval_shape(init, jax.random.key(0)))
-    stacks = [[names.index(f"{letter}{i}") for i in range(LAYERS)] for letter in "wx"]
-    key, together = jax.random.key(3), draws_together(init, stacks)
-    large = [shape for shape in bits(together, key) if np.prod(shape) > SMALL]
-    assert len(large) == 2
-    assert all(shape[0] == LAYERS for shape in large)
-    assert len([shape for shape in bits(draws_together(init, stacks[:1]), key) if np.prod(shape) > SMALL]) == 1 + LAYERS
-    for name, old in jax.jit(init)(key).items():
-        np.testing.assert_allclose(jax.jit(together)(key)[name], old, rtol=1e-6, atol=1e-7, err_msg=name)
+
+    def stacked(key: jax.Array, letters: str) -> dict[str, jax.Array]:
+        leaves = jax.jit(init, inline=True)(key)
+        stacks = {letter: jnp.stack([leaves.pop(f"{letter}{i}") for i in range(LAYERS)]) for letter in letters}
+        return leaves | stacks
+
+    key, old = jax.random.key(3), jax.jit(init)(jax.random.key(3))
+    for letters in "wx", "w":
+        together = draws_together(functools.partial(stacked, letters=letters))
+        large = [shape for shape in bits(together, key) if np.prod(shape) > SMALL]
+        assert sorted(shape[0] for shape in large) == sorted(
+            [LAYERS] * len(letters) + [SIDE] * LAYERS * (2 - len(letters))
+        )
+        made = [eqn for eqn in jax.make_jaxpr(together)(key).eqns if eqn.primitive.name == "stack"]
+        assert all(eqn.outvars[0].aval.size < SMALL for eqn in made)  # of keys, and no batch in rows again
+        for name, new in jax.jit(together)(key).items():
+            for i, layer in enumerate(new) if name in letters else [("", new)]:
+                np.testing.assert_allclose(layer, old[f"{name}{i}"], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_layers_that_wait_for_another_stay() -> None:
@@ -162,10 +172,9 @@ def test_layers_that_wait_for_another_stay() -> None:
         return leaves
 
     key = jax.random.key(3)
-    together = draws_together(init, [[0, 1, 2]])
+    together = draws_together(lambda key: [jnp.stack(init(key))])
     assert bits(together, key) == [(SIDE, SIDE)] * 3
-    for new, old in zip(jax.jit(together)(key), jax.jit(init)(key), strict=True):
-        np.testing.assert_allclose(new, old, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(jax.jit(together)(key)[0], jax.jit(init)(key), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("strategy", ["pipe=4,fsdp=2,microbatches=4", "pipe=8,microbatches=8"])
