@@ -48,7 +48,11 @@ class Case:
 
 CASES = {
     "gpt2": Case(
-        "gpt2", "8xH100", 256, 1024, ("fsdp=8,zero=1,reduce=compute", "fsdp=8,zero=1,reduce=compute,logits=whole")
+        "gpt2",
+        "8xH100",
+        256,
+        1024,
+        ("fsdp=8,zero=1,reduce=compute,logits=whole", "fsdp=8,reduce=compute,logits=whole"),
     ),
     "gpt2-xl": Case(
         "gpt2-xl", "8xA100-80GB", 64, 1024, ("fsdp=8,zero=1,reduce=compute,remat=dots", "fsdp=8,reduce=compute")
