@@ -307,6 +307,42 @@ def states() -> jp.Model:
     return jp.Model(init=_draws, loss=loss)
 
 
+def decays() -> jp.Model:
+    """xLSTM's parallel form: how much of every key is forgotten, from sums over all gates before with a zero in front,
+    [T + 1, T + 1], of which the first row and column are cut off.
+    """
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        forget, t = jax.nn.log_sigmoid(jnp.einsum("bthd,hd->bht", k, params["bias"].T) + 2), q.shape[1]
+        sums = jnp.concatenate([jnp.zeros_like(forget[..., :1]), jnp.cumsum(forget, -1)], -1)[..., None]
+        sums = sums.repeat(t + 1, axis=-1)
+        logs = (sums - sums.swapaxes(-2, -1))[:, :, 1:, 1:]
+        kept = jnp.exp(jnp.where(jnp.tril(jnp.ones((t, t), bool)), logs, -jnp.inf))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) * (DIM // HEADS) ** -0.5 * kept
+        return jnp.einsum("bhts,bshd->bthd", scores / (1 + jnp.abs(scores.sum(-1, keepdims=True))), v)
+
+    return _functions(attend)
+
+
+def picked() -> jp.Model:
+    """Every expert on every token, of which a token picks its best two by `all[best, rows, places]`."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return _draws(key) | {"experts": jax.random.normal(jax.random.fold_in(key, 12), (4, DIM, DIM)) * DIM**-0.5}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :-1]]
+        x = x + _plain(jnp.einsum("bthd,bshd->bhts", *(heads := _heads(params, x))[:2]), heads[2]).reshape(x.shape)
+        gates, best = jax.lax.top_k(x @ params["up"][:, :4], 2)
+        every = jnp.tanh(jnp.einsum("btd,edf->ebtf", x, params["experts"]))
+        rows, places = (jnp.arange(n) for n in x.shape[:2])
+        mine = every[best, rows[:, None, None], places[:, None]]
+        x = x + (jax.nn.softmax(gates)[..., None] * mine).sum(-2)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
 def mixture() -> jp.Model:
     """Experts that drop nothing: each rank's tokens in slots of its own, and what overflows these."""
     sizes = {"dim": DIM, "layers": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "experts": 4, "z": 0.01, "balance": 0.5}
@@ -331,6 +367,8 @@ MODELS = {
         flattened_shifted,
         neighbours,
         states,
+        decays,
+        picked,
         mixture,
     )
 }

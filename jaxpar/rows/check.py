@@ -101,7 +101,7 @@ def _read(
     inputs = [*whole(variables), *fed, *whole(key)]
     params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
     consts = reader.constants(flat.consts, twin.consts if twin is not None else None)
-    values = reader.run(flat, twin, consts, [*params, *inputs])
+    values = reader.run(flat, twin, consts, [*params, *inputs], flat.consts)
     sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
     return {name: _result(name, flat, values, mean) for name, mean in sums.items()}
 

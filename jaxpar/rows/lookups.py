@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from .elementwise import FROM_ALL, mixed
 from .reader import Reader, rule, shape_of, shapes
 from .shapes import shape_rule
-from .values import GATHER, Note, Pairs, Value, combine, coupled, position, product_power, reasons
+from .values import GATHER, Note, Pairs, Value, combine, coupled, position, product_power, reasons, reshaped
 
 
 def _product(eqn: Any, ins: Sequence[Value]) -> Value | None:
@@ -160,10 +162,30 @@ def _of_rows(
         return replace(x, dim=batch[found], columns=frozenset())
     if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
         return moved  # a single row, which take_along_axis has whole
+    if at.kind == "whole" and (places := _own_places(r, eqn, x)) is not None and (moved := places.moved(batch)):
+        return moved
     # Indices that come with the rows may point into their own, as those of graphs that are laid one after another do.
     # Those of a loop may go through all rows.
     certain = at.kind == "whole" and not r.looped
     return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain))
+
+
+def _own_places(r: Reader, eqn: Any, x: Value) -> Value | None:
+    """Rows along the dims of indices that are known to be row 0 some times, then row 1 as often, and so on, wherever
+    in a row: `x[np.repeat(np.arange(n), k), i, j]`, as of the pairs of DLRM's features.
+    """
+    numbers, (operand, indices) = eqn.params["dimension_numbers"], shapes(eqn)
+    mapped, times = list(numbers.start_index_map), math.prod(indices[:-1]) // max(x.count, 1)
+    if x.span != 1 or x.outer != 1 or x.first is not None or x.dim not in mapped or times * x.count == 0:
+        return None
+    if x.dim not in numbers.collapsed_slice_dims or times * x.count != math.prod(indices[:-1]):
+        return None
+    if (values := r.numbers(eqn.invars[1])) is None:
+        return None
+    rows = values[..., mapped.index(x.dim)].reshape(-1) // (operand[x.dim] // x.count)
+    if not np.array_equal(rows, np.repeat(np.arange(x.count), times)):
+        return None
+    return reshaped(replace(x, dim=0), (x.count, times), indices[:-1])
 
 
 def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int], mapped: Sequence[int]) -> int | None:

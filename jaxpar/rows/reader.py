@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..jaxprs import jaxpr as jx
@@ -28,6 +29,7 @@ APART: dict[str, PrimitiveRule] = {}  # what it makes of coupled values that com
 _EYES = frozenset(("eq", "convert_element_type", "copy"))  # what leaves a diagonal where it is
 _VALID = _EYES | {"ne", "is_finite", "not", "reduce_sum", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
 _LARGE = 1 << 16  # elements of a constant that nobody wants to look through
+_LARGEST = 1 << 24  # and of one that is looked through where rows may be coupled otherwise
 
 
 def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[PrimitiveRule], PrimitiveRule]:
@@ -55,25 +57,30 @@ def shape_of(eqn: Any) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Reader:
     """One reading: `rows` in a block, the mesh axes over which blocks are spread, whether programs have twins, and
-    whether the program is the body of a loop.
+    whether the program is the body of a loop; where its variables come from: an equation, or an array.
     """
 
     rows: int
     axes: frozenset[str] = frozenset()
     exact: bool = False
     looped: bool = False
+    origins: Mapping[Any, Any] = field(default_factory=dict)
 
-    def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-        """The outputs of a jaxpr (or a `jx.Flat`)."""
+    def run(
+        self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value], arrays: Sequence[Any] = ()
+    ) -> list[Value]:
+        """The outputs of a jaxpr (or a `jx.Flat`); `arrays` are what its constants are, where that is known."""
         twins = list(twin.eqns) if twin is not None else []
         names = [e.primitive.name for e in program.eqns]
         if names != [e.primitive.name for e in twins]:
             twin = None
         env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
+        origins = dict(zip(program.constvars, arrays, strict=False)) | {v: e for e in program.eqns for v in e.outvars}
+        reader = replace(self, origins=origins)
         for i, eqn in enumerate(program.eqns):
             other = twins[i] if twin is not None else None
             ins = [self.read(env, v, other and other.invars[k]) for k, v in enumerate(eqn.invars)]
-            env.update(zip(eqn.outvars, self.equation(eqn, other, ins), strict=True))
+            env.update(zip(eqn.outvars, reader.equation(eqn, other, ins), strict=True))
         outs = twin.outvars if twin is not None else [None] * len(program.outvars)
         return [self.read(env, v, w) for v, w in zip(program.outvars, outs, strict=True)]
 
@@ -81,13 +88,39 @@ class Reader:
         """The outputs of a jaxpr that an equation holds, closed or not."""
         opened, consts = jx.opened(jaxpr)
         other, others = jx.opened(twin) if twin is not None else (None, ())
-        return self.run(opened, other, self.constants(consts, others if twin is not None else None), inputs)
+        values = self.constants(consts, others if twin is not None else None)
+        return self.run(opened, other, values, inputs, consts)
 
     def read(self, env: Mapping[Any, Value], atom: Any, twin: Any) -> Value:
         """The value of a variable or literal."""
         if not jx.is_literal(atom):
             return env[atom]
         return self.constant(atom.val, twin.val if twin is not None and jx.is_literal(twin) else None)
+
+    def numbers(self, atom: Any) -> np.ndarray | None:
+        """What a value is, where it comes from sizes and constants alone, such as indices; None where it does not, is
+        large, or comes out of a call.
+        """
+        found: dict[Any, Any] = {}
+
+        def number(atom: Any) -> Any:
+            if jx.is_literal(atom):
+                return atom.val
+            if atom not in found:
+                made = self.origins.get(atom)
+                found[atom] = made if made is None or not hasattr(made, "primitive") else computed(made, atom)
+            return found[atom]
+
+        def computed(eqn: Any, atom: Any) -> Any:
+            large = any(math.prod(getattr(v.aval, "shape", ())) > _LARGEST for v in eqn.outvars)
+            if large or eqn.effects or eqn.primitive.name in ALWAYS:
+                return None
+            inputs = [number(v) for v in eqn.invars]
+            return None if any(x is None for x in inputs) else jx.bind(eqn, inputs)[eqn.outvars.index(atom)]
+
+        with jax.ensure_compile_time_eval():
+            value = number(atom)
+            return None if value is None else np.asarray(value)
 
     def constants(self, values: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
         """The values of arrays that a trace closed over."""

@@ -37,4 +37,5 @@ class Stash:
         ]
 
     def _start(self, buffer: jax.Array, layer: jax.Array) -> list[Any]:
-        return [self.slot, layer, *[0] * (buffer.ndim - 2)]
+        # One dtype for all: a plain 0 is an int64 under `jax_enable_x64`.
+        return [jnp.asarray(i, jnp.int32) for i in (self.slot, layer, *[0] * (buffer.ndim - 2))]

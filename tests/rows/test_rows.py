@@ -221,10 +221,36 @@ def shared_capacity(w: jax.Array, batch: Batch) -> jax.Array:
     return (jnp.square(batch["x"] @ w - batch["y"]).mean(-1) * (place <= 4)).mean()
 
 
+def _pairs(n: int, shift: int) -> tuple[jax.Array, ...]:
+    """One list of indices for all rows, of each pair of features once, as DLRM makes it."""
+    which = jnp.array(jnp.triu_indices(2))
+    row = jnp.tile(jnp.arange(n)[:, None], [1, which.shape[1]]).reshape(1, -1)
+    return tuple(jnp.concatenate([(row + shift) % n, jnp.tile(which, [1, n])]))
+
+
+def pairs_of_features(w: jax.Array, batch: Batch) -> jax.Array:
+    """DLRM's products of a row's features with each other. It was refused."""
+    x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
+    return jnp.square(x[_pairs(len(x), 0)].reshape(len(x), -1).sum(-1)).mean()
+
+
+def pairs_of_the_next(w: jax.Array, batch: Batch) -> jax.Array:
+    x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
+    return jnp.square(x[_pairs(len(x), 1)].reshape(len(x), -1).sum(-1)).mean()  # picks rows by computed indices
+
+
+def pairs_by_column(w: jax.Array, batch: Batch) -> jax.Array:
+    """Row 0, 1, 2, ... three times over: reshaped, a row has those of others."""
+    x = batch["x"] @ w
+    tiled = x[jnp.tile(jnp.arange(len(x)), 3), 0]  # picks rows by computed indices
+    return jnp.square(tiled.reshape(len(x), 3).sum(-1)).mean()
+
+
 COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
-COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean]
+COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean, pairs_of_the_next]
+COUPLED += [pairs_by_column]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -464,6 +490,7 @@ APART += [
     derivative,
     mean_of_a_mean,
     capacity_in_a_row,
+    pairs_of_features,
 ]
 
 

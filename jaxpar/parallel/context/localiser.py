@@ -40,7 +40,7 @@ from .ways import AXIS, GATHER, Way
 MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
 # What may be longer or shorter than the chunks that it is in.
 OVERLAPPING = frozenset((*ELEMENTWISE, "slice", "pad", "concatenate", "conv_general_dilated", "transpose", "squeeze",
-                         "broadcast_in_dim", "reduce_sum", "cumsum", *MIXING))  # fmt: skip
+                         "reshape", "broadcast_in_dim", "reduce_sum", "cumsum", *MIXING))  # fmt: skip
 
 
 @dataclass
@@ -220,7 +220,8 @@ class Positions(Localiser):
             moves = active and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             at = None if dim is None or dim == PARTIAL else self.split(dim)
             outs.append(Placed(value, at, v.aval.shape, moves, weight, partial=dim == PARTIAL))
-        if len(outs) == 1 and not split and not outs[0].partial and outs[0].dim is None:
+        # Of indices that are joined, some may count positions (`rules.py`), whatever the others are.
+        if len(outs) == 1 and (name == "concatenate" or (not split and not outs[0].partial and outs[0].dim is None)):
             outs[0].made = eqn, inputs
         return outs
 

@@ -175,7 +175,9 @@ def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 
 
 def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | None:
-    """`logits[jnp.arange(n), labels]`: something of each position, at its own place."""
+    """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
+    beside the place is a rank's own, such as a token's best experts.
+    """
     numbers = eqn.params["dimension_numbers"]
     column = list(numbers.start_index_map).index(table.dim)
     if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
@@ -184,7 +186,7 @@ def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | N
     if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
         return None
     at = counts(columns[column])
-    if at is None or indices.shape[at] != table.shape[table.dim]:
+    if at is None or indices.shape[at] != table.shape[table.dim] or indices.dim not in (None, at):
         return None  # other places
     held = work.part(indices, at)
     places = jnp.expand_dims(jnp.arange(held.shape[at], dtype=held.dtype), [*range(1, len(held.shape) - 1 - at)])

@@ -85,6 +85,13 @@ def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int
     1
     >>> reshaped((24, 5), at, (4, 6, 5), parts=2) is None
     True
+
+    What overlaps stays a dim of its own:
+
+    >>> reshaped((3, 9, 5, 1), Split(1, 1, 1), (3, 9, 5), parts=2).overlap
+    1
+    >>> reshaped((3, 9, 5), Split(1, 1, 1), (27, 5), parts=2) is None
+    True
     """
     outside, length = math.prod(before[:dim]) * dim.rows, before[dim] // dim.rows
     for d, n in enumerate(after):
@@ -94,6 +101,8 @@ def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int
         rows, rest = divmod(outside, first)
         if rest or n % rows:
             return None
+        if dim.overlap:
+            return Split(d, 1, dim.overlap) if rows == 1 and n == length else None
         chunked = n // rows == length or not (n // rows % parts or length % parts)
         return Split(d, rows) if chunked else None
     return None

@@ -41,7 +41,8 @@ class Placed:
       origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
       broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
       partial: whether the sum over ranks is meant; for context ranks, those of tensor sum at once.
-      made: the equation and the inputs that a whole value was made of, where its parts can be made of theirs.
+      made: the equation and the inputs that a whole value was made of, where its parts can be made of theirs; of one
+        that is split, what was joined to it.
     """
 
     value: Any

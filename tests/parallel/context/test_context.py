@@ -30,8 +30,10 @@ FIRST = (
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
+    ("decays", "context=4,data=2"),
+    ("picked", "context=4,fsdp=2,zero=1"),
 )
-SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "packed_window")
+SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "packed_window", "decays")
 EVERYWHERE = (
     *SCANNED[:6],
     "encoder_decoder",

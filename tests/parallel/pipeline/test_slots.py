@@ -16,6 +16,7 @@ from test_pipeline import COUNTS, SGD, STEPS, Cell, batch_of, model_of, one_devi
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
+from jaxpar.models import named
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.tables.greedy import OpCosts
 
@@ -126,3 +127,11 @@ def test_evaluation() -> None:
     _, metrics = step(state, batch)
     np.testing.assert_allclose(alone["loss"], metrics["loss"], rtol=1e-5)
     np.testing.assert_allclose(alone["balance"], metrics["balance"], rtol=1e-5)
+
+
+def test_64_bit_numbers() -> None:
+    """Under `jax_enable_x64` the stash of a schedule with halves was addressed by integers of two types."""
+    with jax.enable_x64(True):
+        model = named("llama-tiny", vocab=64, dim=16, layers=2, heads=2, kv_heads=2, ffn=16).model
+        step = jp.make_train_step(model, SGD, "pipe=2,microbatches=4,schedule=zb-h1", jax.devices()[:2])
+        step.trace({"tokens": np.zeros((8, 17), np.int32)})
