@@ -183,10 +183,12 @@ def _layers(jaxpr: Any, ends: Mapping[int, _Layer]) -> dict[Any, _Layer]:
     """The variables that become layers of a stack, here or after it, `ends` by position."""
     found = {v: ends[at] for at, v in enumerate(jaxpr.outvars) if at in ends and not jx.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
-        (out, *_), given = eqn.outvars, [v for v in eqn.invars if not jx.is_literal(v)]
+        if eqn.primitive.name not in ("stack", *_FOLLOWING):
+            continue
+        (out,), given = eqn.outvars, [v for v in eqn.invars if not jx.is_literal(v)]
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
             found |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(given)}
-        elif eqn.primitive.name in _FOLLOWING and out in found:
+        elif eqn.primitive.name != "stack" and out in found:
             before = found[out]._replace(before=found[out].before + 1)
             found |= {v: before for v in given if v.aval.size == out.aval.size and v not in found}
     return found
