@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import numpy as np
 
 from ..jaxprs import jaxpr as jx
@@ -101,26 +102,28 @@ class Reader:
         """What a value is, where it comes from sizes and constants alone, such as indices; None where it does not, is
         large, or comes out of a call.
         """
-        found: dict[Any, Any] = {}
-
-        def number(atom: Any) -> Any:
-            if jx.is_literal(atom):
-                return atom.val
-            if atom not in found:
-                made = self.origins.get(atom)
-                found[atom] = made if made is None or not hasattr(made, "primitive") else computed(made, atom)
-            return found[atom]
-
-        def computed(eqn: Any, atom: Any) -> Any:
-            large = any(math.prod(getattr(v.aval, "shape", ())) > _LARGEST for v in eqn.outvars)
-            if large or eqn.effects or eqn.primitive.name in ALWAYS:
+        needed, waiting = set[Any](), [atom]
+        while waiting:
+            if jx.is_literal(v := waiting.pop()) or v in needed:
+                continue
+            if (made := self.origins.get(v)) is None:
                 return None
-            inputs = [number(v) for v in eqn.invars]
-            return None if any(x is None for x in inputs) else jx.bind(eqn, inputs)[eqn.outvars.index(atom)]
-
+            if isinstance(made, jec.JaxprEqn):
+                large = any(math.prod(getattr(out.aval, "shape", ())) > _LARGEST for out in made.outvars)
+                if large or made.effects or made.primitive.name in ALWAYS:
+                    return None
+                waiting += made.invars
+            needed.add(v)
+        found: dict[Any, Any] = {}
+        read = lambda v: v.val if jx.is_literal(v) else found[v]
         with jax.ensure_compile_time_eval():
-            value = number(atom)
-            return None if value is None else np.asarray(value)
+            for v, made in self.origins.items():  # as the program has them
+                if v in needed and v not in found:
+                    outs = [(v, made)]
+                    if isinstance(made, jec.JaxprEqn):
+                        outs = zip(made.outvars, jx.bind(made, [*map(read, made.invars)]), strict=True)
+                    found.update(outs)
+            return np.asarray(read(atom))
 
     def constants(self, values: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
         """The values of arrays that a trace closed over."""

@@ -234,6 +234,15 @@ def pairs_of_features(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(x[_pairs(len(x), 0)].reshape(len(x), -1).sum(-1)).mean()
 
 
+def pairs_after_many_equations(w: jax.Array, batch: Batch) -> jax.Array:
+    """More than Python may call within one another."""
+    x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
+    rows, *places = _pairs(len(x), 0)
+    for _ in range(400):
+        rows = (rows + 1) - 1
+    return jnp.square(x[rows, *places].reshape(len(x), -1).sum(-1)).mean()
+
+
 def pairs_of_the_next(w: jax.Array, batch: Batch) -> jax.Array:
     x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
     return jnp.square(x[_pairs(len(x), 1)].reshape(len(x), -1).sum(-1)).mean()  # picks rows by computed indices
@@ -491,6 +500,7 @@ APART += [
     mean_of_a_mean,
     capacity_in_a_row,
     pairs_of_features,
+    pairs_after_many_equations,
 ]
 
 
