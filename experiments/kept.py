@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.jaxprs import jaxpr as jx
+from jaxpar.program import jaxpr as jx
 from jaxpar.step.core import Step
 
 

@@ -11,7 +11,6 @@ from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
-from .jaxprs.kernels import local_kernel
 from .layout.mesh import enough_threads, simulate
 from .layout.state import State
 from .make import make_train_step
@@ -22,6 +21,7 @@ from .models.parts.text import generate
 from .ops.attention import attention
 from .ops.cross_entropy import cross_entropy
 from .ops.experts.experts import experts
+from .program.kernels import local_kernel
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
 from .train.trainer import Trainer

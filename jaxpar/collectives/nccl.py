@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..jaxprs.buffers import zeros_after
+from ..program.buffers import zeros_after
 from .ranks import Axes as Axes
 from .ranks import Ranks as Ranks
 from .ranks import check_rank, collective, count, spanned

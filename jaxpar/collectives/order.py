@@ -30,8 +30,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.collectives import PRIMITIVES
+from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES
 
 Token = jax.Array  # int32 scalar, always 0
 

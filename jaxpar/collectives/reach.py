@@ -22,8 +22,8 @@ import jax
 import jax.extend.core as jec
 from jax.sharding import PartitionSpec
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.collectives import PRIMITIVES
+from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES
 from .order import is_token
 
 Axes = frozenset[str]

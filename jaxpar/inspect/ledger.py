@@ -26,8 +26,8 @@ from typing import Any, Self
 import jax
 import jax.extend.core as jec
 
-from ..jaxprs.collectives import KINDS, PRIMITIVES
-from ..jaxprs.jaxpr import live, opened
+from ..program.collectives import KINDS, PRIMITIVES
+from ..program.jaxpr import live, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Nesting, merged, whole

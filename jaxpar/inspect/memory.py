@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jec
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss

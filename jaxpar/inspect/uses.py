@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from ..axes import summed_over
 from ..collectives import scatter_pieces
-from ..jaxprs.jaxpr import Flat, build, live, opened, trace
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
+from ..program.jaxpr import Flat, build, live, opened, trace
 from ..step.core import Step
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced

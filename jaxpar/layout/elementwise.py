@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs import jaxpr as jx
 from ..model.paths import name_of
+from ..program import jaxpr as jx
 from .storage import Storage
 
 ELEMENTWISE = frozenset(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import extended
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")
 _FOLLOWING = """

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 from .paths import name_of
 
 _SAME = frozenset(

@@ -11,7 +11,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs.kernels import local_kernel
+from ..program.kernels import local_kernel
 from .flash import AttentionOptions, dot, even, refusal, visible
 
 IMPLEMENTATIONS = (None, "cudnn", "xla")

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..parallel.tensor.primitives import ELEMENTWISE
+from ..program.factors import ELEMENTWISE
 from .elementwise import scaled
 from .reader import APART, RULES, Reader, rule, shape_of, shapes
 from .shapes import along, without

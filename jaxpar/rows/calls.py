@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..jaxprs import jaxpr as jx
 from ..ops import routes
+from ..program import jaxpr as jx
 from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
 from .values import ROUTED, STEP, Note, Value, combine, coupled, reasons

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from ..jaxprs import jaxpr as jx
 from ..model.model import Mean, Replicated
+from ..program import jaxpr as jx
 from ..strategy import Strategy
 from .reader import Reader
 from .values import Note, Value, named, product_power

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..parallel.tensor.primitives import ELEMENTWISE
+from ..program.factors import ELEMENTWISE
 from .reader import WHOLE, Reader, rule
 from .values import GATHER, ODD, STEP, Note, Value, combine, coupled, position, product_power, some_rows, sum_power
 

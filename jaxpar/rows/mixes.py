@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..program import factors
 from .elementwise import FROM_ALL, mixed, together
-from .reader import WHOLE, Reader, rule, shape_of, shapes
+from .reader import WHOLE, Reader, rule, shapes
 from .shapes import along, shape_rule, without
 from .values import ROUTED, STEP, Note, Value, combine, coupled, product_power, reasons
 
@@ -16,6 +17,11 @@ _MATRICES = """
 cholesky eig eigh geqrf householder_product lu lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal
 tridiagonal_solve
 """.split()
+_WINDOWS = """
+reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add
+""".split()
+_SAID = {"rev": "reverse order", "approx_top_k": "sort", "fft": "Fourier transform",
+         **dict.fromkeys(_WINDOWS, "a window"), **{name: f"{name} of matrices" for name in _MATRICES}}  # fmt: skip
 _EXTREMES = {"reduce_max": "maximum", "reduce_min": "minimum", "reduce_or": "any", "reduce_and": "all"}
 
 
@@ -64,14 +70,6 @@ def _split(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
         return [coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))] * len(sizes)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [part(r, eqn, x, shape[axis], a, a + n) for a, n in zip(starts, sizes, strict=True)]
-
-
-@shape_rule("unstack")
-def _unstack(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    (x,), axis = ins, eqn.params["axis"]
-    if x.kind == "rows" and axis in x.dims:
-        return [coupled(ins, Note.at(eqn, f"takes rows one by one; {FROM_ALL}"))] * len(eqn.outvars)
-    return [along(eqn, x, without(len(shapes(eqn)[0]), [axis]))] * len(eqn.outvars)
 
 
 @shape_rule("tile")
@@ -129,60 +127,30 @@ def _over(eqn: Any, ins: Sequence[Value], dims: Sequence[int], linear: bool, wha
     return found
 
 
-@shape_rule("rev")
-def _rev(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    return _over(eqn, ins, eqn.params["dimensions"], True, "reverse order")
+_LINEAR = ("rev", "cumsum", "fft", "reduce_window_sum")
 
 
-@shape_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+@shape_rule("rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k", "fft",
+            *_MATRICES, *_WINDOWS)  # fmt: skip
+def _mixed(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value] | Value | None:
+    """What mixes elements along the dims that are no factor."""
     name = eqn.primitive.name
-    return _over(eqn, ins, [eqn.params["axis"]], name == "cumsum", name)
-
-
-@shape_rule("sort", "approx_top_k")
-def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    dim = eqn.params.get("dimension", eqn.params.get("reduction_dimension"))
-    found = _over(eqn, ins, [dim % len(shapes(eqn)[0])], False, "sort")
-    if found is None or found.kind != "coupled" or len(ins) == 1:
-        return found
-    # An order may be undone, as where tokens are sorted by their experts and then put back.
-    said = lambda what: what.replace(
-        f"; {FROM_ALL}", f", of no effect if results go back to their rows; else {FROM_ALL}"
-    )
-    return coupled(ins, *(replace(n, what=said(n.what), certain=False) for n in found.notes - reasons(ins)))
-
-
-@shape_rule("top_k")
-def _top_k(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    ndim = len(shapes(eqn)[0])
-    return _over(eqn, ins, [eqn.params.get("axis", ndim - 1) % ndim], False, "top_k")
-
-
-@shape_rule("fft")
-def _fft(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    ndim = len(shapes(eqn)[0])
-    return _over(eqn, ins, range(ndim - len(eqn.params["fft_lengths"]), ndim), True, "Fourier transform")
-
-
-@shape_rule(*_MATRICES)
-def _matrices(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
-    ndim = len(shapes(eqn)[0])
-    inside = 1 if eqn.primitive.name == "lu_pivots_to_permutation" else 2
-    found = _over(eqn, ins, range(ndim - inside, ndim), False, f"{eqn.primitive.name} of matrices")
-    # Eigenvalues and pivots have a dim less than their matrix.
-    return found and [
-        replace(found, varies=frozenset(d for d in found.varies if d < len(v.aval.shape))) for v in eqn.outvars
-    ]
-
-
-@shape_rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
-      "select_and_scatter_add")  # fmt: skip
-def _window(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    window, (shape, *_) = eqn.params["window_dimensions"], shapes(eqn)
-    dims = [d for d, n in enumerate(window) if n != 1 or shape_of(eqn)[d] != shape[d]]
+    known = {f.ins[0] for f in factors.of(eqn)}
+    dims = [d for d in range(len(shapes(eqn)[0])) if d not in known]
     data = [x for x, s in zip(ins, shapes(eqn), strict=True) if s]
-    return _over(eqn, data, dims, eqn.primitive.name == "reduce_window_sum", "a window")
+    found = _over(eqn, data, dims, name in _LINEAR, _SAID.get(name, name))
+    if found is None or name not in _MATRICES:
+        if name in ("sort", "approx_top_k") and found is not None and found.kind == "coupled" and len(ins) > 1:
+            # An order may be undone, as where tokens are sorted by their experts and then put back.
+            said = f", of no effect if results go back to their rows; else {FROM_ALL}"
+            notes = (
+                replace(n, what=n.what.replace(f"; {FROM_ALL}", said), certain=False)
+                for n in found.notes - reasons(ins)
+            )
+            return coupled(ins, *notes)
+        return found
+    # Eigenvalues and pivots have a dim less than their matrix.
+    return [replace(found, varies=frozenset(d for d in found.varies if d < len(v.aval.shape))) for v in eqn.outvars]
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import jax
 import jax.extend.core as jec
 import numpy as np
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 from .values import ODD, Note, Value, coupled, reasons
 
 PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..program import factors
 from .elementwise import FROM_ALL, together
 from .reader import WHOLE, Reader, rule, shape_of, shapes
 from .values import GATHER, Note, Value, combine, coupled, reshaped, spread
@@ -64,15 +65,12 @@ def _reshape(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     return found
 
 
-@shape_rule("transpose")
-def _transpose(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    order = list(eqn.params["permutation"])
-    return along(eqn, ins[0], [order.index(d) for d in range(len(order))])
-
-
-@shape_rule("squeeze")
-def _squeeze(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    return along(eqn, ins[0], without(len(shapes(eqn)[0]), eqn.params["dimensions"]))
+@shape_rule("transpose", "squeeze", "unstack")
+def _moved(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    if eqn.primitive.name == "unstack" and ins[0].kind == "rows" and eqn.params["axis"] in ins[0].dims:
+        return coupled(ins, Note.at(eqn, f"takes rows one by one; {FROM_ALL}"))
+    to = {f.ins[0]: f.outs[0] for f in factors.of(eqn)}
+    return along(eqn, ins[0], [to.get(d) for d in range(len(shapes(eqn)[0]))])
 
 
 @shape_rule("expand_dims")

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 
 STEP = -1  # `first` of some rows: those that one step of a scan over rows sees; and of sums over some rows
 ROUTED = -2  # of tokens in an order of their own, as in the buffers of experts: each slot has at most one row's

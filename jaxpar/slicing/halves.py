@@ -6,7 +6,7 @@ Bubble Pipeline Parallelism, section 2).
     weights    leaves, saved, left       -> cotangents of the leaves
 
 Both are cut from the equations of the whole. What both need, the first half computes and leaves behind; only what
-follows element by element from the rest is computed again, as in `jaxprs/residuals.py`. Gradients that are sums
+follows element by element from the rest is computed again, as in `program/residuals.py`. Gradients that are sums
 without a product, of scales and biases, come with the first half. A layer that is recomputed in its backward (`remat`)
 is so in the first half alone, and then all that the second reads of it is left: of a decoder's layer about ten times
 its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, its input 34 MB). With `remat="twice"`
@@ -23,8 +23,8 @@ from typing import Any, Self
 import jax
 from jax.core import Tracer
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.residuals import CHEAP, residuals_to_save
+from ..program import jaxpr as jx
+from ..program.residuals import CHEAP, residuals_to_save
 
 _CHEAP = CHEAP | {"tensor_enter"}  # which is its operand; what it sends it sends in its own backward
 

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.collectives import KINDS
+from ..program import jaxpr as jx
+from ..program.collectives import KINDS
 
 _EXCHANGES = KINDS["all-to-all"]
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..jaxprs.buffers import zeros_after
+from ..program.buffers import zeros_after
 from .halves import Left, pick
 from .loop import LayerLoop
 from .slices import Slice

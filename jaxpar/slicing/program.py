@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..jaxprs import jaxpr as jx
+from ..program import jaxpr as jx
 from .pieces import Access, Segment, Stack, add
 from .rolling.loops import RolledLoop
 

@@ -21,8 +21,8 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from ..collectives.edges import saves_no_gather, saves_sums
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.hoist import closure, split
+from ..program import jaxpr as jx
+from ..program.hoist import closure, split
 from .pieces import Segment, Stack
 from .program import Program
 from .slices import Chain, Slice, sliced

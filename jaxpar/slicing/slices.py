@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..jaxprs import jaxpr as jx
 from ..layout.leaves import LAYERS
+from ..program import jaxpr as jx
 
 # Elementwise: on operands of one shape, a layer of the result is the result on a layer.
 _ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())

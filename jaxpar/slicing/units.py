@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ..jaxprs import jaxpr as jx
-from ..jaxprs.buffers import anchor
-from ..jaxprs.orientation import oriented
-from ..jaxprs.residuals import residuals_to_save
+from ..program import jaxpr as jx
+from ..program.buffers import anchor
+from ..program.orientation import oriented
+from ..program.residuals import residuals_to_save
 from .halves import Halves, merge, pick
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs import jaxpr as jx
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..model.paths import below
 from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
+from ..program import jaxpr as jx
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy

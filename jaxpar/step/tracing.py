@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs import jaxpr as jx
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import Mean, Model, couplings
@@ -27,6 +26,7 @@ from ..parallel.expert import exchange_tokens
 from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.tensor import RULES, localise
+from ..program import jaxpr as jx
 from ..rows import check_coupling
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.model.draws import SMALL, draws_together
+from jaxpar.program import jaxpr as jx
 
 LEAVES = 8
 LAYERS, SIDE = 4, 256  # of large draws

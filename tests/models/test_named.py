@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import NAMES, Named, gpt, named, resnet
+from jaxpar.program import jaxpr as jx
 
 GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
 

@@ -10,12 +10,12 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.ops import routes
 from jaxpar.ops.experts.dispatch import dispatch
 from jaxpar.ops.experts.experts import balanced, swiglu
 from jaxpar.ops.experts.overflow import most_blocks
 from jaxpar.ops.experts.routing import chosen
+from jaxpar.program import jaxpr as jx
 
 Tree = Any
 ROWS, DIM, FFN = 4, 6, 5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.jaxprs.jaxpr import opened, trace
+from jaxpar.program.jaxpr import opened, trace
 from jaxpar.slicing.halves import Halves, pick
 from jaxpar.slicing.pieces import Stack
 from jaxpar.slicing.slicer import Slicing, slice_program

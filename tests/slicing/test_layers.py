@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.jaxprs.jaxpr import trace
+from jaxpar.program.jaxpr import trace
 from jaxpar.slicing.pieces import Segment, Stack
 from jaxpar.slicing.program import Program
 from jaxpar.slicing.slicer import Slicing, slice_program

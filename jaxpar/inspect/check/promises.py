@@ -15,10 +15,10 @@ import jax
 import jax.extend.core as jec
 
 from ...collectives.order import is_token, needed
-from ...jaxprs import jaxpr as jx
 from ...layout.leaves import PAD_FROM, Leaf
 from ...model.paths import name_of
 from ...parallel import rule_of
+from ...program import jaxpr as jx
 from ...slicing.program import Program
 from ...step.core import Step
 from ..ledger import PRIMITIVES, Collective

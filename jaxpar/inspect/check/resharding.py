@@ -23,9 +23,9 @@ import jax
 import jax.extend.core as jec
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...jaxprs.jaxpr import opened, where
 from ...layout.elementwise import ELEMENTWISE
 from ...model.paths import name_of
+from ...program.jaxpr import opened, where
 from ...step.core import Step
 from ...text import size
 from ..compiled.hlo import Instruction, Module, arrays, short

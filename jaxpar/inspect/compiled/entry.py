@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from ...jaxprs.collectives import KINDS, on_the_wire
+from ...program.collectives import KINDS, on_the_wire
 from .shares import times
 
 

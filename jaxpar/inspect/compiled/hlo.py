@@ -17,7 +17,7 @@ from pathlib import PurePath
 import jax
 import numpy as np
 
-from ...jaxprs.collectives import KINDS
+from ...program.collectives import KINDS
 from .entry import whole
 from .shares import Share, share_of
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import jax
 
-from ...jaxprs.collectives import on_the_wire
+from ...program.collectives import on_the_wire
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 from .shares import OVERFLOW

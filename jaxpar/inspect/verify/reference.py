@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...jaxprs import jaxpr as jx
 from ...layout.precision import Policy
 from ...model.batches import check_rows
 from ...model.model import Mean, Model, Replicated
+from ...program import jaxpr as jx
 from ...step.gradients import block_key
 from ...step.update import taking_value
 from ...strategy import Strategy

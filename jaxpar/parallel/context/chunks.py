@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from ...jaxprs import jaxpr as jx
 from ...ops import routes
 from ...ops.cross_entropy import HeadProduct, product
+from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of

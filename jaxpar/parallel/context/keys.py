@@ -4,15 +4,13 @@ by a softmax or by the product with the values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...jaxprs import jaxpr as jx
-from ..tensor.primitives import ELEMENTWISE
+from ...program import factors
+from ...program import jaxpr as jx
 
 Sides = dict[int, int]  # dim -> which operand's positions it has
-_SAME = frozenset((*ELEMENTWISE, "optimization_barrier", "reduce_precision"))
 
 
 def keys_of(eqns: Sequence[Any], product: Any, dims: Sequence[int]) -> int | None:
@@ -42,36 +40,17 @@ def _follow(eqns: Sequence[Any], known: dict[Any, Sides]) -> tuple[int | None, M
 
 
 def _summed(eqn: Any, sides: Sequence[Sides]) -> int | None:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        contracted, _ = params["dimension_numbers"]
-        mixed = [(i, d) for i, dims in enumerate(contracted) for d in dims]
-    elif name.startswith(("reduce_", "arg")) and "axes" in params:
-        mixed = [(0, d) for d in params["axes"]]
-    else:
-        mixed = [(0, params[k]) for k in ("axis", "dimension") if name.startswith(("cum", "sort")) and k in params]
+    mixed = [(i, d) for f in factors.of(eqn) if f.reduced for i, d in enumerate(f.ins) if d is not None]
+    mixed += [
+        (0, eqn.params[k])
+        for k in ("axis", "dimension")
+        if eqn.primitive.name.startswith(("cum", "sort")) and k in eqn.params
+    ]
     return next((sides[i][d] for i, d in mixed if d in sides[i]), None)
 
 
 def _moved(eqn: Any, out: Any, sides: Sequence[Sides]) -> Sides:
     """Where the positions are in an output of an equation that leaves them apart."""
-    name, params, first = eqn.primitive.name, eqn.params, sides[0]
-    shape = getattr(out.aval, "shape", ())
-    if name in _SAME:
-        found: Sides = {}
-        for v, x in zip(eqn.invars, sides, strict=True):
-            found.update((d, side) for d, side in x.items() if d < len(shape) and v.aval.shape[d] == shape[d])
-        return found
-    if name == "transpose":
-        return {params["permutation"].index(d): side for d, side in first.items()}
-    if name == "broadcast_in_dim":
-        return {params["broadcast_dimensions"][d]: side for d, side in first.items()}
-    if name in ("squeeze", "reshape"):
-        before = eqn.invars[0].aval.shape
-        place = lambda d: next(
-            (k for k, n in enumerate(shape) if n == before[d] and math.prod(shape[:k]) == math.prod(before[:d])), None
-        )
-        return {k: side for d, side in first.items() if (k := place(d)) is not None}
-    if name.startswith("reduce_") and "axes" in params:
-        return {d - sum(a < d for a in params["axes"]): side for d, side in first.items()}
-    return {}
+    at = list(eqn.outvars).index(out)
+    pairs = [(d, f.outs[at], i) for f in factors.of(eqn) for i, d in enumerate(f.ins) if f.outs[at] is not None]
+    return {to: sides[i][d] for d, to, i in pairs if d in sides[i]}

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
 from ...ops.context import from_zigzag, order_of
+from ...program import jaxpr as jx
 from ..tensor.localiser import Localiser, Placed
 from ..tensor.primitives import ELEMENTWISE
 from .split import PARTIAL, Split, by_row, linear, pushed

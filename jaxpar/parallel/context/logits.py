@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
 from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
+from ...program import jaxpr as jx
 from ..tensor.localiser import Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
 from .chunks import RULES, Chunk, StayWholeError

@@ -16,8 +16,8 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
 from ...ops.context import from_chunks, order_of, with_neighbours
+from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import shape_of

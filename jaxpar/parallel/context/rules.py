@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...jaxprs import jaxpr as jx
-from ...jaxprs import kernels
 from ...ops import routes
 from ...ops.context import gather_attention, ring_attention, ulysses_attention, usp_attention
 from ...ops.flash import AttentionOptions
+from ...program import factors, kernels
+from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, shape_of, without
+from ..tensor.primitives import ELEMENTWISE, follow, shape_of
 from .keys import keys_of
 from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
@@ -98,22 +98,14 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@rule("reduce_sum")
-def _sum(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+@rule(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
+)
+def _reduce(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
-    axes = eqn.params["axes"]
-    if x.dim in axes:
-        return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)]
-    return [(jx.bind(eqn, [x.value])[0], without(x.dim, axes))]
-
-
-@rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")
-def _extreme(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    (x,) = inputs
-    axes = eqn.params["axes"]
-    if x.dim in axes:
-        return None
-    return [(jx.bind(eqn, [x.value])[0], without(x.dim, axes))]
+    if x.dim not in eqn.params["axes"]:
+        return follow(work, eqn, inputs)
+    return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)] if eqn.primitive.name == "reduce_sum" else None
 
 
 @rule("dot_general")
@@ -122,45 +114,21 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
     Of two operands whose positions meet, keys (`keys.py`) are gathered and queries stay.
     """
-    contracted, batch = eqn.params["dimension_numbers"]
-
-    def role(side: int) -> tuple[str, int]:
-        dim = inputs[side].dim
-        assert dim is not None
-        for kind, dims in (("contracted", contracted[side]), ("batch", batch[side])):
-            if dim in dims:
-                return kind, list(dims).index(dim)
-        return "free", dim
-
     split = [side for side in (0, 1) if inputs[side].dim is not None]
-    how = [(1, 0) if (d := inputs[side].dim) is None else work.split(d).how[1:] for side in (0, 1)]
-    if len(split) == 2 and (*role(0), how[0]) == (*role(1), how[1]) and role(0)[0] != "free":
-        kind, at = role(0)
-        if kind == "contracted":
-            return [(jx.bind(eqn, [work.kept(x) for x in inputs])[0], PARTIAL)]
-        return [(jx.bind(eqn, [x.value for x in inputs])[0], at)]
-    free = [side for side in split if role(side)[0] == "free"]
+    every = factors.of(eqn)
+    of = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
+    free = [side for side in split if None in of[side].ins]
     keep = (free or split)[0]
-    if len(free) == 2 and keys_of(work.eqns, eqn, [_place(eqn, side, role(side)[1]) for side in (0, 1)]) == 0:
+    if len(free) == 2 and keys_of(work.eqns, eqn, [of[side].outs[0] for side in (0, 1)]) == 0:
         keep = 1
-    kind, at = role(keep)
-    mine, other = inputs[keep], inputs[1 - keep]
-    if kind == "contracted":
-        own, others, dim = work.kept(mine), work.part(other, Split(contracted[1 - keep][at], *how[keep])), PARTIAL
-    elif kind == "batch":
-        own, others, dim = mine.value, work.part(other, Split(batch[1 - keep][at], *how[keep])), Split(at, *how[keep])
-    else:
-        own, others, dim = mine.value, work.whole(other), Split(_place(eqn, keep, at), *how[keep])
-    return [(jx.bind(eqn, [others, own] if keep else [own, others])[0], dim)]
-
-
-def _place(eqn: Any, side: int, dim: int) -> int:
-    """The dim of a product that a free dim of one side becomes."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    ranks = [len(v.aval.shape) for v in eqn.invars]
-    free = [d for d in range(ranks[side]) if d not in (*contracted[side], *batch[side])]
-    before = len(batch[0]) + (ranks[0] - len(contracted[0]) - len(batch[0])) * side
-    return before + free.index(dim)
+    factor, how = of[keep], work.split(inputs[keep].dim).how[1:]  # type: ignore[arg-type]
+    values = [
+        work.whole(x) if d is None else work.part(x, Split(d, *how)) for x, d in zip(inputs, factor.ins, strict=True)
+    ]
+    if factor.reduced:  # of what has them, without what other ranks have as well
+        values[keep] = work.kept(inputs[keep])
+        return [(jx.bind(eqn, values)[0], PARTIAL)]
+    return [(jx.bind(eqn, values)[0], Split(factor.outs[0], *how))]
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, Placed
 from ..tensor.primitives import ELEMENTWISE
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, Placed
 
 

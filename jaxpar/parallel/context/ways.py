@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import jax.extend.core as jec
 
-from ...jaxprs import jaxpr as jx
-from ...jaxprs import kernels
 from ...ops.context import usp_bytes
 from ...ops.context.order import Order
 from ...ops.flash import AttentionOptions
+from ...program import jaxpr as jx
+from ...program import kernels
 
 AXIS = "context"
 RINGS = ("ring", "usp")  # whose hops all devices of a program must meet in

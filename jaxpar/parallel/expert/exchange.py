@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ..tensor.localiser import Placed
 from .grouped import PRIMITIVE, ExpertRun, repeats, runs
 from .localiser import ExpertLocaliser, place

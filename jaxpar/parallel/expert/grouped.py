@@ -19,10 +19,10 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
 from ...ops import routes
 from ...ops.experts.dropless import dropless, slots_of
 from ...ops.experts.tables import wide
+from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Placed
 from .localiser import ExpertLocaliser, SlotDims
 

@@ -24,7 +24,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ..tensor.localiser import Localiser, Placed
 from .dims import AXIS
 

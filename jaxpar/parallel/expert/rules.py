@@ -7,19 +7,19 @@ for itself: then every input is as the model has it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
-from ...jaxprs import jaxpr as jx
 from ...ops import routes
 from ...ops.experts.gathered import fewer
+from ...program import factors
+from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, shape_of
+from ..tensor.primitives import ELEMENTWISE
 from .localiser import ExpertLocaliser, SlotDims, place
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
@@ -59,143 +59,50 @@ def _slots(inputs: Sequence[Placed]) -> Any:
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
-# -- each element for itself -------------------------------------------------------------------------------------------
-
-
-@rule(*(name for name in ELEMENTWISE if name in TENSOR))
-def _elementwise(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    to = _slots(inputs)
-    values = [_aligned(work, x, to, shape_of(eqn)) for x in inputs]
-    return None if any(value is None for value in values) else [(jx.bind(eqn, values)[0], to)]
-
-
-def _aligned(work: ExpertLocaliser, x: Placed, to: SlotDims, shape: Sequence[int]) -> Any:
-    """An operand of one shape, with 1 in its place, or a scalar, for slots; None where that is not known."""
-    if not x.shape:
-        return work.whole(x) if x.weight else None
-    of_all, of_each = (x.shape[d] == 1 != shape[d] for d in (to.dim, to.slots))
-    if not of_all and not of_each:
-        return work.part(x, to)
-    if not x.weight or x.dim not in (None, to.dim):
-        return None
-    value = x.value if x.dim is not None or of_all else work.take(x, to.dim)
-    return value if of_each else jnp.concatenate([value] * work.ranks, axis=to.slots)
-
-
 @rule("optimization_barrier")
 def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
 
 
-# -- shape -------------------------------------------------------------------------------------------------------------
-
-
-@rule("broadcast_in_dim")
-def _broadcast(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    x, *_ = inputs
-    at: Any = x.dim
-    to, shape = at.moved(lambda d: eqn.params["broadcast_dimensions"][d]), shape_of(eqn)
-    if (shape[to.dim], shape[to.slots]) != (x.shape[at.dim], x.shape[at.slots]):
+@rule(*(name for name in factors.FACTORS if name not in ("gather", "scatter", "conv_general_dilated")))
+def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
+    i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
+    at: Any = inputs[i].dim
+    free = {f.ins[i]: f for f in factors.of(eqn) if not f.reduced}
+    of = [free.get(at.dim), free.get(at.slots)]
+    if None in of or (of[0] is of[1]) != (at.dim == at.slots):
         return None
-    return [(jx.bind(eqn, [x.value], shape=work.local(shape, to))[0], to)]
-
-
-@rule("reshape")
-def _reshape(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Both dims stay dims of their own."""
-    x, *_ = inputs
-    at: Any = x.dim
-    shape, found = shape_of(eqn), []
-    for old in (at.dim, at.slots):
-        before = math.prod(x.shape[:old])
-        new = [d for d, n in enumerate(shape) if n == x.shape[old] and math.prod(shape[:d]) == before]
-        if len(new) != 1 or eqn.params["dimensions"] is not None:
-            return None
-        found += new
-    to: Any = SlotDims(*found)
-    return (
-        None
-        if to.dim == to.slots and at.dim != at.slots
-        else [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, to))[0], to)]
+    experts, slots = of
+    values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
+    outs = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]
+    if any(value is None for value in values):
+        return None
+    # Sizes of parts: of both dims at once.
+    local = lambda shape, d: work.local(
+        shape, at if len(shape) == len(inputs[i].shape) and eqn.primitive.name in _SAME_RANK else outs[0]
     )
+    changes = {}
+    for f in (experts, slots):
+        changes |= f.params(local) if f.params else {}
+    return list(zip(jx.bind(eqn, values, **changes), outs, strict=True))
 
 
-@rule("transpose")
-def _transpose(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
-    (x,) = inputs
-    return [(jx.bind(eqn, [x.value])[0], _slots(inputs).moved(list(eqn.params["permutation"]).index))]
+_SAME_RANK = ("slice", "dynamic_slice")
 
 
-@rule("squeeze")
-def _squeeze(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _without(work, eqn, inputs, eqn.params["dimensions"])
-
-
-def _without(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed], gone: Sequence[int]) -> Found | None:
-    """An equation after which some dims are gone."""
-    (x,) = inputs
-    at: Any = x.dim
-    if any(d in at for d in gone):
+def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) -> Any:
+    """An operand for slots, which may have 1 in the place of experts or slots, or neither; None where it is unknown."""
+    if dim is not None and slots is not None:
+        return work.part(x, SlotDims(dim, slots))
+    if not x.weight or x.dim not in (None, dim):
         return None
-    to = at.moved(lambda dim: dim - sum(d < dim for d in gone))
-    return [(value, to) for value in jx.bind(eqn, [x.value])]
-
-
-@rule("concatenate")
-def _concatenate(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    to = _slots(inputs)
-    if eqn.params["dimension"] in to:
-        return None
-    return [(jx.bind(eqn, [work.part(x, to) for x in inputs])[0], to)]
-
-
-@rule("slice")
-def _slice(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    (x,) = inputs
-    at: Any = x.dim
-    starts, limits, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
-    for d in (at.dim, at.slots):
-        if starts[d] != 0 or limits[d] != x.shape[d] or (strides and strides[d] != 1):
-            return None
-    own = work.local(x.shape, at)
-    limits = tuple(own[d] if d in at else n for d, n in enumerate(limits))
-    return [(jx.bind(eqn, [x.value], limit_indices=limits)[0], at)]
-
-
-@rule("split")
-def _split(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    (x,) = inputs
-    at: Any = x.dim
-    return None if eqn.params["axis"] in at else [(value, at) for value in jx.bind(eqn, [x.value])]
-
-
-@rule("pad")
-def _pad(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    x, fill = inputs
-    at: Any = x.dim
-    widths = eqn.params["padding_config"]
-    if at is None or not fill.weight or any(tuple(widths[d]) != (0, 0, 0) for d in (at.dim, at.slots)):
-        return None
-    return [(jx.bind(eqn, [x.value, work.whole(fill)])[0], at)]
+    value = x.value if x.dim is not None else work.whole(x) if dim is None else work.take(x, dim)
+    return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)
 
 
 for _name in _OF_LEAVES:
     RULES.setdefault(_name, functools.partial(_of_leaves, TENSOR[_name]))
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------
-
-
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-def _reduce(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    return _without(work, eqn, inputs, eqn.params["axes"])
-
-
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    (x,) = inputs
-    at: Any = x.dim
-    return None if eqn.params["axis"] in at else [(jx.bind(eqn, [x.value])[0], at)]
 
 
 def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:

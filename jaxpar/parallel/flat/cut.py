@@ -19,7 +19,7 @@ from typing import Any
 import jax.extend.core as jec
 import numpy as np
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
 FLOPS = 300.0

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ...jaxprs import jaxpr as jx
 from ...layout.leaves import Leaf
+from ...program import jaxpr as jx
 from ...slicing.halves import Halves, Left, pick
 from ...slicing.pieces import Access, add
 from ...slicing.program import Program, backward, forward, read

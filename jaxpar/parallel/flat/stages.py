@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ...slicing.pieces import Segment
 from ...slicing.program import Program
 from ...tables.operations import KINDS, StagePlace

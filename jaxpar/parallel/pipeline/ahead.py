@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ...slicing.pieces import Access, Stack
 from ...slicing.program import Program, backward, forward, read
 from .chunks import AXIS, before, side

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ...slicing.halves import merge, pick
 from ...slicing.pieces import Stack
 from ...slicing.program import Program, read

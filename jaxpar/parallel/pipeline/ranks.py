@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read

@@ -11,8 +11,8 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
-from ...jaxprs import jaxpr as jx
-from ...jaxprs import kernels
+from ...program import jaxpr as jx
+from ...program import kernels
 from .localiser import Found, Localiser, Placed
 from .primitives import rule
 
@@ -78,6 +78,39 @@ def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     carry, ys = jax.lax.scan(run, start, scanned, length=parts.length, **options)
     dims = [x.dim for x in carried] + [None if out.dim is None else out.dim + 1 for out in found[k:]]
     return list(zip([*carry, *ys], dims, strict=True))
+
+
+@rule("while")
+def _while(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """What is carried may become split after a step, as in a scan; the condition reads all of it."""
+    n, k = (eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
+    of_cond, of_body, init = inputs[:n], inputs[n : n + k], inputs[n + k :]
+    cond, body = (jx.flatten(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    carried = [_again(x, x.value) for x in init]
+    placed = lambda some, values: [_again(x, v) for x, v in zip(some, values, strict=True)]
+    step = lambda values: work.run(body, [*placed(of_body, _values(of_body)), *placed(carried, values)])
+    found: list[Placed] = []
+    while True:
+        shapes = [jax.ShapeDtypeStruct(work.local(x.shape, x.dim), jnp.result_type(x.value)) for x in init]
+        shapes = [
+            jax.ShapeDtypeStruct(work.local(x.shape, x.dim), s.dtype) for x, s in zip(carried, shapes, strict=True)
+        ]
+        jax.eval_shape(lambda values: [x.value for x in found.__setitem__(slice(None), step(values)) or found], shapes)
+        later = [(x, out) for x, out in zip(carried, found, strict=True) if x.dim is None and out.dim is not None]
+        if not later:
+            break
+        for x, out in later:
+            x.dim, x.origin = out.dim, out.origin
+
+    def more(values: Any) -> jax.Array:
+        (goes_on,) = work.run(cond, [*placed(of_cond, _values(of_cond)), *placed(carried, values)])
+        return work.whole(goes_on)
+
+    start = [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)]
+    out = jax.lax.while_loop(
+        more, lambda v: [_as(work, y, x.dim) for x, y in zip(carried, step(v), strict=True)], start
+    )
+    return list(zip(out, (x.dim for x in carried), strict=True))
 
 
 @rule(*jx.REMATS)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ...collectives import edges
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 
 
 @dataclass

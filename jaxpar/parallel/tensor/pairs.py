@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jec
 
-from ...jaxprs import jaxpr as jx
 from ...layout.leaves import PAD_FROM
 from ...model.paths import name_of
+from ...program import jaxpr as jx
 
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
 _WORTH = 64  # products for each element that is sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...collectives import edges
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from .localiser import Found, Localiser, Placed
-from .primitives import rule, shape_of, without
+from .primitives import follow, followed, on_parts, rule, shape_of, without
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
@@ -21,9 +20,9 @@ from .primitives import rule, shape_of, without
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     (x,) = inputs
-    (value,) = jx.bind(eqn, [x.value])
     if x.dim not in eqn.params["axes"]:
-        return [(value, without(x.dim, eqn.params["axes"]))]
+        return follow(work, eqn, inputs)
+    (value,) = jx.bind(eqn, [x.value])
     if eqn.primitive.name == "reduce_sum":
         return [(edges.leave(value, work.ranks), None)]
 
@@ -66,39 +65,19 @@ def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 # -- matmuls -----------------------------------------------------------------------------------------------------------
 
 
-@rule("dot_general")
-def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
-    """Column-parallel where a free dim is split, row-parallel where a contracted one is."""
-    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    contracted, batch = (left_contracted, right_contracted), (left_batch, right_batch)
-
-    def role(side: int) -> tuple[str, int]:
-        dim = inputs[side].dim
-        if dim in contracted[side]:
-            return "contracted", list(contracted[side]).index(dim)
-        if dim in batch[side]:
-            return "batch", list(batch[side]).index(dim)
-        return "free", dim or 0
-
-    split = [side for side in (0, 1) if inputs[side].dim is not None]
-    # Where both are split and not alike, a parameter keeps its split, and else what is larger.
-    keep = max(split, key=lambda side: (inputs[side].weight, math.prod(inputs[side].shape)))
-    other = 1 - keep
-    kind, at = role(keep)
-    values: list[Any] = [None, None]
-    values[keep] = inputs[keep].value
-    if kind == "free":
-        values[other] = work.entered(inputs[other])
-        free = [d for d in range(len(inputs[keep].shape)) if d not in (*contracted[keep], *batch[keep])]
-        before = len(batch[keep])
-        if keep == 1:
-            before += len(inputs[0].shape) - len(left_contracted) - len(left_batch)
-        return [(jx.bind(eqn, values)[0], before + free.index(at))]
-    values[other] = work.part(inputs[other], {"contracted": contracted, "batch": batch}[kind][other][at])
-    (value,) = jx.bind(eqn, values)
-    if kind == "batch":
-        return [(value, at)]
-    return [work.summed(value, shape_of(eqn), inputs[keep].weight != inputs[other].weight, eqn)]
+@rule("dot_general", "conv_general_dilated")
+def _product(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
+    and not alike, a parameter keeps its split, and else what is larger.
+    """
+    factor = followed(eqn, inputs, weights=True)
+    found = None if factor is None else on_parts(work, eqn, inputs, factor)
+    if found is None or not factor.reduced:
+        return found
+    ((value, _),) = found
+    left, right = inputs
+    residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
+    return [work.summed(value, shape_of(eqn), residual, eqn)]
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------
@@ -107,38 +86,13 @@ def _dot(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 @rule("gather")
 def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     table, indices = inputs
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    batch = [
-        d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims
-    ]  # in order of the dims of the indices
-    if table.dim is None:
-        assert indices.dim is not None
-        if indices.dim == len(indices.shape) - 1 or indices.dim in numbers.start_indices_batching_dims:
-            return None
-        return [(jx.bind(eqn, [work.entered(table), indices.value])[0], batch[indices.dim])]
-    if table.dim in numbers.operand_batching_dims:
-        at = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
-        return [(jx.bind(eqn, [table.value, work.part(indices, at)])[0], batch[at])]
-    if indices.dim is not None:
-        return None
-    if table.dim not in numbers.start_index_map:
-        if sizes[table.dim] != table.shape[table.dim]:
-            return None
-        whole = [
-            d
-            for d in range(len(table.shape))
-            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        ]
-        if table.dim not in whole:
-            return None
-        dim = numbers.offset_dims[whole.index(table.dim)]
-        changed = work.local(sizes, table.dim)
-        return [(jx.bind(eqn, [table.value, indices.value], slice_sizes=changed)[0], dim)]
-    if table.dim not in numbers.collapsed_slice_dims:
-        return None
+    numbers = eqn.params["dimension_numbers"]
+    if table.dim is None or table.dim not in numbers.collapsed_slice_dims:
+        return follow(work, eqn, inputs)
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    if fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+    if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
+    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [_look_up(work, eqn, table, indices, batch)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.extend.core as jec
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 
 _LEADING = ("broadcast_in_dim", "expand_dims", "reshape")  # what may put a dim of size 1 in front
 StackMembers = Sequence[tuple[int, Sequence[int]]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ...jaxprs import jaxpr as jx
+from ...program import jaxpr as jx
 from .joined import StackMembers, join
 from .readings import Pass, Readings, Row, rows
 from .roll import NotAlike, Span, roll

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...jaxprs import jaxpr as jx
-from ...jaxprs.hoist import closure
+from ...program import jaxpr as jx
+from ...program.hoist import closure
 
 
 @dataclass(frozen=True)

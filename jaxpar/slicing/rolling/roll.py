@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...jaxprs import jaxpr as jx
-from ...jaxprs.equal import differing, same_atom, short
-from ...jaxprs.hoist import closure
+from ...program import jaxpr as jx
+from ...program.equal import differing, same_atom, short
+from ...program.hoist import closure
 from .readings import Pass, Readings, Row
 
 

@@ -16,12 +16,12 @@ from flax import linen as nn
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.starts import starts
 from jaxpar.parallel.context.ways import choose
+from jaxpar.program import jaxpr as jx
 
 # All three ways, every other axis, dropout, shifted targets, a product with the keys on its left, logits in chunks.
 FIRST = (

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.context.logits import Logits, chunked
+from jaxpar.program import jaxpr as jx
 
 B, T, D, V = 3, 10, 8, 32
 CHUNK = 6  # tokens: 2 positions of 3 rows

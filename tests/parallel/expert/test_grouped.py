@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.expert import RULES
 from jaxpar.parallel.expert.grouped import ExpertRun, runs
+from jaxpar.program import jaxpr as jx
 
 EXPERTS, DIM, FFN, TOKENS = 4, 6, 10, 40
 

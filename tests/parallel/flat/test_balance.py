@@ -16,9 +16,9 @@ from flax import linen as nn
 from test_flat import Layer
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.models import named
 from jaxpar.parallel.flat.cut import FLOPS, LINK, crossing, times
+from jaxpar.program import jaxpr as jx
 
 ROWS, STAGES = 16, 4
 

@@ -23,9 +23,9 @@ from jaxpar.checkpoint.checkpoints import Checkpoints
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.timeline.drawing import slot_bytes
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
 from jaxpar.parallel.flat.stages import stages, used
+from jaxpar.program import jaxpr as jx
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
 from jaxpar.parallel.tensor import RULES, localise
+from jaxpar.program import jaxpr as jx
 
 RANKS = 2
 X, Y = (4, 6, 8), (4, 6, 8)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
-from jaxpar.jaxprs import kernels
+from jaxpar.program import jaxpr as jx
+from jaxpar.program import kernels
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 

@@ -10,9 +10,9 @@ import optax
 from jax import lax
 
 import jaxpar as jp
-from jaxpar.jaxprs import jaxpr as jx
-from jaxpar.jaxprs.orientation import oriented
 from jaxpar.models import named
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.orientation import oriented
 
 
 def names(eqns: Any) -> list[str]:

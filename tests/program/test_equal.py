@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpar.jaxprs.equal import differing
+from jaxpar.program.equal import differing
 
 
 def test_a_parameter_that_one_of_two_has_not() -> None:

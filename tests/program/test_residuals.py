@@ -11,9 +11,9 @@ from jax import lax
 
 import jaxpar as jp
 from jaxpar.inspect.memory import forward
-from jaxpar.jaxprs import jaxpr as jx
-from jaxpar.jaxprs.residuals import residuals_to_save
 from jaxpar.models import named
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.residuals import residuals_to_save
 
 ROWS, LENGTH = 2, 8
 
