@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
+from ..program.walk import called
 
 Token = jax.Array  # int32 scalar, always 0
 
@@ -170,7 +171,7 @@ def _cond(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[An
 
 def _inline(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
     """A call: of `jit`, of `checkpoint`, or of a function whose derivatives, which are its own, have been taken."""
-    inner = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    inner = called(eqn)
     return _run(inner, values, token)
 
 

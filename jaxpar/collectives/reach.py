@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 from jax.sharding import PartitionSpec
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
+from ..program.walk import propagate
 from .order import is_token
 
 Axes = frozenset[str]
@@ -90,14 +90,17 @@ class _Walk:
                 self.found[f"{ranks}, at {jx.where(eqn) or 'no line of the model'}"] = None
             same = kind in _SAME_AFTER and eqn.params.get("axis_index_groups") is None
             return [x - axes if same else x | axes for x in (given if len(given) == len(eqn.outvars) else [every])]
-        inner = [*jec.jaxprs_in_params(eqn.params)]
-        if len(inner) == 1 and len(jx.opened(inner[0])[0].invars) == len(given):
-            outs = self.run(inner[0], given, parted)
-            if len(outs) == len(eqn.outvars):
-                return outs
-        elif inner and jx.communicates([eqn], PRIMITIVES):
-            for program in inner:
-                self.run(program, [every] * len(jx.opened(program)[0].invars), parted)
+        sent = {_sent(branch) for branch in eqn.params["branches"]} if name == "cond" else {None}
+        alike = len(sent) == 1 and None not in sent  # branches that send the same need not be taken by all
+
+        def run(jaxpr: Any, given: list[Axes], decides: Axes | None) -> list[Axes]:
+            return self.run(jaxpr, given, parted if alike or decides is None else parted | decides)
+
+        if (outs := propagate(eqn, given, run, frozenset.union)) is not None:
+            return outs
+        if jx.communicates([eqn], PRIMITIVES):
+            for program in jx.programs(eqn):
+                self.run(program, [every] * len(program.invars), parted)
         return [every] * len(eqn.outvars)
 
     def _named(self, eqn: Any) -> Axes:
@@ -110,35 +113,6 @@ class _Walk:
         inside.run(eqn.params["jaxpr"], [inside.axes.intersection(_axes_of(spec)) for spec in _specs(eqn)], _NONE)
         return [_NONE] * len(eqn.outvars)
 
-    def _scan(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
-        parts = jx.scan_parts(eqn)
-        n, k = len(parts.consts), len(parts.carry)
-        while True:
-            outs = self.run(parts.body, given, parted)
-            carry = [a | b for a, b in zip(given[n : n + k], outs[:k], strict=True)]
-            if carry == given[n : n + k]:
-                return outs
-            given = [*given[:n], *carry, *given[n + k :]]
-
-    def _while(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
-        n, k = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        of_cond, of_body, carry = given[:n], given[n : n + k], given[n + k :]
-        while True:
-            (more,) = self.run(eqn.params["cond_jaxpr"], [*of_cond, *carry], parted)
-            self.run(eqn.params["cond_jaxpr"], [*of_cond, *carry], parted | more)
-            outs = self.run(eqn.params["body_jaxpr"], [*of_body, *carry], parted | more)
-            new = [a | b | more for a, b in zip(carry, outs, strict=True)]
-            if new == carry:
-                return carry
-            carry = new
-
-    def _cond(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
-        index, *operands = given
-        sent = [_sent(branch) for branch in eqn.params["branches"]]
-        ways = parted if None not in sent and len({*sent}) == 1 else parted | index
-        outs = [self.run(branch, operands, ways) for branch in eqn.params["branches"]]
-        return [index.union(*some) for some in zip(*outs, strict=True)]
-
 
 def _sent(closed: Any) -> tuple[Any, ...] | None:
     """The collectives of a program, one after the other; None where their number is known only when it runs."""
@@ -149,7 +123,7 @@ def _sent(closed: Any) -> tuple[Any, ...] | None:
         elif jx.communicates([eqn], PRIMITIVES):
             if eqn.primitive.name in ("while", "cond"):
                 return None
-            inner = [_sent(program) for program in jec.jaxprs_in_params(eqn.params)]
+            inner = [_sent(program) for program in jx.programs(eqn)]
             if None in inner:
                 return None
             found.append((eqn.params.get("length"), *inner))

@@ -24,10 +24,9 @@ from fractions import Fraction
 from typing import Any, Self
 
 import jax
-import jax.extend.core as jec
 
 from ..program.collectives import KINDS, PRIMITIVES
-from ..program.jaxpr import live, opened
+from ..program.jaxpr import live, opened, programs
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Nesting, merged, whole
@@ -179,8 +178,8 @@ def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Col
             yield from nesting.branches(walks)
         else:
             inner = nesting.loop(_trips(eqn)) if name in ("scan", "while") else nesting
-            for sub in jec.jaxprs_in_params(eqn.params):
-                yield from _from_jaxpr(opened(sub)[0], mesh, inner, name == "shard_map")
+            for sub in programs(eqn):
+                yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
 
 
 def _share(eqn: Any) -> Share | None:

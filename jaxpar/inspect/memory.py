@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jec
 
 from ..program import jaxpr as jx
+from ..program.walk import visit
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
@@ -127,10 +127,5 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     return ForwardCost(flops, _products(loss.program.eqns), saved)
 
 
-def _products(eqns: Iterable[Any], times: int = 1) -> int:
-    count = 0
-    for eqn in eqns:
-        count += times * (eqn.primitive.name in ("dot_general", "conv_general_dilated"))
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        count += sum(_products(jx.opened(inner)[0].eqns, inside) for inner in jec.jaxprs_in_params(eqn.params))
-    return count
+def _products(eqns: Iterable[Any]) -> int:
+    return sum(runs for eqn, runs in visit(eqns) if eqn.primitive.name in ("dot_general", "conv_general_dilated"))

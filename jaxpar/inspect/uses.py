@@ -26,6 +26,7 @@ from ..parallel import Times, Uses
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
+from ..program.walk import visit
 from ..step.core import Step
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced
@@ -149,11 +150,9 @@ class _Marker:
 
 def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
     """Every mark in a program: what, leaf, sliced, and how often it runs."""
-    for eqn in opened(jaxpr)[0].eqns:
+    for eqn, runs in visit(opened(jaxpr)[0].eqns, times=times):
         if eqn.primitive is _MARK:
-            yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], times
-        for inner in jec.jaxprs_in_params(eqn.params):
-            yield from _marks(inner, times * eqn.params["length"] if eqn.primitive.name == "scan" else times)
+            yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], runs
 
 
 def _plain(step: Step, traced: Traced) -> Counted:

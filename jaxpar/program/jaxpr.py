@@ -1,7 +1,7 @@
 """What the rest of jaxpar needs to know about jaxprs: flatten, cut, follow dependencies.
 
 Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
-supported range of jax spell some parameters of `scan` differently, and this is the only file that knows.
+supported range of jax spell some things differently, and only this file and `walk.py` know.
 """
 
 from __future__ import annotations
@@ -20,23 +20,12 @@ from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels, lines
+from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit
+from .walk import Scan as Scan
+from .walk import programs as programs
+from .walk import scan_parts as scan_parts
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # eval_jaxpr: what jax 0.12 makes of a remat
-REMATS = ("remat2", "checkpoint", "remat")
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a literal, not a variable."""
-    return isinstance(atom, jec.Literal)
-
-
-def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The open jaxpr and the constants of a jaxpr parameter, closed or not (newer jax has one class for both)."""
-    if hasattr(jaxpr, "consts"):
-        return jaxpr.jaxpr, jaxpr.consts
-    return jaxpr, ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             if (name in CALLS and (derived or kernels.of(eqn) is None)) or (
                 name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))
             ):
-                inner, inner_consts = opened(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+                inner, inner_consts = opened(called(eqn))
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
                 walk(inner, inner_consts, inner_env, lines.source(eqn, site), derived or kernels.derived(eqn))
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
@@ -152,11 +141,8 @@ def _unconstrained(eqn: Any) -> Any:
 
 def _holds_scan(jaxpr: Any) -> bool:
     """Whether a scan that may be of layers is inside; one of a function with its own derivative is none."""
-    return any(
-        eqn.primitive.name == "scan"
-        or (eqn.primitive.name not in CUSTOM and any(_holds_scan(j) for j in jec.jaxprs_in_params(eqn.params)))
-        for eqn in opened(jaxpr)[0].eqns
-    )
+    followed = visit(opened(jaxpr)[0].eqns, lambda eqn: eqn.primitive.name not in CUSTOM)
+    return any(eqn.primitive.name == "scan" for eqn, _ in followed)
 
 
 def build(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
@@ -215,47 +201,9 @@ def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
     return list(seen)
 
 
-@dataclass(frozen=True)
-class Scan:
-    """A `scan` equation by its parts: body inputs are consts + carry + xs, outputs are carry + ys."""
-
-    body: Any
-    length: int
-    reverse: bool
-    consts: tuple[Any, ...]
-    carry: tuple[Any, ...]
-    xs: tuple[Any, ...]
-    carry_out: tuple[Any, ...]
-    ys: tuple[Any, ...]
-
-
-def scan_parts(eqn: Any) -> Scan:
-    """Read a `scan` equation, in either spelling of its parameters."""
-    params = eqn.params
-    if "num_consts" in params:
-        n, k = params["num_consts"], params["num_carry"]
-    else:
-        n, k, _ = map(len, params["ft_in"].unpack())
-    atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
-    return Scan(
-        params["jaxpr"],
-        params["length"],
-        params["reverse"],
-        atoms[:n],
-        atoms[n : n + k],
-        atoms[n + k :],
-        outs[:k],
-        outs[k:],
-    )
-
-
 def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
     """Whether one of the primitives `by` is among some equations, or inside one."""
-    return any(
-        eqn.primitive.name in by
-        or any(communicates(opened(inner)[0].eqns, by) for inner in jec.jaxprs_in_params(eqn.params))
-        for eqn in eqns
-    )
+    return any(eqn.primitive.name in by for eqn, _ in visit(eqns))
 
 
 def where(eqn: Any) -> str:
@@ -299,22 +247,14 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
 
 
 def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if ends(eqn):
         return [False] * len(eqn.outvars)
-    if name == "scan":
-        parts = scan_parts(eqn)
-        n, k = len(parts.consts), len(parts.carry)
-        while True:  # a carry may become marked only after several steps
-            outs = _inner(parts.body, inputs, ends, followed)
-            carry = [a or b for a, b in zip(inputs[n : n + k], outs[:k], strict=True)]
-            if carry == inputs[n : n + k]:
-                return outs
-            inputs = inputs[:n] + carry + inputs[n + k :]
-    inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    if inner is not None and (name in CALLS or name in REMATS or name in followed):
-        return _inner(inner, inputs, ends, followed)
-    return [True] * len(eqn.outvars)
+    outs = None
+    if name == "scan" or name in CALLS or name in REMATS or name in followed:
+        run = lambda jaxpr, inputs, decides: _inner(jaxpr, inputs, ends, followed)
+        outs = propagate(eqn, inputs, run, lambda a, b: a or b)
+    return [True] * len(eqn.outvars) if outs is None else outs
 
 
 def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
@@ -330,7 +270,7 @@ def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
     def count(dtype: str, flops: int, place: str) -> None:
         found[dtype] = (found.get(dtype, (0, place))[0] + flops, found.get(dtype, (0, place))[1])
 
-    for eqn in eqns:
+    for eqn, runs in visit(eqns, times=times):
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
             a, b = (v.aval for v in eqn.invars[:2])
@@ -341,9 +281,5 @@ def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
             else:
                 numbers = eqn.params["dimension_numbers"]
                 inner = math.prod(b.shape) // b.shape[numbers.rhs_spec[0]]
-            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * times, where(eqn))
-        inside = times * eqn.params["length"] if name == "scan" else times
-        for inner_jaxpr in jec.jaxprs_in_params(eqn.params):
-            for dtype, (flops, place) in matmuls(opened(inner_jaxpr)[0].eqns, inside).items():
-                count(dtype, flops, place)
+            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * runs, where(eqn))
     return found

@@ -138,7 +138,7 @@ def _mixed(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
     known = {f.ins[0] for f in factors.of(eqn)}
     dims = [d for d in range(len(shapes(eqn)[0])) if d not in known]
     data = [x for x, s in zip(ins, shapes(eqn), strict=True) if s]
-    found = _over(eqn, data, dims, name in _LINEAR, _SAID.get(name, name))
+    found = _over(eqn, data, dims, name in _LINEAR, _SAID.get(name) or name)
     if found is None or name not in _MATRICES:
         if name in ("sort", "approx_top_k") and found is not None and found.kind == "coupled" and len(ins) > 1:
             # An order may be undone, as where tokens are sorted by their experts and then put back.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 
 from ...collectives.order import is_token, needed
 from ...layout.leaves import PAD_FROM, Leaf
@@ -147,8 +146,7 @@ def _weights(jaxpr: Any, of_data: Sequence[bool], axis: str) -> Iterator[tuple[s
             parts = jx.scan_parts(eqn)
             n, k = len(parts.consts), len(parts.carry)
             inputs[n : n + k] = [v in marked for v in parts.carry_out]
-        for inner in jec.jaxprs_in_params(eqn.params):
-            inner, _ = jx.opened(inner)
+        for inner in jx.programs(eqn):
             known = inputs if len(inputs) == len(inner.invars) else [any(inputs)] * len(inner.invars)
             yield from _weights(inner, known, axis)
 

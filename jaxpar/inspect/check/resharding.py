@@ -15,17 +15,17 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...layout.elementwise import ELEMENTWISE
 from ...model.paths import name_of
-from ...program.jaxpr import opened, where
+from ...program.jaxpr import where
+from ...program.walk import visit
 from ...step.core import Step
 from ...text import size
 from ..compiled.hlo import Instruction, Module, arrays, short
@@ -205,8 +205,9 @@ def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
     arrays of the leaf's shape besides the leaf's own.
     """
     found: dict[tuple[int, ...], dict[PartitionSpec, str]] = {}
-    for eqn in _constraints(jaxpr.eqns):
-        if isinstance(sharding := eqn.params["sharding"], NamedSharding):
+    for eqn, _ in visit(jaxpr.eqns, lambda eqn: eqn.primitive.name != "shard_map"):
+        constrained = eqn.primitive.name == "sharding_constraint"
+        if constrained and isinstance(sharding := eqn.params["sharding"], NamedSharding):
             line = re.match(r"(.*?):(\d+)", where(eqn))
             source = f"{short(line[1])}:{line[2]}" if line else ""
             found.setdefault(eqn.outvars[0].aval.shape, {}).setdefault(_plain(sharding.spec), source)
@@ -217,15 +218,6 @@ def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
         if len(specs := [spec for spec in others if spec not in own]) == 1:
             asked[leaf.path] = specs[0], others[specs[0]]
     return asked
-
-
-def _constraints(eqns: Iterable[Any]) -> Iterator[Any]:
-    for eqn in eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            yield eqn
-        elif eqn.primitive.name != "shard_map":
-            for inner in jec.jaxprs_in_params(eqn.params):
-                yield from _constraints(opened(inner)[0].eqns)
 
 
 def _plain(spec: PartitionSpec) -> PartitionSpec:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +14,7 @@ from ...layout.precision import Policy
 from ...model.batches import check_rows
 from ...model.model import Mean, Model, Replicated
 from ...program import jaxpr as jx
+from ...program.walk import visit
 from ...step.gradients import block_key
 from ...step.update import taking_value
 from ...strategy import Strategy
@@ -77,16 +77,10 @@ class Reference:
 
     def low(self, batch: Any) -> list[str]:
         """The low precisions in which the model itself declares parameters or computes, as bfloat16 modules do."""
-        found: set[Any] = set()
-
-        def walk(jaxpr: Any) -> None:
-            for eqn in jx.opened(jaxpr)[0].eqns:
-                found.update(v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
-                for inner in jec.jaxprs_in_params(eqn.params):
-                    walk(inner)
-
         fresh = jax.eval_shape(self.model.create, jax.random.key(0))
-        walk(jax.make_jaxpr(self.model.call)(*fresh, batch, jax.random.key(0)))
+        traced = jax.make_jaxpr(self.model.call)(*fresh, batch, jax.random.key(0))
+        computed = (v.aval for eqn, _ in visit(jx.opened(traced)[0].eqns) for v in eqn.outvars)
+        found = {aval.dtype for aval in computed if hasattr(aval, "dtype")}
         found.update(x.dtype for x in jax.tree.leaves(fresh[0]))
         return [
             "f32",

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...program import factors
 from ...program import jaxpr as jx
+from ...program.walk import called
 
 Sides = dict[int, int]  # dim -> which operand's positions it has
 
@@ -26,7 +27,7 @@ def _follow(eqns: Sequence[Any], known: dict[Any, Sides]) -> tuple[int | None, M
             continue
         if (hit := _summed(eqn, sides)) is not None:
             return hit, known
-        inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        inner = called(eqn)
         if inner is not None and eqn.primitive.name != "scan":
             opened, _ = jx.opened(inner)
             hit, within = _follow(opened.eqns, dict(zip(opened.invars, sides, strict=True)))
@@ -52,5 +53,5 @@ def _summed(eqn: Any, sides: Sequence[Sides]) -> int | None:
 def _moved(eqn: Any, out: Any, sides: Sequence[Sides]) -> Sides:
     """Where the positions are in an output of an equation that leaves them apart."""
     at = list(eqn.outvars).index(out)
-    pairs = [(d, f.outs[at], i) for f in factors.of(eqn) for i, d in enumerate(f.ins) if f.outs[at] is not None]
-    return {to: sides[i][d] for d, to, i in pairs if d in sides[i]}
+    pairs = [(d, f.outs[at], i) for f in factors.of(eqn) for i, d in enumerate(f.ins)]
+    return {to: sides[i][d] for d, to, i in pairs if d in sides[i] and to is not None}

@@ -26,6 +26,7 @@ from jax import lax
 
 from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
 from ...program import jaxpr as jx
+from ...program.walk import visit
 from ..tensor.localiser import Placed
 from ..tensor.primitives import ELEMENTWISE, shape_of
 from .chunks import RULES, Chunk, StayWholeError
@@ -87,7 +88,7 @@ def _held(
     eqns: Iterable[Any], leaves: Iterable[Any], rest: Iterable[Any], least: float
 ) -> Iterator[tuple[_Region, str]]:
     """The cross-entropies within equations of a program, which stay as they are, and what each is within."""
-    held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e in _inner(eqn))]
+    held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e, _ in visit([eqn]))]
     if not held:
         return
     of_leaves, of_rest = jx.depends(eqns, leaves), jx.depends(eqns, rest)
@@ -176,7 +177,7 @@ class _Region:
         outside.update(v for v in flat.outvars if not jx.is_literal(v))
         outs = [v for v in outs if v in outside]
         products = [eqn for eqn in ours if eqn.primitive.name == "dot_general" and eqn is not head]
-        names = lambda eqns: {inner.primitive.name for eqn in eqns for inner in _inner(eqn)}
+        names = lambda eqns: {inner.primitive.name for eqn in eqns for inner, _ in visit([eqn])}
         known, behind = names(ours), names(eqn for eqn in flat.eqns if not after.isdisjoint(eqn.outvars))
         numbers = "exp" in known and "log" in behind and not any(moved.issuperset(reads(eqn)) for eqn in products)
         if not outs or not numbers:
@@ -250,7 +251,7 @@ class _Region:
         if n == 1:
             return inner, 1
         new, _ = jx.trace(fun, *shapes, axes=axes)
-        if any(one.primitive.name.startswith("custom_vjp") for eqn in self.inside for one in _inner(eqn)):
+        if any(one.primitive.name.startswith("custom_vjp") for eqn in self.inside for one, _ in visit([eqn])):
             jx.trace(lambda *values: _pulled(fun, values), *shapes, axes=axes)  # it may read all tokens there
         return dataclasses.replace(new, eqns=jx.live(new.eqns, new.outvars)), n  # of one-hots, no more than a chunk's
 
@@ -314,11 +315,3 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
     return eqn.replace(invars=[v if jx.is_literal(v) else names.get(v, v) for v in eqn.invars])
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    """An equation, and all that it holds."""
-    yield eqn
-    for sub in jec.jaxprs_in_params(eqn.params):
-        for one in jx.opened(sub)[0].eqns:
-            yield from _inner(one)

@@ -119,16 +119,17 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     of = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
     free = [side for side in split if None in of[side].ins]
     keep = (free or split)[0]
-    if len(free) == 2 and keys_of(work.eqns, eqn, [of[side].outs[0] for side in (0, 1)]) == 0:
+    if len(free) == 2 and keys_of(work.eqns, eqn, [d for side in free if (d := of[side].outs[0]) is not None]) == 0:
         keep = 1
     factor, how = of[keep], work.split(inputs[keep].dim).how[1:]  # type: ignore[arg-type]
     values = [
         work.whole(x) if d is None else work.part(x, Split(d, *how)) for x, d in zip(inputs, factor.ins, strict=True)
     ]
-    if factor.reduced:  # of what has them, without what other ranks have as well
+    (out,) = factor.outs
+    if out is None:  # summed: of what has them, without what other ranks have as well
         values[keep] = work.kept(inputs[keep])
         return [(jx.bind(eqn, values)[0], PARTIAL)]
-    return [(jx.bind(eqn, values)[0], Split(factor.outs[0], *how))]
+    return [(jx.bind(eqn, values)[0], Split(out, *how))]
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax.extend.core as jec
-
 from ...ops.context import usp_bytes
 from ...ops.context.order import Order
 from ...ops.flash import AttentionOptions
 from ...program import jaxpr as jx
 from ...program import kernels
+from ...program.walk import visit
 
 AXIS = "context"
 RINGS = ("ring", "usp")  # whose hops all devices of a program must meet in
@@ -74,13 +73,10 @@ def options_of(eqn: Any) -> AttentionOptions | None:
 
 def calls(eqns: Sequence[Any]) -> Iterator[Call]:
     """Every `jp.attention` of a program."""
-    for eqn in eqns:
+    for eqn, _ in visit(eqns, lambda eqn: options_of(eqn) is None):
         if (options := options_of(eqn)) is not None:
             query, key = (v.aval.shape for v in eqn.invars[:2])
             yield Call(options, query, key, jx.where(eqn), eqn.invars[0].aval.dtype.itemsize)
-        else:
-            for inner in jec.jaxprs_in_params(eqn.params):
-                yield from calls(jx.opened(inner)[0].eqns)
 
 
 def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: str = "") -> Way:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
@@ -197,7 +196,7 @@ def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules
     floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if custom and (routes.of(eqn) is not None or {*kinds} != {"rows"} or not floats):
         return False  # a derivative with respect to what all rows read adds them up
-    if not custom and any(jec.jaxprs_in_params(eqn.params)):
+    if not custom and jx.programs(eqn):
         return False
     values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
@@ -179,6 +178,4 @@ def place(eqn: Any) -> str:
 
 def _knows_rank(eqn: Any) -> bool:
     """Whether an equation may give each rank its own result of equal inputs."""
-    return eqn.primitive.name == "axis_index" or any(
-        _knows_rank(inner) for sub in jec.jaxprs_in_params(eqn.params) for inner in jx.opened(sub)[0].eqns
-    )
+    return jx.communicates([eqn], ("axis_index",))

@@ -70,19 +70,19 @@ def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
     at: Any = inputs[i].dim
     free = {f.ins[i]: f for f in factors.of(eqn) if not f.reduced}
-    of = [free.get(at.dim), free.get(at.slots)]
-    if None in of or (of[0] is of[1]) != (at.dim == at.slots):
+    experts, slots = free.get(at.dim), free.get(at.slots)
+    if experts is None or slots is None or (experts is slots) != (at.dim == at.slots):
         return None
-    experts, slots = of
     values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
-    outs = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]
-    if any(value is None for value in values):
+    pairs = zip(experts.outs, slots.outs, strict=True)
+    outs: list[Any] = [SlotDims(d, s) for d, s in pairs if d is not None and s is not None]
+    if any(value is None for value in values) or len(outs) < len(eqn.outvars):
         return None
     # Sizes of parts: of both dims at once.
     local = lambda shape, d: work.local(
         shape, at if len(shape) == len(inputs[i].shape) and eqn.primitive.name in _SAME_RANK else outs[0]
     )
-    changes = {}
+    changes: dict[str, Any] = {}
     for f in (experts, slots):
         changes |= f.params(local) if f.params else {}
     return list(zip(jx.bind(eqn, values, **changes), outs, strict=True))

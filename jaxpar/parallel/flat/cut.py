@@ -16,10 +16,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax.extend.core as jec
 import numpy as np
 
 from ...program import jaxpr as jx
+from ...program.walk import visit
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
 FLOPS = 300.0
@@ -47,16 +47,11 @@ def bytes_of(var: Any) -> int:
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 8)
 
 
-def _held(eqn: Any) -> list[Sequence[Any]]:
-    """The equations of each program inside of an equation."""
-    return [jx.opened(one)[0].eqns for one in jec.jaxprs_in_params(eqn.params)]
-
-
 def _fuses(eqn: Any) -> bool:
     """Whether XLA computes it where its results are read: element by element, or a sum."""
-    name = eqn.primitive.name
-    own = name in _KERNELS or name in _SENDS or name.startswith(("scatter", "cum", "reduce_window", "select_and"))
-    return not own and all(_fuses(inner) for some in _held(eqn) for inner in some)
+    own = ("scatter", "cum", "reduce_window", "select_and")
+    names = (inner.primitive.name for inner, _ in visit([eqn]))
+    return not any(name in _KERNELS or name in _SENDS or name.startswith(own) for name in names)
 
 
 def _forwards(eqns: Sequence[Any]) -> list[float]:
@@ -91,7 +86,7 @@ def _forward(eqn: Any, written: bool) -> float:
         return 0.0
     if name.startswith(("reduce_", "arg")):
         return made + read
-    if not _fuses(eqn) and (inner := _held(eqn)):
+    if not _fuses(eqn) and (inner := [jaxpr.eqns for jaxpr in jx.programs(eqn)]):
         return max(sum(_forwards(some)) for some in inner) * (eqn.params["length"] if name == "scan" else 1)
     return 2 * made if written or not _fuses(eqn) else 0.0  # what it is made of is read
 

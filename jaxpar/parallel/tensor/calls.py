@@ -13,6 +13,7 @@ import numpy as np
 
 from ...program import jaxpr as jx
 from ...program import kernels
+from ...program.walk import called
 from .localiser import Found, Localiser, Placed
 from .primitives import rule
 
@@ -146,7 +147,7 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
         return jax.vjp(of_active, *(values[i] for i in at))
 
-    primal = jx.flatten(next(eqn.params[name] for name in ("call_jaxpr", "fun_jaxpr") if name in eqn.params))
+    primal = jx.flatten(called(eqn))
     if not at:
         return [(x.value, x.dim) for x in work.run(primal, inputs)]
     pair, (_, pull) = jx.trace(forward, *avals)

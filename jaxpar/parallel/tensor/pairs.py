@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jec
 
 from ...layout.leaves import PAD_FROM
 from ...model.paths import name_of
@@ -70,8 +69,7 @@ def _places(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[int, ...]
         number, at = (-1, 0) if jx.is_literal(v) else made.get(v, (-1, 0))  # -1: constants
         if number < 0:
             return (number,)
-        for inner in jec.jaxprs_in_params(eqns[number].params):
-            jaxpr, _ = jx.opened(inner)
+        for jaxpr in jx.programs(eqns[number]):
             if len(jaxpr.outvars) == len(eqns[number].outvars):
                 if number not in inside:
                     inside[number] = _places(jaxpr.eqns, jaxpr.outvars)

@@ -85,6 +85,7 @@ def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     if factor is None:
         return None
     (dim,) = factor.outs
+    assert dim is not None  # a reshape sums nothing
     heads = x.origin and not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
     if shape[dim] % work.ranks and heads:
         raise ValueError(

@@ -18,7 +18,7 @@ from .primitives import follow, followed, on_parts, rule, shape_of, without
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
@@ -71,7 +71,9 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
     and not alike, a parameter keeps its split, and else what is larger.
     """
     factor = followed(eqn, inputs, weights=True)
-    found = None if factor is None else on_parts(work, eqn, inputs, factor)
+    if factor is None:
+        return None
+    found = on_parts(work, eqn, inputs, factor)
     if found is None or not factor.reduced:
         return found
     ((value, _),) = found
