@@ -31,8 +31,8 @@ class Stream:
 
     fills = False
 
-    def __init__(self, batches: Iterator[Any], number: int, cursor: Callable[[], Any] = lambda: None):
-        self._batches, self._cursor, self.number = batches, cursor, number
+    def __init__(self, batches: Iterator[Any], number: int, cursor: Callable[[], Any] = lambda: None, origin: int = 0):
+        self._batches, self._cursor, self.number, self._origin = batches, cursor, number, origin
 
     def __iter__(self) -> Stream:
         return self
@@ -50,11 +50,13 @@ class Stream:
         return jax.tree.map(as_array, batch)
 
     def state(self) -> dict[str, Any]:
-        """The position of the next batch, as JSON: how many came before it, and where the data have a position of
-        their own, that ("data"). It is the same on every host, unless the data's own is not.
+        """The position of the next batch, as JSON: how many came before it ("batches"), and where the data have a
+        position of their own, that ("data"). An iterator may count from where it was made: where that is not batch 0,
+        it is "origin". It is the same on every host, unless the data's own is not.
         """
-        own = self._cursor()
-        return {"batches": self.number} | ({} if own is None else {"data": _json(own)})
+        if (own := self._cursor()) is None:
+            return {"batches": self.number}
+        return {"batches": self.number, "data": _json(own)} | ({"origin": self._origin} if self._origin else {})
 
 
 def training(
@@ -84,14 +86,17 @@ def training(
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
     if hasattr(data, "batches"):
-        made = data.batches(rows, seed, start)
+        # grain's iterators count from where they were made. To begin at the batch and then to restore such a position
+        # would pass over what came before it twice.
+        origin = start if state is None or own is None else state.get("origin", 0)
+        made = data.batches(rows, seed, origin)
         if part[1] > 1:
             if not hasattr(made, "part"):
                 raise ValueError(
                     f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
                 )
             made.part = part
-        stream = Stream(made, start, _restored(made, own) or (lambda: None))
+        stream = Stream(made, start, _restored(made, own) or (lambda: None), origin)
         stream.fills = getattr(made, "fills", False)
         return stream
     if callable(data):
@@ -117,6 +122,7 @@ class _Passes:
 
     def __init__(self, data: Iterable[Any], own: Any = None):
         self._data, self._once, self._empty = data, isinstance(data, Iterator), False
+        self._unread, self._own = True, own
         _restored(data, own)  # loaders take it before they are gone through, iterators themselves
         self._pass = iter(data)
         if own is not None and _cursor(data) is None and _restored(self._pass, own) is None:
@@ -136,11 +142,13 @@ class _Passes:
                 raise
             self._pass, self._empty = iter(self._data), True
             return next(self)
-        self._empty = False
+        self._empty = self._unread = False
         return batch
 
     def state(self) -> Any:
-        found = _cursor(self._pass) or _cursor(self._data)
+        if self._unread:  # Hugging Face's know where they are, and what they were told, once a batch is read
+            return self._own
+        found = _cursor(self._data) or _cursor(self._pass)  # of those that are told
         return None if found is None else found[0]()
 
 

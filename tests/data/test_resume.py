@@ -1,0 +1,193 @@
+"""A run that goes on, however often and on however many hosts, trains on the batches of the run that nobody broke.
+
+Every kind of data that `training` takes is one line of `KINDS`. Images began at the batch of the resumed run, and then
+grain's position was restored as well: after 10 batches came batch 20, and after the next resume batch 30.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.data import Rows, Windows, images, text, token_ids
+from jaxpar.data.streams import training
+
+ROWS = 8
+READ = 14  # batches of the unbroken run: beyond the first epoch of all but text and digits
+BREAKS = [(0, 0), (1, 0), (1, 5), (5, 1), (4, 5), (6, 6)]  # read, then resumed and read, then resumed
+X = np.random.default_rng(0).normal(size=(42, 3)).astype(np.float32)  # 6 batches in 8 rows, the last one short
+
+
+def _grain() -> Any:
+    return pytest.importorskip("grain", reason="grain is not installed (jaxpar[images])")
+
+
+def _torch() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch is not installed (make hf)")
+
+
+def _hf() -> Any:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    return datasets.Dataset.from_dict({"x": X.tolist()})
+
+
+def _tokens(place: Path, suffix: str) -> Path:
+    ids = np.random.default_rng(1).integers(0, 500, 700).astype(np.uint16)
+    path = place / f"ids{suffix}"
+    np.save(path, ids) if suffix == ".npy" else ids.tofile(path)
+    return path
+
+
+def _folder(place: Path) -> images.Images:
+    from PIL import Image
+
+    for name, color in (("red", 250), ("blue", 5)):
+        (place / name).mkdir(exist_ok=True)
+        for i in range(20):
+            Image.new("RGB", (5, 4), (color, 10 * i, i)).save(place / name / f"{i:02}.png")
+    return images.folder(place, 4)
+
+
+def _batches() -> list[dict[str, np.ndarray]]:
+    return [{"x": X[i : i + ROWS]} for i in range(0, 40, ROWS)]
+
+
+class ByIndex:
+    """Rows by index and several at once, as Hugging Face's and torch's."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"x": X[i].tolist()}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[i] for i in indices]
+
+
+class Loader:
+    """torch's `StatefulDataLoader`, and Hugging Face's: the loader has the position, and takes it before a pass.
+    Every pass has an order of its own."""
+
+    def __init__(self) -> None:
+        self.at, self.epoch, self.told = 0, -1, None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch, self.at = (self.epoch + 1, 0) if self.told is None else self.told
+        self.told = None
+        order = np.random.default_rng(self.epoch).permutation(40).reshape(5, ROWS)
+        while self.at < 5:
+            self.at += 1
+            yield {"x": X[order[self.at - 1]]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.told = state["epoch"], state["at"]
+
+
+class GrainSource:
+    """A `Source` of one's own, whose iterators are grain's, and so count from where they were made."""
+
+    def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Any]:
+        endless = _grain().MapDataset.source(range(42)).shuffle(seed=seed).repeat().map(lambda i: {"x": X[i]})
+        return iter(endless[start * rows :].to_iter_dataset().batch(rows))
+
+
+def _grain_rows() -> Any:
+    return _grain().MapDataset.source(range(42)).shuffle(seed=3).map(lambda i: {"x": X[i]})
+
+
+def _grain_loader(place: Path) -> Any:
+    grain = _grain()
+    return grain.DataLoader(
+        data_source=[{"x": x} for x in X],
+        sampler=grain.samplers.IndexSampler(42, shuffle=True, seed=1, shard_options=grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(ROWS, drop_remainder=True)],
+    )
+
+
+def _torch_loader(shuffle: bool) -> Any:
+    torch = _torch()
+    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
+    seeded = torch.Generator().manual_seed(7)
+    return torch.utils.data.DataLoader(data, ROWS, shuffle=shuffle, generator=seeded, drop_last=True)
+
+
+# What a new process would make, in a folder of its own.
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda place: text(None, 16),
+    "tokens in .npy": lambda place: text(_tokens(place, ".npy"), 16, 500),
+    "tokens in .bin": lambda place: text(_tokens(place, ".bin"), 16, 500),
+    "windows of tokens": lambda place: Rows(Windows(token_ids(_tokens(place, ".bin"), 500), 16)),
+    "digits": lambda place: images.digits(),
+    "a folder of images": _folder,
+    "a source of grain's": lambda place: GrainSource(),
+    "rows of arrays": lambda place: Rows({"x": X, "y": X[:, 0]}),
+    "rows in order": lambda place: Rows({"x": X}, shuffle=False),
+    "rows with pad": lambda place: Rows((X, X[:, 0]), last="pad"),
+    "rows with drop_last": lambda place: Rows(X, last="drop_last"),
+    "rows of a list": lambda place: Rows([{"x": x} for x in X]),
+    "rows of grain's": lambda place: Rows(_grain_rows()),
+    "rows of torch's": lambda place: Rows(_torch().utils.data.TensorDataset(_torch().from_numpy(X)), last="pad"),
+    "torch's subset": lambda place: _torch().utils.data.Subset([{"x": x} for x in X], range(41, -1, -1)),
+    "rows by __getitems__": lambda place: ByIndex(),
+    "Hugging Face's data set": lambda place: _hf(),
+    "Hugging Face's iterable": lambda place: _hf().to_iterable_dataset().batch(ROWS, True).with_format("numpy"),
+    "a function": lambda place: lambda start: ({"x": X * i} for i in range(start, 99)),
+    "a function with a position": lambda place: (
+        lambda start: iter(_grain_rows().repeat()[start * ROWS :].to_iter_dataset().batch(ROWS))
+    ),
+    "a list": lambda place: _batches(),
+    "an iterator": lambda place: ({"x": X * i} for i in range(99)),
+    "a loader with a position": lambda place: Loader(),
+    "torch's loader": lambda place: _torch_loader(shuffle=False),
+    "torch's loader, shuffled": lambda place: _torch_loader(shuffle=True),
+    "grain's data set": lambda place: _grain_rows().to_iter_dataset().batch(ROWS),
+    "grain's iterator": lambda place: iter(_grain_rows().repeat().to_iter_dataset().batch(ROWS)),
+    "grain's loader": _grain_loader,
+}
+PARTS = {"windows of tokens", "torch's subset", "Hugging Face's data set"}  # of whom a host can take its part
+
+
+def _content(batches: list[Any]) -> str:
+    """A checksum of what the hosts' parts of one batch hold together, in the order of the hosts."""
+    found = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda *parts: np.concatenate(parts), *batches)):
+        found.update(f"{path}{x.dtype}{x.shape}".encode() + np.ascontiguousarray(x).tobytes())
+    return found.hexdigest()
+
+
+def _hosts(kind: str, place: Path, state: Any, hosts: int, start: int = 0) -> list[Any]:
+    """Every host's stream, of data that it makes for itself."""
+    takes = "rows" in kind or kind in PARTS
+    parts = [(i, hosts) if takes else (0, 1) for i in range(hosts if takes else 1)]
+    return [training(KINDS[kind](place), ROWS, 5, start, state, part) for part in parts]
+
+
+def _read(streams: list[Any], count: int) -> tuple[list[str], Any]:
+    found = [_content([next(stream) for stream in streams]) for _ in range(count)]
+    (state,) = {json.dumps(stream.state()) for stream in streams}  # the same on every host
+    return found, json.loads(state)
+
+
+@pytest.mark.xdist_group("torch")
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_after_a_resume_are_those_of_the_unbroken_run(kind: str, tmp_path: Path) -> None:
+    unbroken, _ = _read(_hosts(kind, tmp_path, None, 1), READ)
+    assert len(set(unbroken)) >= 5
+    for read, more in BREAKS:
+        before, state = _read(_hosts(kind, tmp_path, None, 2), read)
+        once, again = _read(_hosts(kind, tmp_path, state, 4), more)
+        twice, at = _read(_hosts(kind, tmp_path, again, 1), 2)
+        assert [*before, *once, *twice] == unbroken[: read + more + 2], (read, more)
+        assert at["batches"] == read + more + 2
+    # From a number alone, as where a checkpoint has no position; and from there on as before.
+    numbered, state = _read(_hosts(kind, tmp_path, None, 1, start=3), 4)
+    assert [*numbered, *_read(_hosts(kind, tmp_path, state, 2), 2)[0]] == unbroken[3:9]
