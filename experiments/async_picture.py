@@ -1,4 +1,4 @@
-"""The picture of `async_server.py`: loss by samples and by time, staleness, and what a killed worker does to others."""
+"""The picture of `async_compare.py`: loss by samples and time, staleness, what a killed worker does to others."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...model.model import Model
-from ...model.paths import name_of
-from ...step.update import taking_value
+from jaxpar import Model
+from jaxpar.model.paths import name_of
+from jaxpar.step.update import taking_value
+
 from . import service
 from .clocks import Clocks
 from .wire import Fields, encode

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from async_server import Server, Worker, wire
+from async_server.clocks import Clocks, Lost
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.experimental.async_server import Server, Worker, wire
-from jaxpar.experimental.async_server.clocks import Clocks, Lost
 
 ROWS, STEPS = 4, 3
 

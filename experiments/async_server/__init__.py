@@ -1,4 +1,4 @@
-"""An asynchronous parameter server over gRPC, there to be measured; docs/strategies/async.md says when not to."""
+"""An asynchronous parameter server over gRPC, there to be measured; README.md says when not to."""
 
 from .server import Pushed as Pushed
 from .server import Server as Server

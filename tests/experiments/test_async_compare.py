@@ -1,4 +1,4 @@
-"""`experiments/async_server.py`, small: processes, a slow one, one killed by kill -9; its table, record and picture."""
+"""`experiments/async_compare.py`, small: processes, one slow, one killed by kill -9; table, record, picture."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PATIENCE = 3600  # seconds of the whole, which takes two minutes on two cores
 
 @pytest.mark.battery
 def test_the_experiment(tmp_path: Path) -> None:
-    script = ROOT / "experiments" / "async_server.py"
+    script = ROOT / "experiments" / "async_compare.py"
     # Its workers run programs of one device, which may come from the cache that the tests otherwise do without.
     run = subprocess.Popen(
         [sys.executable, str(script), "--out", str(tmp_path), *SMALL.split()],

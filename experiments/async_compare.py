@@ -1,7 +1,7 @@
 """The asynchronous parameter server beside ddp: steps per second, staleness, loss at equal samples, a killed worker.
 
-python experiments/async_server.py
-python experiments/async_server.py --staleness 0 2 8 --steps 200 --pause 1
+python experiments/async_compare.py
+python experiments/async_compare.py --staleness 0 2 8 --steps 200 --pause 1
 
 Workers are processes on loopback that share this machine's cores; what differs between the lines of one table is how
 they wait for each other. `ddp` has as many simulated devices as there are workers.
@@ -24,6 +24,7 @@ import jax
 import optax
 import tyro
 from async_picture import draw
+from async_server import Server, Worker
 from jax.extend.backend import clear_backends
 from rich import box
 from rich.console import Console
@@ -31,7 +32,6 @@ from rich.table import Table
 
 import jaxpar as jp
 from jaxpar.data import text
-from jaxpar.experimental.async_server import Server, Worker
 from jaxpar.models import named
 
 WARM = 5  # steps of every worker that are not timed: they compile

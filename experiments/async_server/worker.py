@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...layout.precision import all_finite
-from ...model.model import Mean, Model
-from ...step.gradients import block_key
+from jaxpar import Mean, Model
+from jaxpar.layout.precision import all_finite
+from jaxpar.step.gradients import block_key
+
 from .server import HOLD, signature
 from .service import Client
 

@@ -26,9 +26,7 @@ def grpc() -> Any:
     try:
         return importlib.import_module("grpc")
     except ImportError as error:
-        raise ValueError(
-            'the asynchronous server needs grpcio, which is not installed: pip install "jaxpar[async]"'
-        ) from error
+        raise ValueError("the asynchronous server needs grpcio, which is not installed: pip install grpcio") from error
 
 
 def check_size(count: int) -> None:

@@ -1,1 +1,0 @@
-"""What is there to be measured and learnt from. Names here may change without notice."""
