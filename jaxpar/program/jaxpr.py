@@ -268,24 +268,69 @@ def depends(
     sources: Iterable[Any],
     ends: Callable[[Any], bool] = lambda eqn: False,
     followed: Collection[str] = CUSTOM,
+    carries: Callable[[Any], bool] = lambda var: True,
 ) -> set[Any]:
-    """All variables that depend on `sources`, other than through an equation that `ends` the dependence.
+    """All variables that depend on `sources`, other than through an equation that `ends` the dependence, or through a
+    variable that does not carry it.
 
-    Calls, scans and functions with derivatives of their own, if `followed`, output by output; others as a whole.
+    Calls, loops, branches and functions with derivatives of their own, if `followed`, output by output; others as a
+    whole.
     """
-    marked = set(sources)
-    for eqn in eqns:
-        inputs = [not is_literal(v) and v in marked for v in eqn.invars]
-        if any(inputs):
-            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, ends, followed), strict=True) if hit)
-    return marked
+
+    def marked_among(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
+        marked = set(sources)
+        for eqn in eqns:
+            inputs = [not is_literal(v) and v in marked for v in eqn.invars]
+            if any(inputs) and not ends(eqn):
+                hits = zip(eqn.outvars, outputs(eqn, inputs), strict=True)
+                marked.update(v for v, hit in hits if hit and carries(v))
+        return marked
+
+    def inside(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        jaxpr, _ = opened(jaxpr)
+        marked = marked_among(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit])
+        return [not is_literal(v) and v in marked for v in jaxpr.outvars]
+
+    def carried(jaxpr: Any, consts: list[bool], carry: list[bool], xs: list[bool]) -> list[bool]:
+        """A carry may become marked only after several steps."""
+        while True:
+            outs = inside(jaxpr, [*consts, *carry, *xs])
+            after = [a or b for a, b in zip(carry, outs, strict=False)]
+            if after == carry:
+                return [*after, *outs[len(carry) :]]
+            carry = after
+
+    def outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            parts = scan_parts(eqn)
+            n, k = len(parts.consts), len(parts.consts) + len(parts.carry)
+            return carried(parts.body, inputs[:n], inputs[n:k], inputs[k:])
+        if name == "while":
+            n, k = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            outs = carried(params["body_jaxpr"], inputs[n:k], inputs[k:], [])
+            (goes_on,) = inside(params["cond_jaxpr"], [*inputs[:n], *outs])
+            return [goes_on or out for out in outs]
+        if name == "cond":
+            branches = [inside(branch, inputs[1:]) for branch in params["branches"]]
+            return [inputs[0] or any(some) for some in zip(*branches, strict=True)]
+        inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+        if inner is not None and (name in CALLS or name in REMATS or name in followed):
+            return inside(inner, inputs)
+        return [True] * len(eqn.outvars)
+
+    return marked_among(eqns, sources)
+
+
+# Of floating point numbers, and constant but for steps: JAX's derivative of them is nought (`ad.defjvp_zero`).
+_STEPS = frozenset(("bitcast_convert_type", "ceil", "floor", "round", "sign", "stop_gradient"))
 
 
 def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
-    """All that may have a derivative by `sources`: none goes through integers or `stop_gradient`."""
+    """All that have a derivative by `sources`, as JAX finds it: none goes through integers or `stop_gradient`."""
     inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    ends = lambda eqn: eqn.primitive.name == "stop_gradient" or not any(map(inexact, eqn.outvars))
-    return {v for v in depends(eqns, sources, ends, ()) if inexact(v)}
+    stops = lambda eqn: eqn.primitive.name in _STEPS
+    return depends(eqns, filter(inexact, sources), stops, (), inexact)
 
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
@@ -296,31 +341,6 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
         return eqn.primitive.name in REDUCTIONS and axes <= ({named} if isinstance(named, str) else set(named))
 
     return over if axes else lambda eqn: False
-
-
-def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
-    name, params = eqn.primitive.name, eqn.params
-    if ends(eqn):
-        return [False] * len(eqn.outvars)
-    if name == "scan":
-        parts = scan_parts(eqn)
-        n, k = len(parts.consts), len(parts.carry)
-        while True:  # a carry may become marked only after several steps
-            outs = _inner(parts.body, inputs, ends, followed)
-            carry = [a or b for a, b in zip(inputs[n : n + k], outs[:k], strict=True)]
-            if carry == inputs[n : n + k]:
-                return outs
-            inputs = inputs[:n] + carry + inputs[n + k :]
-    inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    if inner is not None and (name in CALLS or name in REMATS or name in followed):
-        return _inner(inner, inputs, ends, followed)
-    return [True] * len(eqn.outvars)
-
-
-def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
-    jaxpr, _ = opened(jaxpr)
-    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], ends, followed)
-    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
 def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
