@@ -81,8 +81,9 @@ def _from_remat(eqn: Any, ours: set[Any], both: set[Any]) -> tuple[list[Any], An
 
 def split(
     eqns: Sequence[Any], leaves: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], fixed: Collection[Any]
-) -> tuple[Callable, Callable]:
-    """`pre(leaves, inputs) -> weights` and `rest(weights, inputs) -> outputs` of one program.
+) -> tuple[Callable, Callable, tuple[bool, ...]]:
+    """`pre(leaves, inputs) -> weights` and `rest(weights, inputs) -> outputs` of one program; and which weights have a
+    derivative by the leaves: `rest` may have none by the others (a `while` over `stop_gradient(w)`).
 
     `pre` reads only those inputs that are in `fixed`.
     """
@@ -95,9 +96,11 @@ def split(
     at = [i for i, v in enumerate(inputs) if v in fixed]
     run_pre = jx.run(pre, [*leaves, *constants], weights)
     run_rest = jx.run(rest, [*weights, *inputs], outputs)
+    moving = jx.active(pre, leaves)
     return (
         lambda full, values: run_pre(*full, *(values[i] for i in at)),
         lambda weights, values: run_rest(*weights, *values),
+        tuple(v in moving for v in weights),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,24 +217,46 @@ def depends(
     sources: Iterable[Any],
     ends: Callable[[Any], bool] = lambda eqn: False,
     followed: Collection[str] = CUSTOM,
+    carries: Callable[[Any], bool] = lambda var: True,
 ) -> set[Any]:
-    """All variables that depend on `sources`, other than through an equation that `ends` the dependence.
+    """All variables that depend on `sources`, other than through an equation that `ends` the dependence, or through a
+    variable that does not carry it.
 
-    Calls, scans and functions with derivatives of their own, if `followed`, output by output; others as a whole.
+    Calls, loops, branches and functions with derivatives of their own, if `followed`, output by output; others as a
+    whole.
     """
-    marked = set(sources)
-    for eqn in eqns:
-        inputs = [not is_literal(v) and v in marked for v in eqn.invars]
-        if any(inputs):
-            marked.update(v for v, hit in zip(eqn.outvars, _mark(eqn, inputs, ends, followed), strict=True) if hit)
-    return marked
+
+    def marked_among(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
+        marked = set(sources)
+        for eqn in eqns:
+            inputs = [not is_literal(v) and v in marked for v in eqn.invars]
+            if any(inputs) and not ends(eqn):
+                hits = zip(eqn.outvars, outputs(eqn, inputs), strict=True)
+                marked.update(v for v, hit in hits if hit and carries(v))
+        return marked
+
+    def inside(jaxpr: Any, inputs: Sequence[bool], decides: bool | None = None) -> list[bool]:
+        jaxpr, _ = opened(jaxpr)
+        marked = marked_among(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit])
+        return [not is_literal(v) and v in marked for v in jaxpr.outvars]
+
+    def outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
+        outs = propagate(eqn, inputs, inside, operator.or_) if eqn.primitive.name in entered else None
+        return [True] * len(eqn.outvars) if outs is None else outs
+
+    entered = {"scan", "while", "cond", *CALLS, *REMATS, *followed}
+    return marked_among(eqns, sources)
+
+
+# Of floating point numbers, and constant but for steps: JAX's derivative of them is nought (`ad.defjvp_zero`).
+_STEPS = frozenset(("bitcast_convert_type", "ceil", "floor", "round", "sign", "stop_gradient"))
 
 
 def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
-    """All that may have a derivative by `sources`: none goes through integers or `stop_gradient`."""
+    """All that have a derivative by `sources`, as JAX finds it: none goes through integers or `stop_gradient`."""
     inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    ends = lambda eqn: eqn.primitive.name == "stop_gradient" or not any(map(inexact, eqn.outvars))
-    return {v for v in depends(eqns, sources, ends, ()) if inexact(v)}
+    stops = lambda eqn: eqn.primitive.name in _STEPS
+    return depends(eqns, filter(inexact, sources), stops, (), inexact)
 
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
@@ -244,23 +267,6 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
         return eqn.primitive.name in REDUCTIONS and axes <= ({named} if isinstance(named, str) else set(named))
 
     return over if axes else lambda eqn: False
-
-
-def _mark(eqn: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
-    name = eqn.primitive.name
-    if ends(eqn):
-        return [False] * len(eqn.outvars)
-    outs = None
-    if name == "scan" or name in CALLS or name in REMATS or name in followed:
-        run = lambda jaxpr, inputs, decides: _inner(jaxpr, inputs, ends, followed)
-        outs = propagate(eqn, inputs, run, lambda a, b: a or b)
-    return [True] * len(eqn.outvars) if outs is None else outs
-
-
-def _inner(jaxpr: Any, inputs: list[bool], ends: Callable[[Any], bool], followed: Collection[str]) -> list[bool]:
-    jaxpr, _ = opened(jaxpr)
-    marked = depends(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit], ends, followed)
-    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
 def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:

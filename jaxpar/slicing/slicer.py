@@ -213,13 +213,13 @@ def _segment(
     free = jx.free(eqns, outputs)
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
-    pre, rest = split(eqns, leaves, inputs, outputs, known.constants)
+    pre, rest, moving = split(eqns, leaves, inputs, outputs, known.constants)
     rest = rest if stage is None else _keeping(rest, stage)
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
     twice = stage is not None and stage.remat == "twice"
-    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, linear, given, (True,) * len(inputs), twice)
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, moving, linear, given, (True,) * len(inputs), twice)
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
@@ -262,7 +262,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
     outs[:k] = linear[n : n + k]
 
     fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
-    pre, rest = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
+    pre, rest, moving = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
     consts = list(flat.consts)
     rest = _keeping(rest, how)
     unit = Unit(
@@ -270,6 +270,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
         tuple(slices),
         lambda full, values: pre(full, [*consts, *values]),
         lambda weights, values: rest(weights, [*consts, *values]),
+        moving,
         tuple(linear),
         tuple(outs),
         tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved

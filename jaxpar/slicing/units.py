@@ -26,15 +26,16 @@ from .halves import Halves, merge, pick
 class Unit:
     """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
 
-    `shapes` are those of the whole leaves; `linear` and `active` say which inputs and outputs carry derivatives; `held`
-    which inputs the backward gets too, so that the forward need not save them; `twice` whether each half of a backward
-    recomputes what the forward has not saved.
+    `shapes` are those of the whole leaves; `moving`, `linear` and `active` say which weights, inputs and outputs carry
+    derivatives; `held` which inputs the backward gets too, so that the forward need not save them; `twice` whether each
+    half of a backward recomputes what the forward has not saved.
     """
 
     leaves: tuple[int, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    moving: tuple[bool, ...]
     linear: tuple[bool, ...]
     active: tuple[bool, ...]
     held: tuple[bool, ...]
@@ -60,11 +61,11 @@ class Unit:
         trees = []
 
         def program(weights: Any, inputs: Any) -> Any:
-            def fun(weights: Any, linear: Any) -> tuple[Any, Any]:
-                outs = self.rest(weights, merge(self.linear, linear, inputs))
+            def fun(moving: Any, linear: Any) -> tuple[Any, Any]:
+                outs = self.rest(merge(self.moving, moving, weights), merge(self.linear, linear, inputs))
                 return pick(self.active, outs), outs
 
-            _, pull, outs = jax.vjp(fun, weights, pick(self.linear, inputs), has_aux=True)
+            _, pull, outs = jax.vjp(fun, pick(self.moving, weights), pick(self.linear, inputs), has_aux=True)
             leaves, tree = jax.tree.flatten(pull)
             trees.append((tree, len(outs)))
             return outs, leaves
@@ -129,7 +130,12 @@ class Unit:
 
         def pull(full: Any, held: Any, values: Any, cotangents: Any) -> Any:
             inputs = merge(self.held, held, [None] * len(self.held))
-            weights, pull_pre = jax.vjp(lambda diff: self.pre(merge(floats, diff, full), inputs), pick(floats, full))
+
+            def moving(diff: Any) -> tuple[Any, Any]:
+                weights = self.pre(merge(floats, diff, full), inputs)
+                return pick(self.moving, weights), weights
+
+            _, pull_pre, weights = jax.vjp(moving, pick(floats, full), has_aux=True)
             ct_weights, ct_inputs = forward.pull(values, weights, held)(cotangents)
             (ct_full,) = pull_pre(ct_weights)
             return merge(floats, ct_full, [None] * len(full)), ct_inputs
