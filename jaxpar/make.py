@@ -22,11 +22,11 @@ from .inspect.check import check as _check
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
+from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
 from .layout.state import State
 from .model.batches import GIVEN
 from .model.model import Model
-from .parallel.tensor.dims import Rules
 from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
@@ -59,7 +59,7 @@ def make_train_step(
         gradients, no optimizer state, no float32 masters under bf16 and f16. All floating-point and complex leaves if
         None.
       rules: for `tensor`, which dim of which parameter is split: patterns of paths, or logical names of the model's
-        annotations (`parallel/tensor/dims.py`). They come before what the model and jaxpar know themselves.
+        annotations (`layout/dims/tensor.py`). They come before what the model and jaxpar know themselves.
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
         program does what the strategy promises: see `inspect/check/`. ValueError names each promise that is broken,
         and nothing has run. Nothing is compiled twice for it.

@@ -72,7 +72,7 @@ class Strategy:
       attention: how queries of one context rank reach the keys of the others: "gather", keys and values are gathered on
         every rank; "ulysses", ranks exchange positions for heads (Jacobs et al. 2023); "ring", keys and values move
         from rank to rank (Liu et al. 2023); "usp", groups of ranks do the one and pass on the other (Fang and Zhao
-        2024); or "auto", which chooses by heads and bytes (`parallel/context/ways.py`).
+        2024); or "auto", which chooses by heads and bytes (`localise/context/attention_mode.py`).
       tensor: size of the axis over which matmuls are split, each rank having some of the heads, features and words
         (Megatron-LM, Shoeybi et al. 2019, section 3); which dim of which parameter, `make_train_step(rules=)` says.
       sequence: whether what stands between those matmuls, norms, dropout and the residual stream, is split over
@@ -95,7 +95,7 @@ class Strategy:
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
         second reads; with "twice", as "layer", each of them recomputes.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
-        in the backward (`parallel/context/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
+        in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.

@@ -22,7 +22,7 @@ import jaxpar as jp
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md"))
-# Packages that show names of their rooms. Not `rows` and `parallel.tensor`, which serve the step alone.
+# Packages that show names of their rooms. Not `rows` and `localise.tensor`, which serve the step alone.
 MODULES = ["collectives", "data", "models", "models.llama", "parallel"]
 MODULES += [f"inspect.{name}" for name in ("check", "explain", "predict", "targets", "verify")]
 DESK, PHONE = 1280, 390

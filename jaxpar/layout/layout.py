@@ -58,7 +58,7 @@ class Layout:
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
       found: the paths of the model's leaves that are on `tensor` though no rule names them
-        (`parallel/tensor/pairs.py`).
+        (`layout/dims/pairs.py`).
       whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """

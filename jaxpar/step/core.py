@@ -18,6 +18,9 @@ from ..axes import ROWS, SHARDS
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
+from ..layout.dims.expert import apart, expert_dims, looks_stacked
+from ..layout.dims.pairs import creation_order
+from ..layout.dims.tensor import Dims, Rules, tensor_dims, unsplit
 from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe, Sharing
@@ -29,10 +32,7 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model
 from ..model.paths import name_of
 from ..parallel import rule_of
-from ..parallel.expert.dims import apart, expert_dims, looks_stacked
 from ..parallel.pipeline.schedules import Schedule
-from ..parallel.tensor.dims import Dims, Rules, tensor_dims, unsplit
-from ..parallel.tensor.pairs import creation_order
 from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, metrics_of

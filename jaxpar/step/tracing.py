@@ -16,16 +16,17 @@ import jax.numpy as jnp
 
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
+from ..localise.context import RULES as CONTEXT_RULES
+from ..localise.context import Way, choose, split_sequence
+from ..localise.expert import RULES as EXPERT_RULES
+from ..localise.expert import exchange_tokens
+from ..localise.logits import Logits, chunked
+from ..localise.tensor import RULES, localise
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
 from ..model.running import Deferred, deferring
-from ..parallel.context import RULES as CONTEXT_RULES
-from ..parallel.context import Logits, Way, choose, chunked, split_sequence
-from ..parallel.expert import RULES as EXPERT_RULES
-from ..parallel.expert import exchange_tokens
 from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
-from ..parallel.tensor import RULES, localise
 from ..program import jaxpr as jx
 from ..rows import check_coupling
 from ..slicing.program import Program
@@ -179,10 +180,10 @@ class Tracing:
 
         trace       jaxprs/             the model's code runs once and leaves its equations
         roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
-        split       parallel/context/   the equations of one context rank, on its positions of the sequence
-        exchange    parallel/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
-        localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
-        chunk       parallel/context/   large logits of a loss: a chunk of the tokens at a time, in a loop
+        split       localise/context/   the equations of one context rank, on its positions of the sequence
+        exchange    localise/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
+        localise    localise/tensor/    the equations of one tensor rank, on its parts of the weights
+        chunk       localise/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """

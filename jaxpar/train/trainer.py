@@ -20,11 +20,11 @@ from ..data.contents import OUTSIDE, check_ids
 from ..data.streams import Data, Fitting, Stream, held_out, training, weight_of
 from ..hosts import ending, notes
 from ..hosts.initialize import restarts
+from ..layout.dims.tensor import Rules
 from ..layout.distributed import Stop
 from ..layout.state import State
 from ..make import make_train_step
 from ..model.model import Model
-from ..parallel.tensor.dims import Rules
 from ..strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, claimed

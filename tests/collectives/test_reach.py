@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar import collectives
 from jaxpar.collectives.reach import not_reached
+from jaxpar.localise.expert import RULES
+from jaxpar.localise.tensor import RULES as TENSOR
 from jaxpar.models import named
 from jaxpar.ops.experts import rounds
-from jaxpar.parallel.expert import RULES
 from jaxpar.parallel.pipeline.slots import Slots
-from jaxpar.parallel.tensor import RULES as TENSOR
 
 total = lambda x, axis="a": collectives.all_reduce(x, axis)
 twice = lambda x: x + total(x)

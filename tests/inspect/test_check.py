@@ -22,8 +22,8 @@ from jaxpar.inspect.check.proof import Finding, Proof
 from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.layout.layout import place_optimizer
 from jaxpar.layout.storage import place
+from jaxpar.localise.tensor import RULES
 from jaxpar.parallel import DDP, rule_of
-from jaxpar.parallel.tensor import RULES
 from jaxpar.program import jaxpr as jx
 from jaxpar.slicing.slicer import Slicing, slice_program
 from jaxpar.step.checks import misfit

@@ -19,10 +19,10 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...layout.dims.tensor import Rules
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
-from ...parallel.tensor.dims import Rules
 from ...strategy import Strategy, as_strategy
 from ...text import size
 from ..targets.devices import Target

@@ -1,0 +1,330 @@
+"""Rules of equations that mix positions with those next to them, or with all before them: slices and paddings that move
+positions along, convolutions, cumulative sums, and scans of a diagonal linear recurrence.
+
+A rank gets what is next to its chunks from their neighbours (`ops/context/halo.py`), or of every chunk what it adds to
+those behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+from jax import lax
+
+from ...ops.context import from_chunks, order_of, with_neighbours
+from ...program import jaxpr as jx
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import shape_of
+from .attention_mode import AXIS
+from .localiser import Positions
+from .rules import rule
+from .split import PARTIAL, Split
+
+
+def overlap(work: Positions, n: int, chunk: int) -> int | None:
+    """That of n positions in chunks of a given length; None where it would be more than a chunk."""
+    parts = work.way.parts(work.ranks)
+    if -(-n // parts) == chunk:
+        return 0
+    return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
+
+
+def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
+    """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
+    assert x.dim is not None
+    if math.prod(x.shape) > work.cheap:
+        dim = work.split(x.dim)
+        n = x.shape[dim] // dim.rows
+        all_of_it = "data, fsdp, tensor or pipe in place of context, as that is all of the sequence, however long it is"
+        raise ValueError(
+            f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
+            f"{work.chunk(n, dim.overlap)} positions, and {eqn.primitive.name} at "
+            f"{jx.where(eqn) or 'a function of JAX'} reaches {by} further; use "
+            f"{'a smaller context=, or longer sequences' if by < n - 1 else all_of_it}"
+        )
+
+
+def windows(
+    work: Positions, eqn: Any, x: Placed, start: int, width: int, fill: jax.Array | None = None
+) -> list[jax.Array] | None:
+    """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
+    `fill` in the place of those that are not there. None where that cannot be.
+    """
+    assert x.dim is not None
+    dim = work.split(x.dim)
+    if dim.rows > 1:
+        return None
+    n, at = x.shape[dim], int(dim)
+    chunk = work.chunk(n, dim.overlap)
+    before, after = max(-start, 0), max(start + width - chunk, 0)
+    if dim.overlap > 0 and start >= 0 and start + width <= chunk + dim.overlap:
+        found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.way.parts(1), at)]
+    elif dim.overlap > 0:
+        return None
+    elif max(before, after) > chunk:
+        return refuse(work, eqn, x, max(before, after))
+    else:
+        each = with_neighbours(x.value, before, after, AXIS, work.way.order, at)
+        found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
+    if fill is None:
+        return found
+    out = []
+    for first, y in zip(work.chunks(), found, strict=True):
+        place = first * chunk + start + jnp.arange(width)
+        there = jnp.expand_dims((place >= 0) & (place < n), [d for d in range(y.ndim) if d != at])
+        out.append(jnp.where(there, y, fill))
+    return out
+
+
+def moved(work: Positions, eqn: Any, x: Placed, start: int, length: int, fill: jax.Array | None = None) -> Found | None:
+    """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
+    assert x.dim is not None
+    dim = work.split(x.dim)
+    chunk = work.chunk(x.shape[dim] // dim.rows, dim.overlap)
+    more = overlap(work, length, chunk)
+    if start == 0 == more and dim.overlap <= 0 and fill is None:
+        return [(x.value, Split(int(dim), dim.rows))] if dim.rows == 1 else None
+    if more is None or (found := windows(work, eqn, x, start, chunk + max(more, 0), fill)) is None:
+        return None
+    return [(jnp.concatenate(found, int(dim)), Split(int(dim), 1, more))]
+
+
+@rule("slice")
+def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """All positions, one, or all but some of the first and last."""
+    (x,) = inputs
+    dim = x.dim
+    assert dim is not None
+    starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
+    strides = eqn.params["strides"]
+    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
+    if strides and strides[dim] != 1:
+        return None
+    everything = limit - start == x.shape[dim]
+    if limit - start == 1 and not everything and not work.overlap:
+        held, chunk = order_of(work.ranks, work.way.order), work.chunk(n)
+        row, place = divmod(start, n)
+        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
+        starts[dim] = row * work.size(n) + slot * chunk + place % chunk
+        limits[dim] = starts[dim] + 1
+        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
+        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
+    starts[dim], limits[dim] = 0, x.value.shape[dim]
+    (value,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
+    if everything:
+        return [(value, dim)]
+    shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
+    return moved(work, eqn, Placed(value, work.split(dim), shape), start, limit - start)
+
+
+@rule("pad")
+def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    x, fill = inputs
+    if x.dim is None:
+        return None
+    if (found := TENSOR["pad"](work, eqn, inputs)) is not None:
+        return found
+    config = list(eqn.params["padding_config"])
+    low, high, between = config[x.dim]
+    config[x.dim] = (0, 0, 0)
+    if between or work.rows > 1:
+        return None
+    (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
+    if overlap(work, x.shape[x.dim] + low + high, work.chunk(x.shape[x.dim], work.overlap)) is None:
+        return refuse(work, eqn, x, max(low, high))
+    shape = tuple(n if d == x.dim else k for d, (n, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
+    return moved(work, eqn, Placed(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
+
+
+@rule("concatenate")
+def _concatenate(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Whole values, such as zeros, before and after the split one: its positions move along."""
+    split = [i for i, x in enumerate(inputs) if x.dim is not None]
+    x, at = inputs[split[0]], eqn.params["dimension"]
+    if x.dim != at or any(inputs[i].dim != at for i in split):
+        return TENSOR["concatenate"](work, eqn, inputs)
+    if len(split) > 1 or work.rows > 1:
+        return None
+    firsts = [sum(y.shape[at] for y in inputs[:i]) for i in range(len(inputs))]
+    length = shape_of(eqn)[at]
+    found = moved(work, eqn, x, -firsts[split[0]], length)
+    if found is None:
+        return None
+    ((value, dim),) = found
+    assert isinstance(dim, Split)
+    places = work.positions(length, dim)
+    over = lambda mask: jnp.expand_dims(mask, [d for d in range(value.ndim) if d != at])
+    for i, (y, first) in enumerate(zip(inputs, firsts, strict=True)):
+        if i in split or not (n := y.shape[at]):
+            continue
+        own = jnp.take(y.value, jnp.clip(places - first, 0, n - 1), axis=at)
+        value = jnp.where(over((places >= first) & (places < first + n)), own, value)
+    return [(value, dim)]
+
+
+@rule("conv_general_dilated")
+def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Along positions by those of the neighbours that the kernel reaches; along anything else each by itself."""
+    x, kernel = inputs
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    if x.dim is None or kernel.dim is not None:
+        return None
+    if x.dim == numbers.lhs_spec[0] and params["batch_group_count"] == 1:
+        return [(jx.bind(eqn, [x.value, kernel.value])[0], numbers.out_spec[0])]
+    if x.dim not in numbers.lhs_spec[2:]:
+        return None
+    along = numbers.lhs_spec.index(x.dim) - 2
+    if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
+        return None
+    dim = work.split(x.dim)
+    low, high = params["padding"][along]
+    reach = (kernel.shape[numbers.rhs_spec[2 + along]] - 1) * params["rhs_dilation"][along]
+    chunk, length = work.chunk(x.shape[dim] // dim.rows, dim.overlap), x.shape[dim] + low + high - reach
+    if (more := overlap(work, length, chunk)) is None:
+        return refuse(work, eqn, x, reach)
+    zero = jnp.zeros((), x.value.dtype)
+    if (parts := windows(work, eqn, x, -low, chunk + max(more, 0) + reach, zero)) is None:
+        return None
+    padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
+    out = numbers.out_spec[2 + along]
+    done = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
+    return [(jnp.concatenate(done, out), Split(out, 1, more))]
+
+
+# -- with all before ---------------------------------------------------------------------------------------------------
+
+_JOINED = {
+    "cumsum": (jnp.add, lambda dtype: 0),
+    "cumprod": (jnp.multiply, lambda dtype: 1),
+    "cummax": (jnp.maximum, lambda dtype: _range(dtype)[0]),
+    "cummin": (jnp.minimum, lambda dtype: _range(dtype)[1]),
+    "cumlogsumexp": (jnp.logaddexp, lambda dtype: -jnp.inf),
+}
+
+
+def _range(dtype: Any) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf, jnp.inf
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+
+
+@rule(*_JOINED)
+def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Each chunk by itself, and what the chunks before it come to: of each a number for every row and feature, which
+    are gathered, (c - 1) p of them sent, p being the chunks of a rank.
+    """
+    (x,) = inputs
+    assert x.dim is not None
+    dim, n = work.split(x.dim), x.shape[x.dim]
+    if x.dim != eqn.params["axis"]:
+        return TENSOR["cumsum"](work, eqn, inputs)
+    chunk, after, back = work.chunk(n, dim.overlap), max(dim.overlap, 0), eqn.params["reverse"]
+    if dim.rows > 1 or (back and after):
+        return None
+    join, of = _JOINED[eqn.primitive.name]
+    nothing = jnp.asarray(of(x.value.dtype), x.value.dtype)
+    value = x.value
+    if chunk * work.way.parts(work.ranks) + after != n:
+        held = jnp.concatenate([at * chunk + jnp.arange(chunk + after) for at in work.chunks()])
+        there = jnp.expand_dims(held < n, [d for d in range(len(x.shape)) if d != dim])
+        value = jnp.where(there, value, nothing)
+    each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.way.parts(1), dim)]
+    end = 0 if back else chunk - 1
+    totals = from_chunks(
+        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.way.order
+    )
+    before = [jnp.full_like(totals[0], nothing)]
+    for total in (totals[::-1] if back else totals)[:-1]:
+        before.append(join(before[-1], total))
+    known = jnp.stack(before[::-1] if back else before)
+    return [(jnp.concatenate([join(known[at], y) for at, y in zip(work.chunks(), each, strict=True)], int(dim)), dim)]
+
+
+# -- recurrences -------------------------------------------------------------------------------------------------------
+
+_KEPT = frozenset(("neg", "convert_element_type", "copy", "reduce_precision"))
+
+
+@rule("scan")
+def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
+    parts = jx.scan_parts(eqn)
+    steps = inputs[len(parts.consts) + len(parts.carry) :]
+    if not any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
+        return TENSOR["scan"](work, eqn, inputs)
+    return _recurrence(work, eqn, inputs) if diagonal(parts) else None
+
+
+def _recurrence(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """h <- a h + b, element by element, in chunks (Blelloch 1990, Prefix Sums and Their Applications, section 1.4).
+
+    Over a chunk, h becomes A h + B. Each rank finds A and B of its chunks, all gather them, and each runs its chunks
+    again from the h with which they begin. Of chunks a rank has p; for each it sends A and B, 2 (c - 1) times an h.
+    """
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+    consts, init, steps = inputs[:n], inputs[n : n + k], inputs[n + k :]
+    if any(x.dim is not None for x in (*consts, *init)) or any(x.dim not in (None, 0) for x in steps):
+        return None
+    whole = work.size(parts.length) * work.ranks == parts.length
+    if work.overlap or work.rows > 1 or not whole or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
+        return None
+    body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
+    options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
+
+    def run(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def step(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            out = body(*(x.value for x in consts), *carry, *xs)
+            return out[:k], out[k:]
+
+        return lax.scan(step, carry, xs, length=work.chunk(parts.length), **options)
+
+    slots = work.way.parts(1)
+    each = [[jnp.split(work.part(x, 0), slots)[slot] for x in steps] for slot in range(slots)]
+    start = [x.value for x in init]
+    ones, zeros = (jax.tree.map(fill, start) for fill in (jnp.ones_like, jnp.zeros_like))
+    found = [jax.jvp(lambda carry, xs=xs: run(carry, xs)[0], (zeros,), (ones,)) for xs in each]
+    gathered = [
+        [from_chunks(jnp.stack([one[side][i] for one in found]), AXIS, work.way.order) for side in (0, 1)]
+        for i in range(k)
+    ]
+    chunks = range(work.way.parts(work.ranks))
+    begins: list[list[jax.Array]] = [start]
+    for chunk in reversed(chunks) if parts.reverse else chunks:
+        begins.append([grown[chunk] + decay[chunk] * h for (grown, decay), h in zip(gathered, begins[-1], strict=True)])
+    *begins, last = begins
+    known = [jnp.stack(hs) for hs in zip(*(begins[::-1] if parts.reverse else begins), strict=True)]
+    done = [run([h[at] for h in known], xs)[1] for at, xs in zip(work.chunks(), each, strict=True)]
+    return [*((h, None) for h in last), *((jnp.concatenate(ys), Split(0)) for ys in zip(*done, strict=True))]
+
+
+def diagonal(parts: jx.Scan) -> bool:
+    """Whether each carry of a scan becomes a h + b, where neither a nor b depends on any carry, and an element of h
+    goes into the same one alone.
+    """
+    flat = jx.flatten(parts.body)
+    n, k = len(parts.consts), len(parts.carry)
+    of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}  # None: of carries in another way
+    carried = lambda atom: not jx.is_literal(atom) and atom in of
+    for eqn in flat.eqns:
+        mine = [v for v in eqn.invars if carried(v)]
+        if not mine:
+            continue
+        name, from_ = eqn.primitive.name, {of[v] for v in mine}
+        linear = (
+            name in _KEPT
+            or name in ("add", "sub", "add_any")
+            or (name == "mul" and len(mine) == 1)
+            or (name == "div" and carried(eqn.invars[0]) and len(mine) == 1)
+            or (name == "select_n" and not carried(eqn.invars[0]))
+        )
+        same = all(v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                   for v in (*mine, *eqn.outvars))  # fmt: skip
+        of.update((v, from_.pop() if linear and same and len(from_) == 1 else None) for v in eqn.outvars)
+    return all(not carried(v) or of[v] == i for i, v in enumerate(flat.outvars[:k]))

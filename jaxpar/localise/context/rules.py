@@ -1,0 +1,209 @@
+"""Rules of equations that add positions up, pick some of them, or look something up for each; and of `jp.attention`.
+
+Equations that leave positions apart have the rules of `tensor`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...ops import routes
+from ...ops.context import gather_attention, ring_attention, ulysses_attention, usp_attention
+from ...ops.flash import AttentionOptions
+from ...program import factors, kernels
+from ...program import jaxpr as jx
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import ELEMENTWISE, follow, shape_of
+from .attention_mode import AXIS, Way, options_of
+from .keys import keys_of
+from .localiser import Positions
+from .split import PARTIAL, Split, counts, reshaped
+
+Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
+_APART = """
+optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim transpose squeeze concatenate stack
+unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
+dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
+""".split()
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in TENSOR}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of some primitives."""
+
+    def register(fun: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, fun))
+        return fun
+
+    return register
+
+
+@rule("reshape")
+def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
+    x, *_ = inputs
+    assert x.dim is not None
+    if eqn.params["dimensions"] is not None:
+        return None
+    parts, shape = work.way.parts(work.ranks), shape_of(eqn)
+    dim = reshaped(x.shape, work.split(x.dim), shape, parts)
+    if dim is not None:
+        return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
+    if math.prod(x.shape) <= work.cheap:
+        return None
+    raise ValueError(
+        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and reshape at "
+        f"{jx.where(eqn) or 'a function of JAX'} to {list(shape)} cuts through them; keep rows and positions as dims "
+        f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
+        f"jp.cross_entropy by a chunk= {work.ranks} times as large"
+    )
+
+
+# -- functions that put tokens into another order ----------------------------------------------------------------------
+
+
+@rule(*jx.CUSTOM)
+def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A route (`ops/routes.py`) takes each rank's own tokens, in slots of its own."""
+    route = routes.of(eqn)
+    if route is None:
+        return TENSOR[eqn.primitive.name](work, eqn, inputs)
+    where, parts = jx.where(eqn), work.way.parts(work.ranks)
+    if route.part is None:
+        raise ValueError(
+            f"context={work.ranks} splits the tokens of a row, and {where} gives them slots in their order: a capacity "
+            "drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for context"
+        )
+    slots = [v.aval.shape[1] for v, kind in zip(eqn.outvars, route.outs, strict=True) if kind == "routed"]
+    if any(n % parts for n in slots):
+        raise ValueError(
+            f"context={work.ranks} splits the {slots[0]} slots of an expert at {where} into {parts} parts, which do "
+            "not divide them; use another number of positions, or data, fsdp or tensor for context"
+        )
+    tokens = next((x.dim for x in inputs if x.dim == 0), None)
+    if tokens is None:
+        return None
+    dims = {"rows": tokens, "routed": Split(1), "whole": None}
+    values = route.part(work.ranks)(*(x.value for x in inputs))
+    return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@rule(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
+)
+def _reduce(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    (x,) = inputs
+    if x.dim not in eqn.params["axes"]:
+        return follow(work, eqn, inputs)
+    return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)] if eqn.primitive.name == "reduce_sum" else None
+
+
+@rule("dot_general")
+def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Each position by itself where they are free or batched; a partial sum where they are contracted.
+
+    Of two operands whose positions meet, keys (`keys.py`) are gathered and queries stay.
+    """
+    split = [side for side in (0, 1) if inputs[side].dim is not None]
+    every = factors.of(eqn)
+    of = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
+    free = [side for side in split if None in of[side].ins]
+    keep = (free or split)[0]
+    if len(free) == 2 and keys_of(work.eqns, eqn, [d for side in free if (d := of[side].outs[0]) is not None]) == 0:
+        keep = 1
+    factor, how = of[keep], work.split(inputs[keep].dim).how[1:]  # type: ignore[arg-type]
+    values = [
+        work.whole(x) if d is None else work.part(x, Split(d, *how)) for x, d in zip(inputs, factor.ins, strict=True)
+    ]
+    (out,) = factor.outs
+    if out is None:  # summed: of what has them, without what other ranks have as well
+        values[keep] = work.kept(inputs[keep])
+        return [(jx.bind(eqn, values)[0], PARTIAL)]
+    return [(jx.bind(eqn, values)[0], Split(out, *how))]
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@rule("gather")
+def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    table, indices = inputs
+    if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
+        return _own(work, eqn, table, indices)
+    return TENSOR["gather"](work, eqn, inputs)
+
+
+def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | None:
+    """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
+    beside the place is a rank's own, such as a token's best experts.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    column = list(numbers.start_index_map).index(table.dim)
+    if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+        return None
+    joined, columns = indices.made
+    if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
+        return None
+    at = counts(columns[column])
+    if at is None or indices.shape[at] != table.shape[table.dim] or indices.dim not in (None, at):
+        return None  # other places
+    held = work.part(indices, at)
+    places = jnp.expand_dims(jnp.arange(held.shape[at], dtype=held.dtype), [*range(1, len(held.shape) - 1 - at)])
+    held = held.at[..., column].set(jnp.broadcast_to(places, held.shape[:-1]))
+    (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
+    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
+    return [(value, batch[at])]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@rule("jit", "pjit")
+def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """`jp.attention`; another kernel is refused."""
+    options = options_of(eqn)
+    if options is None or inputs[0].dim != 1 or work.rows > 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+        return None
+    if any(n % work.way.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
+        return None
+    values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
+    masks = inputs[3 + options.segments :]
+    values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
+    other = bool(masks) or options.segments == 2 or inputs[0].shape[1] != inputs[1].shape[1]
+    fun = functools.partial(attend, options, work.way, other)
+    heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
+    # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
+    return [((kernels.local_kernel(fun, heads, 2) if work.tensor > 1 else fun)(*values), 1)]
+
+
+def attend(
+    options: AttentionOptions,
+    way: Way,
+    other: bool,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *more: jax.Array,
+) -> jax.Array:
+    """Attention of this rank's queries [B, T/c, H, h] to the keys and values of all ranks, each of which has
+    [B, S/c, K, h]. `more` are ids of these queries, of these keys, and a mask of these queries and all keys. Of
+    `other` keys than the queries' own, or with a mask, it is by gather.
+    """
+    ids, masks = more[: options.segments], more[options.segments :]
+    given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": way.order}
+    given |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
+    if other or way.name == "gather":
+        return gather_attention(query, key, value, mask=masks[0] if masks else None, **given)
+    if way.name == "usp":
+        return usp_attention(query, key, value, group=way.group, **given)
+    return (ring_attention if way.name == "ring" else ulysses_attention)(query, key, value, **given)

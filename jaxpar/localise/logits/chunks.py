@@ -1,0 +1,109 @@
+"""A part of a loss as the program of one chunk of the tokens: what a rank of `context` runs on its positions, by the
+same rules (`localiser.py`), but that chunks follow one another: nothing can be had of several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ...ops import routes
+from ...ops.cross_entropy import HeadProduct, product
+from ...program import jaxpr as jx
+from ..context.localiser import Positions
+from ..context.rules import RULES as CONTEXT
+from ..context.split import Split
+from ..tensor import RULES as TENSOR
+from ..tensor.localiser import Found, Placed
+from ..tensor.primitives import ELEMENTWISE, shape_of
+
+_EDGES = ("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter", "tensor_unsplit", "tensor_take")
+_APART = """
+broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax
+argmin dot_general gather pmax psum cumsum cumlogsumexp sort top_k optimization_barrier
+""".split()
+RULES: dict[str, Any] = {name: CONTEXT[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in CONTEXT}
+RULES |= {name: TENSOR[name] for name in ("cumsum", "cumlogsumexp", "sort", "top_k")}
+
+
+class StayWholeError(Exception):
+    """Logits stay whole; its text says why."""
+
+
+@dataclass
+class Chunk(Positions):
+    """The rewriting into the program of chunk number `at`; `head` is the equation that makes its logits, and `wide` the
+    head in float32, to which its gradient belongs.
+    """
+
+    at: Any = 0
+    head: Any = None
+    how: HeadProduct | None = None
+    wide: Any = None
+
+    def chunks(self) -> list[jax.Array]:
+        """The one."""
+        return [self.at]
+
+    def whole(self, x: Placed) -> jax.Array:
+        """All of it, which one chunk has only of what is not split."""
+        if x.partial or x.dim is not None:
+            raise StayWholeError("logits of several chunks meet")
+        return x.value
+
+    def _check(self, x: Placed, eqn: Any) -> None:
+        if x.partial or x.dim is not None:
+            raise StayWholeError(
+                f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} has no rule for chunks of them"
+            )
+
+    def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
+        if eqn is not self.head:
+            return super()._equation(eqn, inputs, mixed)
+        assert self.how is not None
+        hidden, head = inputs[::-1] if self.how.swapped else inputs
+        assert hidden.dim is not None
+        value = product(self.how, hidden.value, head.value, self.wide)
+        dim = Split(hidden.dim - (self.how.of_hidden < hidden.dim) + self.how.swapped)
+        return [Placed(value, dim, shape_of(eqn), hidden.active or head.active)]
+
+
+def _edge(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """To other ranks of `tensor`, of other dims."""
+    (x,) = inputs
+    if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in _EDGES[:2]):
+        return None
+    return [(jx.bind(eqn, [x.value])[0], x.dim)]
+
+
+def _slice(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Of some words; or of all positions but the last, which stay where they were in their chunk."""
+    (x,) = inputs
+    dim, strides = work.split(x.dim or 0), eqn.params["strides"]
+    starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
+    n, some = x.shape[dim], limits[dim]
+    if starts[dim] or (strides and strides[dim] != 1) or (some != n and (dim.rows > 1 or dim.overlap > 0)):
+        return None
+    chunk = work.chunk(n // dim.rows, dim.overlap)
+    over = 0 if -(-some // work.ranks) == chunk else some - chunk * work.ranks
+    if some != n and over < -chunk:
+        return None
+    limits[dim] = x.value.shape[dim]
+    value = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0]
+    return [(value, dim if some == n else Split(int(dim), 1, over))]
+
+
+def _custom(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A function with its own derivative, on this chunk's part of a one-hot."""
+    if routes.of(eqn) is not None:
+        return None
+    dims = {x.shape: x.dim for x in inputs if x.dim is not None}
+    own = lambda x, dim: Placed(work.part(x, dim), dim, x.shape, x.active)
+    inputs = [own(x, dims[x.shape]) if x.made is not None and x.shape in dims else x for x in inputs]
+    return TENSOR[eqn.primitive.name](work, eqn, inputs)
+
+
+RULES |= dict.fromkeys(_EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}
