@@ -7,6 +7,7 @@ if is_command():
 
 from . import collectives
 from .checkpoint.saved import Checkpoint
+from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
 from .inspect.plan.planner import plan
@@ -61,4 +62,5 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-enough_threads()  # where XLA_FLAGS simulates devices; the backend reads it when it starts
+set_flag()
+enough_threads()  # where XLA_FLAGS simulates devices; the backend reads both when it starts

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from jaxpar import Model
+from jaxpar.cpu_compiler import cpu_options
 from jaxpar.model.paths import name_of
 from jaxpar.step.update import taking_value
 
@@ -116,7 +117,7 @@ class Server:
             changes, state = optimizer.update(grads, state, params, value=totals / count)
             return optax.apply_updates(params, changes), state
 
-        self._update = jax.jit(update)
+        self._update = jax.jit(update, compiler_options=cpu_options())
         methods = {"join": self._join, "pull": self._pull, "push": self._push, "beat": self._beat, "leave": self._leave}
         self._rpc, self.address = service.serve(address, methods, threads=2 * workers + 2)
         self._watch = threading.Thread(target=self._expire, name="jaxpar-async-leases", daemon=True)

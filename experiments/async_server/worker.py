@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import Mean, Model
+from jaxpar.cpu_compiler import cpu_options
 from jaxpar.layout.precision import all_finite
 from jaxpar.step.gradients import block_key
 
@@ -138,7 +139,7 @@ class Worker:
                 "the loss changes mutable state (BatchNorm's statistics and the like), which no worker of an "
                 "asynchronous server owns; use a model without it, or a strategy such as ddp"
             )
-        return jax.jit(gradients)
+        return jax.jit(gradients, compiler_options=cpu_options())
 
     def _beat(self, every: float) -> None:
         """Tells the server that this process lives, while the main thread compiles or computes."""

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ..cpu_compiler import cpu_options
+
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
@@ -29,19 +31,21 @@ _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_p
 
 def compiler_options(
     mesh: jax.sharding.Mesh, axes: Sequence[str], nested: bool = False
-) -> dict[str, bool | int] | None:
-    """For `jax.jit`, where the mesh has several GPUs; else None. Collectives are combined and moved where groups along
-    `axes` span hosts. What XLA_FLAGS names stays as it is there.
+) -> dict[str, bool | int | str] | None:
+    """For `jax.jit`, where the mesh has several GPUs. Collectives are combined and moved where groups along
+    `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of
+    `cpu_options`, or None.
 
     `nested`: the loops over layers stand in another, over microbatches. XLA would pipeline that as well, with the
     gradients of all layers in it, and then compute again what it has no room for (seen on jax 0.10.2).
     """
-    if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
-        return None
+    platform = mesh.devices.flat[0].platform
+    if platform != "gpu" or mesh.size == 1:
+        return cpu_options(platform)
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
-    options: dict[str, bool | int] = {**_HIDDEN}
+    options: dict[str, bool | int | str] = {**_HIDDEN}
     if nested or (hosts == hosts.flat[0]).all():
         options |= _IN_PLACE
     if (groups != groups[:, :1]).any():
@@ -51,7 +55,7 @@ def compiler_options(
 
 
 @functools.cache
-def _known(name: str, value: bool | int) -> bool:
+def _known(name: str, value: bool | int | str) -> bool:
     """Whether this compiler has the option: that of jax 0.12 has not those of pipelining."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()

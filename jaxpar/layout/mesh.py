@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ..axes import AXES
+from ..cpu_compiler import set_flag, warn_unset
 from ..strategy import Strategy
 
 MOST_SIMULATED = 4096
@@ -44,6 +45,7 @@ def simulate(devices: int) -> None:
         raise ValueError(f"simulate({devices!r}): the number of devices must be a whole number from 1, such as 8")
     if devices > MOST_SIMULATED:
         raise ValueError(f"simulate({devices}): each device has threads of its own; use at most {MOST_SIMULATED:,}")
+    set_flag()  # again: XLA_FLAGS may have been set since the import
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
@@ -97,6 +99,8 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             raise ValueError(f"mesh={given!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
         if strategy.single:
             devices = devices[:1]
+    if devices[0].platform == "cpu":
+        warn_unset()
     if strategy.single and len(devices) > 1:
         raise ValueError(f"strategy 'single' takes one device and the mesh has {len(devices)}; pass a mesh of one")
     hosts = len({d.process_index for d in devices})

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ..cpu_compiler import cpu_options
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
@@ -34,10 +36,10 @@ class FirstState:
         """A new state, created sharded; see `TrainStep.init`."""
         _check_key(key)
         if params is None:
-            return self._creating(key)
+            return self._creating(key) if not isinstance(key, Tracer) else self._creating_within(key)
         places = jax.tree.leaves(self.layout.handed_out)
         given = {at: jax.device_put(x, places[at]) for at, x in self._given(params, fresh).items()}
-        return self._creating(key, given)
+        return self._creating(key, given) if not isinstance(key, Tracer) else self._creating_within(key, given)
 
     def begin(self, key: jax.Array, params: Any, variables: Any) -> State:
         """A new state with the masters `params`, as they are stored, and `variables`. Both are donated."""
@@ -47,11 +49,22 @@ class FirstState:
     @functools.cached_property
     def _creating(self) -> Callable[..., State]:
         """`_create`, compiled once however many states a step makes."""
+        return jax.jit(self._create, out_shardings=self._shardings, compiler_options=self._options)
+
+    @functools.cached_property
+    def _creating_within(self) -> Callable[..., State]:
+        """The same within a caller's program, which is compiled with options of its own."""
         return jax.jit(self._create, out_shardings=self._shardings)
 
     @functools.cached_property
     def _beginning(self) -> Callable[..., State]:
-        return jax.jit(self._begun, out_shardings=self._shardings, donate_argnums=(1, 2))
+        return jax.jit(
+            self._begun, out_shardings=self._shardings, donate_argnums=(1, 2), compiler_options=self._options
+        )
+
+    @property
+    def _options(self) -> dict[str, bool | int | str] | None:
+        return cpu_options(self.layout.mesh.devices.flat[0].platform)
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
         layout = self.layout

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axes import AXES, ROWS
 from ..collectives import order
+from ..cpu_compiler import cpu_options
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import batch_shardings, batch_specs
@@ -116,7 +117,8 @@ class ServerStep(Step):
             self.check(batch)
             programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
             programs |= {"both": self._both}
-            self._jitted[key] = {name: jax.jit(fun) for name, fun in programs.items()}
+            options = cpu_options(self.mesh.devices.flat[0].platform)
+            self._jitted[key] = {name: jax.jit(fun, compiler_options=options) for name, fun in programs.items()}
         return self._jitted[key]
 
     def _losses(self, state: State, batch: Any) -> Sums:
@@ -175,7 +177,9 @@ class ServerStep(Step):
                 "gradients": self._serve_gradients,
                 "report": lambda sums: metrics_of(added(sums)),
             }[name]
-            self._jitted[name] = jax.jit(fun, donate_argnums=(0,) if name == "train" else ())
+            options = cpu_options(self.mesh.devices.flat[0].platform)
+            donate = (0,) if name == "train" else ()
+            self._jitted[name] = jax.jit(fun, donate_argnums=donate, compiler_options=options)
         return self._jitted[name]
 
     def _seeds(self, sums: Sums, scale: LossScale | None) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ...cpu_compiler import cpu_options
 from ...layout.precision import Policy
 from ...model.batches import check_rows
 from ...model.model import Mean, Model, Replicated
@@ -30,8 +32,9 @@ class Reference:
 
     def __init__(self, model: Model, strategy: Strategy, replicas: int):
         self.model, self.strategy, self.replicas = model, strategy, replicas
-        self._grad = jax.jit(jax.value_and_grad(self._objective, has_aux=True, allow_int=True))
-        self._create = jax.jit(model.create)
+        grad = jax.value_and_grad(self._objective, has_aux=True, allow_int=True)
+        self._grad = jax.jit(grad, compiler_options=cpu_options())
+        self._create = jax.jit(model.create, compiler_options=cpu_options())
         self._updates: dict[int, tuple[Any, Any, Any]] = {}
 
     def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
@@ -119,7 +122,7 @@ class Reference:
         if id(optimizer) not in self._updates:
             tuned = taking_value(optimizer)
 
-            @jax.jit
+            @functools.partial(jax.jit, compiler_options=cpu_options())
             def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
                 changes, state = tuned.update(_trained(grads), state, _trained(params), value=loss)
                 moved = optax.apply_updates(_trained(params), changes)

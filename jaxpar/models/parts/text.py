@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...cpu_compiler import cpu_options
 from ...model.model import Mean
 from ...ops.cross_entropy import CHUNK, cross_entropy
 
@@ -110,7 +111,7 @@ def _places(state: Any) -> Any:
 @functools.cache
 def _continued(place: Any) -> Any:
     static = ("graph", "kind", "growing", "sliding", "window")
-    return jax.jit(_continue, static_argnames=static, out_shardings=place)
+    return jax.jit(_continue, static_argnames=static, out_shardings=place, compiler_options=cpu_options())
 
 
 def _continue(
