@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 # Elementwise, of operands of one shape, or with 1 in its place, or scalars.
 ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
-convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
-nextafter not or population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
+nextafter not one_minus_square or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
+round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+tan tanh xor zeta
 """.split()
 
 Shape = tuple[int, ...]
@@ -71,8 +72,16 @@ def _same(eqn: Any, but: Sequence[int] = (), **params: Any) -> Iterator[Factor]:
             yield Factor(tuple(has(s, d) for s in ins), tuple(has(s, d) for s in outs), **params)
 
 
-MORE = "bitcast_convert_type clz log2 mulhi one_minus_square polygamma".split()
-factor(*ELEMENTWISE, *MORE, "sharding_constraint")(_same)
+factor(*ELEMENTWISE, "sharding_constraint")(_same)
+
+
+@factor("bitcast_convert_type")
+def _bits(eqn: Any) -> Iterator[Factor]:
+    """All dims but the one that an element of another size becomes, or is made of."""
+    (x,), (out,) = shapes(eqn)
+    return (Factor((d,), (d,)) for d in range(min(len(x), len(out))))
+
+
 factor("concatenate")(lambda e: _same(e, [e.params["dimension"]]))
 factor("tile")(lambda e: _same(e, [d for d, n in enumerate(e.params["reps"]) if n != 1]))
 factor("pad")(lambda e: _same(e, [d for d, c in enumerate(e.params["padding_config"]) if tuple(c) != (0, 0, 0)]))
