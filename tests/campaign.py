@@ -2,9 +2,9 @@
 
     python tests/campaign.py [--seconds 1800] [--kills 200] [--flips 40] [--faults all] [--short]
 
-Kills: runs of one process and of two (on loopback, one folder) are ended at random moments, also while they start, in a
-save and in their last steps, each gone on with until it
-is done. None may lose a checkpoint that was complete, hang, or end with other numbers than the run that nobody broke.
+Kills: runs of one process and of two (on loopback, one folder), on noise and on images, are ended at random moments,
+also while they start, in a save and in their last steps, each gone on with until it is done. None may lose a checkpoint
+that was complete, hang, or end with other numbers than the run that nobody broke.
 Flips: in a copy of a checkpoint one bit is another; restoring it must name the checkpoint. Faults: the table `FAULTS`
 says of each what is promised, and within how many seconds. Two parts run at a time, in a folder that is removed.
 """
@@ -52,14 +52,14 @@ class Counts:
 def kill(folder: Path, processes: int, kills: int, seed: int, truth: Truth, counts: Counts) -> None:
     """Breaks runs of so many processes `kills` times, and compares each that comes to its end."""
     choice, done, number = random.Random(seed), 0, 0
-    part = f"kills, {processes} process{'es' if processes > 1 else ''}"
+    part = f"kills, {processes} process{'es' if processes > 1 else ''}, {truth.data}"
     while done < kills and not counts.over:
         out, number = folder / f"kill{processes}-{seed}-{number}", number + 1
         while True:  # one start of the run after the other
             before, how = complete(out), None
             if done < kills and not counts.over:
                 how = choice.choice(_MOMENTS), choice.choice(_SIGNALS)
-            group, sent = Group(processes, out=str(out), steps=truth.steps, save_every=truth.save_every), False
+            group, sent = Group(processes, out=str(out), **truth.work), False
             try:
                 if how is not None:
                     group.wait(how[0], choice, truth)
@@ -91,7 +91,7 @@ def kill(folder: Path, processes: int, kills: int, seed: int, truth: Truth, coun
 
 def flip(truth: Truth, flips: int, counts: Counts) -> None:
     """Restores copies of a checkpoint in which one bit is another."""
-    group = Group(1, out=str(truth.out), steps=truth.steps, save_every=truth.save_every, flips=flips)
+    group = Group(1, out=str(truth.out), flips=flips, **truth.work)
     try:
         group.end(60 + 10 * flips, until=lambda: counts.over)
     finally:
@@ -138,12 +138,13 @@ def main() -> None:
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             parts = [pool.submit(flip, truth, options.flips, counts)] if options.flips else []
             share = -(-options.kills // 4)
-            for seed in (0, 1):
-                parts.append(pool.submit(kill, folder, 1, share, options.seed + seed, truth, counts))
+            digits = Truth.of(folder / "unbroken-digits", processes=1, steps=truth.steps, data="digits")
+            for seed, right in enumerate((truth, digits)):
+                parts.append(pool.submit(kill, folder, 1, share, options.seed + seed, right, counts))
             chosen = [x for x in FAULTS if x.name in wanted or "all" in wanted]
             parts += [pool.submit(_unless_over, fault, x, folder, truth, counts) for x in chosen]
-            two = None if options.short else Truth.of(folder / "unbroken-two", processes=2, steps=150)
-            for seed in (2, 3) if two else ():
+            for seed, data in enumerate(() if options.short else ("noise", "digits"), 2):
+                two = Truth.of(folder / f"unbroken-two-{data}", processes=2, steps=150, data=data)
                 parts.append(pool.submit(kill, folder, 2, share, options.seed + seed, two, counts))
             for part in concurrent.futures.as_completed(parts):
                 part.result()

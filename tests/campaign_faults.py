@@ -31,7 +31,7 @@ class Fault:
 
 def _go_on(out: Path, truth: Truth) -> str:
     """Goes on with a broken run; how its end differs from the run that nobody broke, or ""."""
-    group = Group(1, out=str(out), steps=truth.steps, save_every=truth.save_every)
+    group = Group(1, out=str(out), **truth.work)
     try:
         group.end(60 + truth.seconds)
     finally:
@@ -75,7 +75,7 @@ def _full_disk(out: Path, truth: Truth) -> Outcome:
         limit = 4 * 1024
     try:
         begin = time.monotonic()
-        group = Group(1, limit, out=str(out / "run"), steps=truth.steps, save_every=truth.save_every)
+        group = Group(1, limit, out=str(out / "run"), **truth.work)
         try:
             ended = group.end(60 + truth.seconds)
         finally:
@@ -132,7 +132,7 @@ def _clock(processes: int, jump: float) -> Callable[[Path, Truth], Outcome]:
             right = Truth.of(out.with_name(f"{out.name}-unbroken"), processes, 30)
         begin = time.monotonic()
         group = Group(
-            processes, out=str(out), steps=right.steps, save_every=right.save_every, others={"clock": jump}
+            processes, out=str(out), others={"clock": jump}, **right.work
         )  # the last process alone, which may be the only one
         try:
             ended = group.end(60 + 2 * right.seconds)

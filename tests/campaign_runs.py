@@ -177,12 +177,13 @@ class Truth:
     seconds: float
     running: float
     ends: list[str]
+    data: str
 
     @classmethod
-    def of(cls, out: Path, processes: int, steps: int, save_every: int = 3) -> "Truth":
+    def of(cls, out: Path, processes: int, steps: int, save_every: int = 3, data: str = "noise") -> "Truth":
         """Trains it."""
         begin = time.monotonic()
-        group = Group(processes, out=str(out), steps=steps, save_every=save_every)
+        group = Group(processes, out=str(out), steps=steps, save_every=save_every, data=data)
         try:
             group.until(lambda: group.started is not None, 300)
             started = time.monotonic()
@@ -192,7 +193,12 @@ class Truth:
         if any(group.statuses):
             sys.exit(f"the run that nobody breaks does not train: {group.said()}")
         now = time.monotonic()
-        return cls(out, processes, steps, save_every, now - begin, now - started, ends(group))
+        return cls(out, processes, steps, save_every, now - begin, now - started, ends(group), data)
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """Of the same run in another folder: fields of `campaign_worker.Work`."""
+        return {"steps": self.steps, "save_every": self.save_every, "data": self.data}
 
     def differs(self, out: Path, group: Group) -> str:
         """How a run that has come to its end is another than this one; "" if it is the same bit for bit."""
@@ -217,7 +223,8 @@ def metrics(out: Path) -> list[tuple[Any, ...]]:
     """The lines of a run without those of its speed."""
     with contextlib.suppress(FileNotFoundError):
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+        numbers = ("loss", "grad_norm", "held_out_loss")
+        return [(line["step"], *(line[name] for name in numbers if name in line)) for line in lines]
     return []
 
 

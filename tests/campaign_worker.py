@@ -25,7 +25,8 @@ class Work:
 
     Attributes:
       rank, processes, port: of several processes on loopback.
-      shift: of the data, as files that differ between hosts would.
+      data: "noise", or "digits": images, read by grain.
+      shift: of the noise, as files that differ between hosts would.
       version: another version of optax, as it says.
       flips: instead of training, so many copies of the run's last checkpoint, a bit of each flipped.
       spoil: the batch of this step is not a number.
@@ -39,6 +40,7 @@ class Work:
     port: int = 0
     seed: int = 0
     lr: float = 1e-2
+    data: str = "noise"
     shift: int = 0
     rows: int = 8
     strategy: str = "fsdp"
@@ -56,7 +58,7 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
-def model() -> Any:
+def model(work: Work) -> Any:
     """Three scanned layers and what is around them."""
     import jax
 
@@ -64,11 +66,16 @@ def model() -> Any:
 
     def init(key: Any) -> dict[str, Any]:
         a, b = jax.random.split(key)
-        return {"in": jax.random.normal(a, (12, 64)) * 0.3, "layers": jax.random.normal(b, (3, 64, 64)) * 0.1}
+        width = 12 if work.data == "noise" else 64
+        return {"in": jax.random.normal(a, (width, 64)) * 0.3, "layers": jax.random.normal(b, (3, 64, 64)) * 0.1}
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
-        x, _ = jax.lax.scan(lambda x, w: (x + jax.numpy.tanh(x @ w), None), batch["x"] @ params["in"], params["layers"])
-        return ((x[:, :8] - batch["y"]) ** 2).mean()
+        if work.data == "noise":
+            x, y = batch["x"], batch["y"]
+        else:
+            x, y = batch["image"].reshape(-1, 64), jax.nn.one_hot(batch["label"], 8)
+        x, _ = jax.lax.scan(lambda x, w: (x + jax.numpy.tanh(x @ w), None), x @ params["in"], params["layers"])
+        return ((x[:, :8] - y) ** 2).mean()
 
     return jp.Model(init=init, loss=loss)
 
@@ -91,6 +98,7 @@ def trainer(work: Work, hooks: list[Any], **changes: Any) -> Any:
     import optax
 
     import jaxpar as jp
+    from jaxpar.data import images
 
     # One that trains anew and one that goes on say the same.
     loop = jp.Loop(steps=work.steps, rows=work.rows, seed=work.seed, save_every=work.save_every, out=Path(work.out),
@@ -98,7 +106,8 @@ def trainer(work: Work, hooks: list[Any], **changes: Any) -> Any:
     loop = dataclasses.replace(loop, **changes)
     strategy = f"{work.strategy},precision={work.precision}"
     about = {"lr": work.lr}
-    return jp.Trainer(model(), optax.adamw(work.lr), batches(work), strategy, loop, hooks=hooks, about=about)
+    data = batches(work) if work.data == "noise" else images.digits()
+    return jp.Trainer(model(work), optax.adamw(work.lr), data, strategy, loop, hooks=hooks, about=about)
 
 
 def digest(state: Any) -> str:

@@ -13,12 +13,10 @@ import numpy as np
 from ..model.batches import as_array, rows_of
 from ..model.calls import check_call
 from ..model.model import Replicated
+from .positions import cursor, epochs, from_json, restored, to_json
 from .rows import Rows
 
 Data = Any  # a `data.Source`, a function, or an iterable of batches
-
-# How iterators that can go on elsewhere say where they are, and are told: ours; torch's and Hugging Face's; grain's.
-_CURSORS = (("state", "restore"), ("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 class Stream:
@@ -31,8 +29,8 @@ class Stream:
 
     fills = False
 
-    def __init__(self, batches: Iterator[Any], number: int, cursor: Callable[[], Any] = lambda: None, origin: int = 0):
-        self._batches, self._cursor, self.number, self._origin = batches, cursor, number, origin
+    def __init__(self, batches: Iterator[Any], number: int, own: Callable[[], Mapping[str, Any]] = dict):
+        self._batches, self._own, self.number = batches, own, number
 
     def __iter__(self) -> Stream:
         return self
@@ -51,12 +49,11 @@ class Stream:
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, as JSON: how many came before it ("batches"), and where the data have a
-        position of their own, that ("data"). An iterator may count from where it was made: where that is not batch 0,
-        it is "origin". It is the same on every host, unless the data's own is not.
+        position of their own, that ("data"), with what it counts from: the batch at which the iterator was made
+        ("origin", if it is not 0), the number of the pass ("pass", where data are told it). It is the same on every
+        host, unless the data's own is not. Raises ValueError where the data's own is nothing that JSON can hold.
         """
-        if (own := self._cursor()) is None:
-            return {"batches": self.number}
-        return {"batches": self.number, "data": _json(own)} | ({"origin": self._origin} if self._origin else {})
+        return {"batches": self.number, **self._own()}
 
 
 def training(
@@ -82,7 +79,7 @@ def training(
     Raises ValueError for anything else, and where the data ends.
     """
     start = start if state is None else state["batches"]
-    own = None if state is None else _from_json(state.get("data"))
+    own = None if state is None else from_json(state.get("data"))
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
     if hasattr(data, "batches"):
@@ -96,7 +93,8 @@ def training(
                     f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
                 )
             made.part = part
-        stream = Stream(made, start, _restored(made, own) or (lambda: None), origin)
+        ask, beside = restored(made, own), {"origin": origin} if origin else {}
+        stream = Stream(made, start, dict if ask is None else lambda: {"data": to_json(ask()), **beside})
         stream.fills = getattr(made, "fills", False)
         return stream
     if callable(data):
@@ -110,7 +108,7 @@ def training(
             f"data is a {type(data).__name__}; pass a jaxpar.data.Source, an iterable of batches, or a function of the "
             "number of the first batch that returns one"
         )
-    passes = _Passes(data, own)
+    passes = _Passes(data, own, 0 if state is None else state.get("pass", 0))
     stream = Stream(passes, 0 if own is None else start, passes.state)
     while stream.number < start:
         next(stream)
@@ -118,14 +116,19 @@ def training(
 
 
 class _Passes:
-    """An iterable again and again, an iterator once; of what has a position, that is restored in the first pass."""
+    """An iterable again and again, an iterator once; of what has a position, that is restored in the pass `number`.
 
-    def __init__(self, data: Iterable[Any], own: Any = None):
+    Data with `set_epoch` are told the number of every pass. Hugging Face's shuffle by it, and what they were told of a
+    position holds for that pass alone; without it every later one would begin there too.
+    """
+
+    def __init__(self, data: Iterable[Any], own: Any = None, number: int = 0):
         self._data, self._once, self._empty = data, isinstance(data, Iterator), False
-        self._unread, self._own = True, own
-        _restored(data, own)  # loaders take it before they are gone through, iterators themselves
+        self._unread, self._own, self._number, self._epochs = True, own, number, epochs(data)
+        self._tell()
+        restored(data, own)  # loaders take it before they are gone through, iterators themselves
         self._pass = iter(data)
-        if own is not None and _cursor(data) is None and _restored(self._pass, own) is None:
+        if own is not None and cursor(data) is None and restored(self._pass, own) is None:
             raise ValueError(
                 f"the run's position in its data is {own}, and a {type(data).__name__} takes none; resume with the "
                 "data that it was trained on"
@@ -140,42 +143,24 @@ class _Passes:
         except StopIteration:
             if self._once or self._empty:
                 raise
-            self._pass, self._empty = iter(self._data), True
+            self._number, self._empty = self._number + 1, True
+            self._tell()
+            self._pass = iter(self._data)
             return next(self)
         self._empty = self._unread = False
         return batch
 
-    def state(self) -> Any:
-        if self._unread:  # Hugging Face's know where they are, and what they were told, once a batch is read
-            return self._own
-        found = _cursor(self._data) or _cursor(self._pass)  # of those that are told
-        return None if found is None else found[0]()
+    def _tell(self) -> None:
+        for set_epoch in self._epochs:
+            set_epoch(self._number)
 
-
-def _cursor(data: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to ask data for a position, and how to tell them one."""
-    for names in _CURSORS:
-        get, set_ = (getattr(data, name, None) for name in names)
-        if callable(get) and callable(set_):
-            return get, set_
-    return None
-
-
-def _restored(data: Any, own: Any) -> Callable[[], Any] | None:
-    """How to ask data for a position, after they were told `own`; None where they have none."""
-    if (found := _cursor(data)) is None:
-        return None
-    if own is not None:
-        found[1](own)
-    return found[0]
-
-
-def _json(state: Any) -> Any:
-    return {"bytes": state.decode("latin-1")} if isinstance(state, bytes) else state
-
-
-def _from_json(state: Any) -> Any:
-    return state["bytes"].encode("latin-1") if isinstance(state, dict) and set(state) == {"bytes"} else state
+    def state(self) -> dict[str, Any]:
+        found = cursor(self._data) or cursor(self._pass)  # of those that are told
+        # Before the first batch, many do not know yet what they were told.
+        own = self._own if self._unread or found is None else found[0]()
+        if own is None:
+            return {}
+        return {"data": to_json(own)} | ({"pass": self._number} if self._epochs else {})
 
 
 def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:

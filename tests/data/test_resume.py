@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data import Rows, Windows, images, text, token_ids
+from jaxpar.data.positions import from_json, to_json
 from jaxpar.data.streams import training
 
 ROWS = 8
@@ -29,6 +30,14 @@ def _grain() -> Any:
 
 def _torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed (make hf)")
+
+
+def _stateful_loader(shuffle: bool) -> Any:
+    made = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    torch = _torch()
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
+    return made.StatefulDataLoader(data, ROWS, shuffle=shuffle, drop_last=True)
 
 
 def _hf() -> Any:
@@ -92,6 +101,29 @@ class Loader:
         self.told = state["epoch"], state["at"]
 
 
+class Shuffled:
+    """Hugging Face's iterable: what it is told holds for one pass, and it knows of it once it is gone through."""
+
+    def __init__(self) -> None:
+        self.epoch, self.told, self.state = 0, None, None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        at = self.told["at"] if self.told is not None and self.told["epoch"] == self.epoch else 0
+        order = np.random.default_rng(self.epoch).permutation(40).reshape(5, ROWS)
+        for i in range(at, 5):
+            self.state = {"at": i + 1, "epoch": self.epoch}
+            yield {"x": X[order[i]]}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.told = state
+
+
 class GrainSource:
     """A `Source` of one's own, whose iterators are grain's, and so count from where they were made."""
 
@@ -139,16 +171,24 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "torch's subset": lambda place: _torch().utils.data.Subset([{"x": x} for x in X], range(41, -1, -1)),
     "rows by __getitems__": lambda place: ByIndex(),
     "Hugging Face's data set": lambda place: _hf(),
-    "Hugging Face's iterable": lambda place: _hf().to_iterable_dataset().batch(ROWS, True).with_format("numpy"),
+    "Hugging Face's iterable": lambda place: (
+        _hf().to_iterable_dataset().batch(ROWS, drop_last_batch=True).with_format("numpy")
+    ),
+    "Hugging Face's, shuffled anew": lambda place: (
+        _hf().to_iterable_dataset(6).shuffle(seed=1, buffer_size=1).batch(7).with_format("numpy")
+    ),
     "a function": lambda place: lambda start: ({"x": X * i} for i in range(start, 99)),
     "a function with a position": lambda place: (
         lambda start: iter(_grain_rows().repeat()[start * ROWS :].to_iter_dataset().batch(ROWS))
     ),
     "a list": lambda place: _batches(),
     "an iterator": lambda place: ({"x": X * i} for i in range(99)),
+    "a loader that is told the pass": lambda place: Shuffled(),
     "a loader with a position": lambda place: Loader(),
     "torch's loader": lambda place: _torch_loader(shuffle=False),
     "torch's loader, shuffled": lambda place: _torch_loader(shuffle=True),
+    "torch's stateful loader": lambda place: _stateful_loader(shuffle=False),
+    "torch's stateful loader, shuffled": lambda place: _stateful_loader(shuffle=True),
     "grain's data set": lambda place: _grain_rows().to_iter_dataset().batch(ROWS),
     "grain's iterator": lambda place: iter(_grain_rows().repeat().to_iter_dataset().batch(ROWS)),
     "grain's loader": _grain_loader,
@@ -178,6 +218,7 @@ def _read(streams: list[Any], count: int) -> tuple[list[str], Any]:
 
 
 @pytest.mark.xdist_group("torch")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_after_a_resume_are_those_of_the_unbroken_run(kind: str, tmp_path: Path) -> None:
     unbroken, _ = _read(_hosts(kind, tmp_path, None, 1), READ)
@@ -191,3 +232,16 @@ def test_batches_after_a_resume_are_those_of_the_unbroken_run(kind: str, tmp_pat
     # From a number alone, as where a checkpoint has no position; and from there on as before.
     numbered, state = _read(_hosts(kind, tmp_path, None, 1, start=3), 4)
     assert [*numbered, *_read(_hosts(kind, tmp_path, state, 2), 2)[0]] == unbroken[3:9]
+
+
+def test_a_position_may_hold_what_json_does_not() -> None:
+    """A loader of torch's that shuffles has a generator's state: tensors; at the first checkpoint the run ended."""
+    array, state = np.arange(6, dtype=np.uint32).reshape(2, 3), np.random.RandomState(3).get_state()
+    position = {"a": [1, (b"\xff", None, 2.5)], 3: {"bytes": 5}, "state": state, "array": array, "scalar": np.int64(4)}
+    found = from_json(json.loads(json.dumps(to_json(position))))
+    np.testing.assert_equal(found, position)
+    assert (type(found["a"][1]), found["array"].dtype) == (tuple, np.uint32)
+    with pytest.raises(ValueError, match=r"position holds a set at /a/1, which a checkpoint cannot keep; it takes num"):
+        to_json({"a": [0, {1}]})
+    tensor = _torch().arange(3)
+    assert _torch().equal(from_json(json.loads(json.dumps(to_json(tensor)))), tensor)
