@@ -31,16 +31,12 @@ from jax import lax
 from ...ops.context import from_zigzag, order_of
 from ...program import jaxpr as jx
 from ..tensor.localiser import Localiser, Placed
-from ..tensor.primitives import ELEMENTWISE
 from .attention_mode import AXIS, GATHER, Way
 from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
 
 # Their inputs need not be split alike: they hold programs, or treat each input by itself.
 MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
-# What may be longer or shorter than the chunks that it is in.
-OVERLAPPING = frozenset((*ELEMENTWISE, "slice", "pad", "concatenate", "conv_general_dilated", "transpose", "squeeze",
-                         "reshape", "broadcast_in_dim", "reduce_sum", "cumsum", *MIXING))  # fmt: skip
 
 
 @dataclass
@@ -205,8 +201,6 @@ class Positions(Localiser):
                 inputs = [Placed(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
         known = name in self.rules and (name in MIXING or not mixed)
-        if any(x.dim is not None and self.split(x.dim).overlap for x in inputs):
-            known = known and name in OVERLAPPING
         if found is None and split and known:
             found = self.rules[name](self, eqn, inputs)
         if found is None:

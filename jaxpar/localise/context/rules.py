@@ -1,6 +1,6 @@
 """Rules of equations that add positions up, pick some of them, or look something up for each; and of `jp.attention`.
 
-Equations that leave positions apart have the rules of `tensor`.
+Equations that leave positions apart, as their factors say, have the rules of `tensor`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, follow, shape_of
+from ..tensor.primitives import follow, shape_of
 from .attention_mode import AXIS, Way, options_of
 from .keys import keys_of
 from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
-_APART = """
-optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim transpose squeeze concatenate stack
-unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
-dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
-""".split()
-RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in TENSOR}
+_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond")
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH, *jx.REMATS) if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -88,7 +84,7 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
             "not divide them; use another number of positions, or data, fsdp or tensor for context"
         )
     tokens = next((x.dim for x in inputs if x.dim == 0), None)
-    if tokens is None:
+    if tokens is None or work.overlap:
         return None
     dims = {"rows": tokens, "routed": Split(1), "whole": None}
     values = route.part(work.ranks)(*(x.value for x in inputs))
@@ -172,7 +168,9 @@ def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | N
 def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
     options = options_of(eqn)
-    if options is None or inputs[0].dim != 1 or work.rows > 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+    if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+        return None
+    if work.rows > 1 or work.overlap:
         return None
     if any(n % work.way.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None

@@ -1,0 +1,81 @@
+"""The program of a context rank, equation by equation: each against the function on whole sequences.
+
+Each case is a function of features [rows, positions, 8] and of a weight, and must give the same value and gradients.
+All cases of an order of the positions are one program, so that they compile once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxpar.parallel.context import RULES, split_sequence
+from jaxpar.parallel.context.ways import AXIS, GATHER, Way
+
+from jaxpar.program import jaxpr as jx
+
+RANKS, ROWS, LENGTH, DIM = 2, 2, 16, 8
+
+
+def _rope(x: jax.Array) -> jax.Array:
+    """Rotary positions, written into every other feature."""
+    angles = jnp.arange(LENGTH)[:, None] / 9.0 ** (jnp.arange(0, DIM, 2) / DIM)
+    even, odd, cos, sin = x[..., 0::2], x[..., 1::2], jnp.cos(angles), jnp.sin(angles)
+    return jnp.zeros_like(x).at[..., 0::2].set(even * cos - odd * sin).at[..., 1::2].set(even * sin + odd * cos)
+
+
+CASES: dict[str, Callable[[Any, Any], Any]] = {
+    # Of what overlaps only some primitives were known, those over features not among them.
+    "softmax of two positions fewer": lambda x, w: jax.nn.log_softmax((x[:, 2:] + x[:, :-2]) @ w),
+    "features of two positions fewer": lambda x, w: (
+        jnp.sort(x[:, 2:] @ w, -1) * jnp.cumsum(x[:, 2:], -1) + lax.top_k(x[:, 1:], 3)[0].sum((1, 2))[:, None, None]
+    ),
+    "places of two positions fewer": lambda x, w: w[0][(x[:, 2:] @ w).argmax(-1)],
+    "products so far of two positions fewer": lambda x, w: jnp.cumprod(1 + x[:, :-2] / 9, 1) * w[0],
+    "scattered features": lambda x, w: _rope(x) @ w,
+}
+
+
+def _total(name: str) -> Callable[..., Any]:
+    def total(table: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
+        y = jnp.asarray(CASES[name](jnp.tanh(table[ids]), w))
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+
+    return total
+
+
+WAYS = {"plain": GATHER, "zigzag": Way("ring", "for its order")}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Value and gradients of every case, on whole sequences and on two ranks."""
+    random = np.random.default_rng(0)
+    args = random.normal(size=(9, DIM)).astype("f"), random.normal(size=(DIM, DIM)).astype("f")
+    args = (*args, random.integers(9, size=(ROWS, LENGTH)).astype("int32"))
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def local(name: str) -> Callable[..., Any]:
+        flat, _ = jx.trace(_total(name), *args)
+        fun = split_sequence(flat, 2, [2], 1, RANKS, WAYS[request.param], RULES)
+        return lambda *values: fun(*values)[0]
+
+    def every(of: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda *args: {name: jax.value_and_grad(of(name), argnums=(0, 1))(*args) for name in CASES}
+
+    ranks = lambda *args: jax.tree.map(lambda x: lax.psum(x, AXIS), every(local)(*args))
+    whole = PartitionSpec()
+    ranks = jax.shard_map(ranks, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(every(_total))(*args), jax.jit(ranks)(*args)
+
+
+@pytest.mark.xdist_group("positions")
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str, results: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    wanted, found = (r[name] for r in results)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1.0, float(np.abs(a).max())))
