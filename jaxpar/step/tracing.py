@@ -178,7 +178,7 @@ class Tracing:
     def _wrapped(self, variables: Any, rows: Any, key: Any) -> Traced:
         """What becomes of a loss of these abstract values, in order; `Step._train` goes on from here.
 
-        trace       jaxprs/             the model's code runs once and leaves its equations
+        trace       program/            the model's code runs once and leaves its equations
         roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
         split       localise/context/   the equations of one context rank, on its positions of the sequence
         exchange    localise/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
