@@ -94,6 +94,17 @@ def test_a_rooms_page_is_short_and_names_its_files(page: Path) -> None:
         assert there, f"{page.relative_to(ROOT)} names {path}"
 
 
+def test_the_tour_names_what_is_there() -> None:
+    tour = (ROOT / "CONTRIBUTING.md").read_text().partition("## Read these six files first")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", tour, re.MULTILINE)
+    assert len(steps) == 6
+    for step in steps:
+        path, *names = re.findall(r"`([\w./]+)`", step)
+        text = (ROOT / path).read_text()
+        for name in (n.rpartition(".")[2] for n in names if not n.endswith(".py")):
+            assert name in text, f"{path} has no {name}"
+
+
 def test_dir_shows_the_public_names_and_no_more() -> None:
     assert dir(jaxpar) == sorted([*jaxpar.__all__, "__version__"])
 
