@@ -36,7 +36,7 @@ from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
 
 # Their inputs need not be split alike: they hold programs, or treat each input by itself.
-MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general"))
+MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general", "concatenate"))
 
 
 @dataclass

@@ -97,30 +97,45 @@ def moved(work: Positions, eqn: Any, x: Placed, start: int, length: int, fill: j
 
 @rule("slice")
 def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """All positions, one, or all but some of the first and last."""
+    """All positions, all but some of the first and last, or no more than a rank has: these are whole on every rank."""
     (x,) = inputs
-    dim = x.dim
-    assert dim is not None
+    assert x.dim is not None
+    dim = work.split(x.dim)
     starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
     strides = eqn.params["strides"]
-    start, limit, n = starts[dim], limits[dim], x.shape[dim] // work.rows
+    start, limit, n = starts[dim], limits[dim], x.shape[dim] // dim.rows
     if strides and strides[dim] != 1:
         return None
-    everything = limit - start == x.shape[dim]
-    if limit - start == 1 and not everything and not work.overlap:
-        held, chunk = order_of(work.ranks, work.way.order), work.chunk(n)
-        row, place = divmod(start, n)
-        owner, slot = divmod(held.index(place // chunk), work.way.parts(1))
-        starts[dim] = row * work.size(n) + slot * chunk + place % chunk
-        limits[dim] = starts[dim] + 1
-        (one,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-        return [(jnp.where(lax.axis_index(AXIS) == owner, one, jnp.zeros_like(one)), PARTIAL)]
     starts[dim], limits[dim] = 0, x.value.shape[dim]
     (value,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-    if everything:
+    if limit - start == x.shape[dim]:
         return [(value, dim)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
-    return moved(work, eqn, Placed(value, work.split(dim), shape), start, limit - start)
+    rest = Placed(value, dim, shape)
+    found = moved(work, eqn, rest, start, limit - start) if limit - start > 1 else None
+    if found is None and limit - start <= work.chunk(n, dim.overlap):
+        return [(picked(work, rest, start, limit), PARTIAL)]
+    return refuse(work, eqn, x, min(limit - start, n - limit + start)) if found is None and dim.rows == 1 else found
+
+
+def picked(work: Positions, x: Placed, start: int, limit: int) -> jax.Array:
+    """x[start : limit] along its split dim as a partial sum: what a rank has of it, and zeros."""
+    assert x.dim is not None
+    dim, held = work.split(x.dim), order_of(work.ranks, work.way.order)
+    n = x.shape[dim] // dim.rows
+    chunk = work.chunk(n, dim.overlap)
+    found = []
+    while start < limit:
+        row, place = divmod(start, n)
+        number = min(place // chunk, len(held) - 1)  # the last chunk has what follows it as well
+        owner, slot = divmod(held.index(number), work.way.parts(1))
+        end = n if number == len(held) - 1 else (number + 1) * chunk
+        length = min(limit - start, end - place)
+        at = row * work.size(n, dim.overlap) + slot * (chunk + max(dim.overlap, 0)) + place - number * chunk
+        some = lax.slice_in_dim(x.value, at, at + length, axis=int(dim))
+        found.append(jnp.where(lax.axis_index(AXIS) == owner, some, jnp.zeros_like(some)))
+        start += length
+    return jnp.concatenate(found, int(dim))
 
 
 @rule("pad")
@@ -144,27 +159,30 @@ def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 @rule("concatenate")
 def _concatenate(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Whole values, such as zeros, before and after the split one: its positions move along."""
-    split = [i for i, x in enumerate(inputs) if x.dim is not None]
-    x, at = inputs[split[0]], eqn.params["dimension"]
-    if x.dim != at or any(inputs[i].dim != at for i in split):
-        return TENSOR["concatenate"](work, eqn, inputs)
-    if len(split) > 1 or work.rows > 1:
+    """Whole values, such as zeros, before and after a split one: its positions move along. Of several split ones all
+    but the longest are made whole, if a rank has as much.
+    """
+    at, lengths = eqn.params["dimension"], [y.shape[eqn.params["dimension"]] for y in inputs]
+    split = {i: work.split(x.dim) for i, x in enumerate(inputs) if x.dim is not None}
+    if any(dim != at for dim in split.values()):
+        alike = len({dim.how[1:] for dim in split.values()}) == 1
+        return TENSOR["concatenate"](work, eqn, inputs) if alike else None
+    most = max(split, key=lambda i: lengths[i])
+    x, dim = inputs[most], split[most]
+    if dim.rows > 1 or any(lengths[i] > work.chunk(lengths[most], dim.overlap) for i in split if i != most):
         return None
-    firsts = [sum(y.shape[at] for y in inputs[:i]) for i in range(len(inputs))]
-    length = shape_of(eqn)[at]
-    found = moved(work, eqn, x, -firsts[split[0]], length)
+    firsts = [sum(lengths[:i]) for i in range(len(inputs))]
+    found = moved(work, eqn, x, -firsts[most], sum(lengths))
     if found is None:
         return None
     ((value, dim),) = found
     assert isinstance(dim, Split)
-    places = work.positions(length, dim)
+    places = work.positions(sum(lengths), dim)
     over = lambda mask: jnp.expand_dims(mask, [d for d in range(value.ndim) if d != at])
-    for i, (y, first) in enumerate(zip(inputs, firsts, strict=True)):
-        if i in split or not (n := y.shape[at]):
-            continue
-        own = jnp.take(y.value, jnp.clip(places - first, 0, n - 1), axis=at)
-        value = jnp.where(over((places >= first) & (places < first + n)), own, value)
+    for i, (y, first, n) in enumerate(zip(inputs, firsts, lengths, strict=True)):
+        if i != most and n:
+            own = jnp.take(work.whole(y), jnp.clip(places - first, 0, n - 1), axis=at)
+            value = jnp.where(over((places >= first) & (places < first + n)), own, value)
     return [(value, dim)]
 
 

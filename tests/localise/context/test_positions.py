@@ -36,6 +36,13 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "places of two positions fewer": lambda x, w: w[0][(x[:, 2:] @ w).argmax(-1)],
     "products so far of two positions fewer": lambda x, w: jnp.cumprod(1 + x[:, :-2] / 9, 1) * w[0],
+    # By one position it went, by more it was "slice mixes its positions".
+    "rolled": lambda x, w: sum(jnp.roll(x, k, axis=1) * w[i] for i, k in enumerate((1, -1, 2, -2, 4, 15, -3))),
+    "last in front": lambda x, w: jnp.concatenate([x[:, -2:], x[:, :-2]], 1) @ w,
+    "ends exchanged": lambda x, w: jnp.concatenate([x[:, 14:], x[:, 2:14], x[:, :2]], 1) @ w,
+    "some in the middle": lambda x, w: x[:, 6:9] @ w + x[:, 2:][:, 11:].sum(1, keepdims=True) + x[:, -1:] * w[0],
+    "some of padded": lambda x, w: jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=3.0)[:, 15:] @ w,
+    "some of merged": lambda x, w: x.reshape(-1, DIM)[14:18] @ w + x.reshape(-1, DIM)[5] * w[0],
     "scattered features": lambda x, w: _rope(x) @ w,
 }
 
