@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from jaxpar.localise.context.ways import AXIS, GATHER, Way
 
 from jaxpar.localise.context import RULES, split_sequence
+from jaxpar.localise.context.attention_mode import AXIS, GATHER, Way
 from jaxpar.program import jaxpr as jx
 
 RANKS, ROWS, LENGTH, DIM = 2, 2, 16, 8
