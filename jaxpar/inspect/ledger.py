@@ -27,11 +27,11 @@ import jax
 
 from ..program.collectives import KINDS, PRIMITIVES
 from ..program.jaxpr import live, opened, programs
+from ..program.trip_counts import Share, share_of
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Nesting, merged, whole
 from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, of_ranks
-from .compiled.shares import Share, share_of
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from . import shares
+from ...program import trip_counts
 from .kernels import Choice, Executable, Kernel, Operation, While, of_ranks
 from .products import Product
 
@@ -97,7 +97,7 @@ def _counted(operations: Sequence[Operation], times: int | None, conditional: bo
         if isinstance(one, Kernel):
             yield Cost(one, times, conditional)
         elif isinstance(one, While) and one.rank is None:
-            known = None if times is None or one.trips is None else shares.times(times, one.trips)
+            known = None if times is None or one.trips is None else trip_counts.times(times, one.trips)
             yield from _counted(one.body, known, conditional)
         elif isinstance(one, Choice):
             branches = [list(_counted(branch, times, True)) for branch in one.branches]

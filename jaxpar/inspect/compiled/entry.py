@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...program.collectives import KINDS, on_the_wire
-from .shares import times
+from ...program.trip_counts import times
 
 
 @dataclasses.dataclass(frozen=True)

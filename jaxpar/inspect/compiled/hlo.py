@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from ...program.collectives import KINDS
+from ...program.trip_counts import Share, share_of
 from .entry import whole
-from .shares import Share, share_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Instruction:
 
     @property
     def share(self) -> Share | None:
-        """What the name of a `while` says (`shares.py`)."""
+        """What the name of a `while` says (`program/trip_counts.py`)."""
         found = re.search(r'op_name="([^"]*)"', self.rest) if self.opcode == "while" else None
         return share_of(found[1]) if found else None
 

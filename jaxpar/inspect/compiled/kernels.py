@@ -12,9 +12,9 @@ from fractions import Fraction
 import jax
 
 from ...program.collectives import on_the_wire
+from ...program.trip_counts import OVERFLOW
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
-from .shares import OVERFLOW
 
 # Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
 MOVES = frozenset(

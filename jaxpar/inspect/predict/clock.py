@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..compiled import shares
+from ...program import trip_counts
 from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While, of_ranks
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
@@ -128,7 +128,7 @@ class Clock:
         trips, total = loop.trips, 0.0
         if loop.paces is not None:
             # In an iteration of the loop around it a device runs this or another; the slowest of them takes the time.
-            spent, queue = self._run(loop.body, queue, shares.times(times, trips or 0))
+            spent, queue = self._run(loop.body, queue, trip_counts.times(times, trips or 0))
             return float(loop.paces) * spent, queue
         if trips is None:
             trips = 1
@@ -141,7 +141,7 @@ class Clock:
                 break
             queue = left
         if trips:
-            spent, queue = self._run(loop.body, queue, shares.times(times, trips))
+            spent, queue = self._run(loop.body, queue, trip_counts.times(times, trips))
             total += trips * spent
         return total, queue
 

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ..routes import route
-from .needed import where_needed
-from .rounds import rounds
+from .rounds import rounds, where_needed
 from .tables import Order, order, wide
 
 _numbers = itertools.count()

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...program import trip_counts
 from ..routes import route
 from .dispatch import combine
 from .gathered import AXIS
-from .needed import where_needed
 from .tables import Order, order, rows_of, summed, wide
 
 
@@ -136,3 +136,11 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
     return route("rounds", ("rows", "whole"), run, forward, backward)
+
+
+def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
+    """`compute(carry)` where `needed`, bool [], else `carry`: what finds no slot in experts' buffers. Its name says so to
+    whoever reads the compiled program.
+    """
+    with jax.named_scope(trip_counts.OVERFLOW):
+        return jax.lax.cond(needed, compute, lambda carry: carry, carry)

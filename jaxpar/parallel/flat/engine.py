@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from ... import collectives
-from ...inspect.compiled import shares
+from ...program import trip_counts
 from ...slicing.program import Program
 from ...tables.operations import KINDS
 from .exchange import AXIS, Exchange, everywhere
@@ -248,7 +248,9 @@ class FlatPipeline:
         rank, chunk = self.schedule.place(stage.number)
         here = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
         more = lambda state: state[0] < here.astype(jnp.int32)
-        share = shares.name_of(self.schedule.microbatches, self.paces[kind, stage.number], len(self.rows.kind), rank)
+        share = trip_counts.name_of(
+            self.schedule.microbatches, self.paces[kind, stage.number], len(self.rows.kind), rank
+        )
         with jax.named_scope(share):
             return lax.while_loop(more, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
 

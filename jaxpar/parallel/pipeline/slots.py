@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from ... import collectives
-from ...inspect.compiled import shares
+from ...program import trip_counts
 from ...slicing.halves import Left, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
@@ -111,7 +111,7 @@ class Slots(Engine):
         """As a loop of one iteration, or of none."""
         body = lean(fun, jnp.int32(0), carry)
         more = lambda state: state[0] < here.astype(jnp.int32)
-        share = shares.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
+        share = trip_counts.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
         with jax.named_scope(f"{scope(name)}/{share}"):
             return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
 
