@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .hosts import notes
+from .hosts import consistency
 from .model.batches import WHOSE, is_global
 from .step.core import Step
 
@@ -29,15 +29,15 @@ class Agreement:
     def on_state(self, key: jax.Array, params: Any) -> None:
         """Raise ValueError in every process where any begins with another step, key, or shapes of parameters."""
         if self.needed:
-            own = {"its key": notes.digest(key), "its parameters": notes.shapes(params)}
-            notes.compare("the first state", {**self._settings, **own})
+            own = {"its key": consistency.digest(key), "its parameters": consistency.shapes(params)}
+            consistency.compare("the first state", {**self._settings, **own})
 
     def note(self, batch: Any) -> None:
         """Note the first batch of each kind as it was given, before it lies on devices of several processes."""
         if not self.needed or (given := kind_of(batch)) in self._compared or is_global(batch):
             return
-        sums = {"its checksum": notes.digest(batch)} if self._step.rows == "global" else {}
-        self._given.setdefault(kind_of(self._step.shapes(batch)), {"its shape": notes.shapes(batch), **sums})
+        sums = {"its checksum": consistency.digest(batch)} if self._step.rows == "global" else {}
+        self._given.setdefault(kind_of(self._step.shapes(batch)), {"its shape": consistency.shapes(batch), **sums})
         self._compared.add(given)
 
     def on_batch(self, name: str, batch: Any) -> None:
@@ -46,9 +46,9 @@ class Agreement:
         """
         if not self.needed or (name, kind := kind_of(batch)) in self._compared:
             return
-        own = self._given.get(kind, {"its shape": notes.shapes(batch)})
+        own = self._given.get(kind, {"its shape": consistency.shapes(batch)})
         do = "as many rows on each" if self._step.rows == "host" else "the same on each, or say rows='host'"
-        notes.compare(f"the batch to {name}", own, hint=f"{WHOSE}: give {do}")
+        consistency.compare(f"the batch to {name}", own, hint=f"{WHOSE}: give {do}")
         self._compared.add((name, kind))
 
     def on_program(self, batch: Any) -> None:
@@ -57,8 +57,8 @@ class Agreement:
             return
         self.note(batch)
         self.on_batch("train", batch)
-        program = notes.program(self._step.trace(self._step.shapes(batch)))
-        notes.compare("the step", self._settings, {"the program": program})
+        program = consistency.program(self._step.trace(self._step.shapes(batch)))
+        consistency.compare("the step", self._settings, {"the program": program})
         self._compared.add(("program", kind))
 
     @property
@@ -66,7 +66,12 @@ class Agreement:
         step = self._step
         sizes = " x ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1)
         shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.logical, leaf.dtype) for leaf in step.layout.leaves}
-        return {"the strategy": step.strategy, "the mesh": sizes, "the model": notes.shapes(shapes), **notes.versions()}
+        return {
+            "the strategy": step.strategy,
+            "the mesh": sizes,
+            "the model": consistency.shapes(shapes),
+            **consistency.versions(),
+        }
 
 
 def kind_of(batch: Any) -> Any:

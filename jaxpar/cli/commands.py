@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from .. import __version__
 from ..data import Text
 from ..data.streams import training
-from ..hosts import ending, launch, notes
+from ..hosts import consistency, ending, launch
 from ..hosts.initialize import initialize, may_restart
 from ..layout.distributed import attach
 from ..make import TrainStep, make_train_step
@@ -181,7 +181,7 @@ def train(options: TrainOptions) -> None:
     Strategy.parse(options.strategy)  # before anything that takes time
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
-    notes.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
+    consistency.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
     if options.export is not None:
         exports.check_exportable(options.model, options.export, options.length)
     options = _placed(options)

@@ -1,6 +1,5 @@
 """What to train on: text as bytes or tokens, images, rows of any data set; and how a trainer takes it."""
 
-from .ahead import Ahead as Ahead
 from .contents import check_ids as check_ids
 from .corpus import Batch as Batch
 from .corpus import Corpus as Corpus
@@ -11,6 +10,7 @@ from .corpus import byte_corpus as byte_corpus
 from .corpus import pad_rows as pad_rows
 from .corpus import text as text
 from .corpus import windows as windows
+from .prefetch import Ahead as Ahead
 from .rows import RowBatches as RowBatches
 from .rows import Rows as Rows
 from .sampler import Position as Position

@@ -43,7 +43,7 @@ class Halves:
 
     fetched: tuple[tuple[bool, ...], tuple[bool, ...]]
     saved: tuple[bool, ...]
-    inputs: Callable[..., tuple[list[Any], Left]] = field(repr=False)
+    inputs: Callable[..., tuple[list[Any], WeightGradResiduals]] = field(repr=False)
     weights: Callable[..., list[Any]] = field(repr=False)
 
     @classmethod
@@ -102,9 +102,11 @@ class Halves:
 
         def inputs(full: Sequence[Any], held: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             outs = run_first(*flat.consts, *full, *held, *saved, *cotangents)
-            return outs[: len(of_inputs)], Left(outs[len(of_inputs) :], halves)
+            return outs[: len(of_inputs)], WeightGradResiduals(outs[len(of_inputs) :], halves)
 
-        def weights(full: Sequence[Any], held: Sequence[Any], saved: Sequence[Any], left: Left) -> list[Any]:
+        def weights(
+            full: Sequence[Any], held: Sequence[Any], saved: Sequence[Any], left: WeightGradResiduals
+        ) -> list[Any]:
             outs = run_second(*flat.consts, *full, *held, *saved, *left.values)
             return merge(floats, outs, [None] * n)
 
@@ -134,7 +136,7 @@ def _moved(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["halves"])
 @dataclass(frozen=True)
-class Left:
+class WeightGradResiduals:
     """What one run of a first half left for the second."""
 
     values: list[Any]

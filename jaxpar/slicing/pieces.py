@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program.buffers import zeros_after
-from .halves import Left, pick
+from .halves import WeightGradResiduals, pick
 from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
@@ -222,7 +222,7 @@ class Stack:
         leaves_in: Stash | None = None,
     ) -> tuple[list[Any], Any]:
         """The first half of `backward`: cotangents of the linear inputs, and what it leaves of each layer, stacked (a
-        `Left`); or the buffers of `leaves_in`, in which that now is.
+        `WeightGradResiduals`); or the buffers of `leaves_in`, in which that now is.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
@@ -259,7 +259,7 @@ class Stack:
         leaves: Sequence[Any],
         inputs: list[Any],
         saved: list[Any],
-        left: Left,
+        left: WeightGradResiduals,
         into: list[Any],
         start: Any = 0,
         real: jax.Array | None = None,

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ..collectives.reach import not_reached
+from ..collectives.divergence import not_reached
 from ..layout.layout import Layout
 from ..layout.state import State
 from ..model.batches import (

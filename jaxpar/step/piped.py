@@ -14,10 +14,10 @@ from ..model.model import Replicated
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.buffers import SlotTables, Walk
 from ..parallel.pipeline.chunks import shareable
-from ..parallel.pipeline.outside import Outside, outside
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
+from ..parallel.pipeline.unstaged_params import Outside, outside
 from ..slicing.program import Program
 from .tracing import Loss, Tracing
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..data.ahead import Ahead
+from ..data.prefetch import Ahead
 from ..data.streams import Fitting, Stream
-from ..hosts import notes
+from ..hosts import consistency
 from ..make import TrainStep
 from ..model.batches import rows_of
 from ..model.paths import name_of
@@ -43,7 +43,7 @@ class Input:
         """The first batch; from then on others are read ahead. Raises ValueError, in every process, where several have
         other batches, or go on from another checkpoint (`latest`, its step).
         """
-        notes.compare("where to begin", {"the last checkpoint": latest})
+        consistency.compare("where to begin", {"the last checkpoint": latest})
         given = next(self._batches)
         batch = self._step.place(self._fit(given, self._step.blocks))
         self._step.compare(batch)

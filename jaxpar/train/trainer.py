@@ -18,7 +18,7 @@ import optax
 from ..checkpoint.checkpoints import Checkpoints
 from ..data.contents import OUTSIDE, check_ids
 from ..data.streams import Data, Fitting, Stream, held_out, training, weight_of
-from ..hosts import ending, notes
+from ..hosts import consistency, ending
 from ..hosts.initialize import restarts
 from ..layout.dims.tensor import Rules
 from ..layout.distributed import Stop
@@ -119,7 +119,7 @@ class Trainer:
         """
         loop, out = self.loop, self.loop.out
         same = {name: value for name, value in vars(loop).items() if name not in OWN}
-        notes.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
+        consistency.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
         if loop.steps == 0:
             batch = next(training(self.data, loop.rows, loop.seed))
             self.progress.say(str(self.step.explain(batch)))

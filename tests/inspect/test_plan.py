@@ -17,8 +17,8 @@ from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
+from jaxpar.inspect.plan.prune import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
-from jaxpar.inspect.plan.worth import needless
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
@@ -297,7 +297,7 @@ def test_nothing_that_keeps_more_is_compiled_after_what_does_not_fit() -> None:
     why = {}
     for name in ("fsdp=8", "fsdp=8,remat=layer", "fsdp=8,zero=1"):
         strategy = jp.Strategy.parse(name)
-        why[name] = needless(strategy, estimator.estimate(strategy), lines, 20, 16)
+        why[name] = reason_to_skip(strategy, estimator.estimate(strategy), lines, 20, 16)
     assert why == {
         "fsdp=8": "does not fit: fsdp=8,remat=dots, which keeps less, needs 21 B",
         "fsdp=8,remat=layer": None,

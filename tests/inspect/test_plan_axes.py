@@ -13,7 +13,7 @@ from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import Splits, candidates, enough
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import families, neighbours
-from jaxpar.inspect.plan.worth import needless
+from jaxpar.inspect.plan.prune import reason_to_skip
 from jaxpar.models import named
 
 LENGTH, HOST = 32, here(devices=4)
@@ -72,7 +72,7 @@ def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     line = line_of(str(auto), matmul=100.0, exposed=0.0)
     lines = [dataclasses.replace(line, estimate=ours.estimate(auto))]
     assert usp in list(neighbours(auto, HOST, 4, Splits(context=2)))
-    why = {way: needless(way, ours.estimate(way), lines, 20, 16) for way in (usp, ring)}
+    why = {way: reason_to_skip(way, ours.estimate(way), lines, 20, 16) for way in (usp, ring)}
     assert why == {usp: f"as {auto}, by closed forms: of attention the way is the same", ring: None}
 
 

@@ -11,10 +11,10 @@ import published_throughput
 import pytest
 
 import jaxpar as jp
+from jaxpar.inspect.compiled.compiler_remarks import remarks
 from jaxpar.inspect.compiled.cost import Cost
 from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Operation, Start, While
 from jaxpar.inspect.compiled.products import Product
-from jaxpar.inspect.compiled.unasked import remarks
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
 from jaxpar.inspect.predict.links import Reach, collective_seconds

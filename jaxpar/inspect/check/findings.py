@@ -21,8 +21,8 @@ import jax
 from ...layout.leaves import Leaf
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ..compiled.compiler_remarks import unread
 from ..compiled.kernels import Executable
-from ..compiled.unasked import unread
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse

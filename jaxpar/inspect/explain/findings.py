@@ -24,10 +24,10 @@ from ...step.tracing import Traced
 from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
+from ..compiled.compiler_remarks import remarks as remarks_on
+from ..compiled.compiler_remarks import unread
 from ..compiled.cost import Costs
 from ..compiled.kernels import Choice, Executable, Operation, Start, While
-from ..compiled.unasked import remarks as remarks_on
-from ..compiled.unasked import unread
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import of_server, of_step

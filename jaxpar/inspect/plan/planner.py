@@ -33,8 +33,8 @@ from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
 from .neighbours import families, neighbours
 from .numbers import numbers
+from .prune import memory_overrun, reason_to_skip
 from .ranking import Plan
-from .worth import more, needless
 
 _TRIES = 3  # of a family whose fastest do not fit
 
@@ -192,7 +192,7 @@ class _Planner:
             compile_(*pair)
         for strategy, estimate in queue:
             if not self._tried(strategy):
-                self.pruned[str(strategy)] = needless(strategy, estimate, self.lines, self.usable, top) or ""
+                self.pruned[str(strategy)] = reason_to_skip(strategy, estimate, self.lines, self.usable, top) or ""
         self._keep(precision)
 
     def _keep(self, precision: str) -> None:
@@ -203,7 +203,7 @@ class _Planner:
         return str(strategy) in self.refused or any(line.strategy == strategy for line in self.lines)
 
     def _worth(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
-        return not self._tried(strategy) and not needless(strategy, estimate, self.lines, self.usable, top)
+        return not self._tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
 
     def _first(self, queue: list[tuple[Strategy, Estimate]], top: int) -> tuple[Strategy, Estimate] | None:
         """The first that is worth compiling."""
@@ -218,7 +218,7 @@ class _Planner:
         """
         if any(line.fits for line in found) or len(found) == _TRIES or len(self.lines) >= top - top // 4:
             return None
-        ratio = min((more(line) for line in found), default=1.0)
+        ratio = min((memory_overrun(line) for line in found), default=1.0)
         likely = [pair for pair in members if ratio * pair[1].bytes <= self.usable]
         return self._first(likely, top)
 
@@ -244,7 +244,7 @@ class _Planner:
                 # In no closed form is what chunks of logits compute twice, nor what remat="dots" computes again. What
                 # is sent hides behind compute: of what is as long, that which sends less is first.
                 chunked = strategy.logits == best.strategy.logits
-                likely = more(best) * estimate.bytes <= self.usable
+                likely = memory_overrun(best) * estimate.bytes <= self.usable
                 again = REMATS.index(strategy.remat)
                 order = not likely, chunked, estimate.seconds, again, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))

@@ -24,9 +24,9 @@ import jax
 
 from ...model.batches import rows_of
 from ...step.core import Step
+from ..compiled.compiler_remarks import remarks, unread
 from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
-from ..compiled.unasked import remarks, unread
 from ..targets.hardware import Hardware
 from .clock import Clock, Part
 from .efficiency import LEAST, MOST, SLOWEST

@@ -10,9 +10,9 @@ from .order import positions as positions
 from .order import to_zigzag as to_zigzag
 from .ring import ring_attention as ring_attention
 from .rounds import ring_hops as ring_hops
-from .sent import gather_bytes as gather_bytes
-from .sent import ring_bytes as ring_bytes
-from .sent import ulysses_bytes as ulysses_bytes
-from .sent import usp_bytes as usp_bytes
+from .traffic import gather_bytes as gather_bytes
+from .traffic import ring_bytes as ring_bytes
+from .traffic import ulysses_bytes as ulysses_bytes
+from .traffic import usp_bytes as usp_bytes
 from .ulysses import ulysses_attention as ulysses_attention
 from .ulysses import usp_attention as usp_attention

@@ -17,9 +17,9 @@ from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
 from ..attention import attention
 from .blocks import attend, finish, pull
-from .given import check_inputs
 from .order import Order, from_zigzag, positions
 from .rounds import Rounds
+from .validate import check_inputs
 
 
 def gather_attention(

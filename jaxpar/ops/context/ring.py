@@ -30,9 +30,9 @@ from jax import lax
 from ...collectives.nccl import all_gather
 from ...collectives.ranks import Axes
 from .blocks import attend, finish, pull
-from .given import check_inputs
 from .order import Order
 from .rounds import Rounds
+from .validate import check_inputs
 
 
 def ring_attention(

@@ -18,10 +18,10 @@ from jax import lax
 from ...collectives.nccl import all_gather, all_to_all
 from ...collectives.ranks import Axes, count, spanned
 from ..attention import attention
-from .given import check_inputs
 from .order import Order, from_zigzag, to_zigzag
 from .ring import by_rounds
 from .rounds import Rounds
+from .validate import check_inputs
 
 
 def ulysses_attention(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ...layout.leaves import Leaf
 from ...program import jaxpr as jx
-from ...slicing.halves import Halves, Left, pick
+from ...slicing.halves import Halves, WeightGradResiduals, pick
 from ...slicing.pieces import Access, add
 from ...slicing.program import Program, backward, forward, read
 from .packing import Packing
@@ -92,7 +92,9 @@ class _Backward:
             return [], [None] * len(mine), []
         halves = self.halves[-1]
         values, held = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
-        cts = halves.weights(self._fetched(halves.fetched[1], mine), held, values, Left(list(left), halves))
+        cts = halves.weights(
+            self._fetched(halves.fetched[1], mine), held, values, WeightGradResiduals(list(left), halves)
+        )
         pairs = zip(unit.leaves, cts, strict=True)
         return [], [None if ct is None else self.access.give(i, ct, False) for i, ct in pairs], []
 

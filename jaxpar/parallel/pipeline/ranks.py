@@ -16,9 +16,9 @@ from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
-from .ahead import SharedPrologues
 from .chunks import AXIS, Cotangents, Cut, Message, after, before
-from .outside import Outside
+from .distributed_prologue import SharedPrologues
+from .unstaged_params import Outside
 
 
 class _Masked:
@@ -39,8 +39,8 @@ def with_totals(grads: Sequence[Any], which: Sequence[int], totals: Sequence[Any
     return out
 
 
-def lean(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A function without what nobody reads: the embedding where only its masks are needed."""
+def dce(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function with dead code eliminated: the embedding where only its masks are needed."""
     flat, out = jx.trace(fun, *args)
     run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
     tree = jax.tree.structure(out)
@@ -53,7 +53,7 @@ class Engine(Cut):
 
     Attributes:
       program, schedule: the loss on the rows of one microbatch, and its schedule.
-      access: how parameters are fetched and gradients given (`outside.py`).
+      access: how parameters are fetched and gradients given (`unstaged_params.py`).
       leaves: what this rank stores, or of leaves that no stage owns what was fetched; of stages' own its layers, chunk
         by chunk, on dim 0.
       values: `values(microbatch)`, those of the program's inputs.
@@ -73,7 +73,7 @@ class Engine(Cut):
 
     @property
     def prologues(self) -> SharedPrologues:
-        """Those that the ranks share, if they do (`ahead.py`)."""
+        """Those that the ranks share, if they do (`distributed_prologue.py`)."""
         ranks, m = self.schedule.ranks, self.schedule.microbatches
         return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
 

@@ -32,14 +32,14 @@ from jax import lax
 
 from ... import collectives
 from ...program import trip_counts
-from ...slicing.halves import Left, pick
+from ...slicing.halves import WeightGradResiduals, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...tables.orders import orders_of
-from .ahead import shared
 from .buffers import CODES
 from .chunks import AXIS, Message, before
-from .ranks import Engine, lean, with_totals
+from .distributed_prologue import shared
+from .ranks import Engine, dce, with_totals
 
 _LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
 
@@ -66,7 +66,7 @@ class SlotCarry:
       stash: what backwards need of forwards, [stashes, ...]; no weights.
       kept: what I left for W, [keeps, ...].
       ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty where all compute them when they are read (`ahead.py`).
+        empty where all compute them when they are read (`distributed_prologue.py`).
       behind: cotangents of these.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
@@ -103,13 +103,13 @@ class Slots(Engine):
         state, saved, left = self._first(first)
         if shared(self.program):
             state = dataclasses.replace(state, ahead=self.prologues.run())
-        body = lean(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
+        body = dce(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
         state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
         return self.with_prologues(state.grads, state.behind), state.sums
 
     def _loop(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """As a loop of one iteration, or of none."""
-        body = lean(fun, jnp.int32(0), carry)
+        body = dce(fun, jnp.int32(0), carry)
         more = lambda state: state[0] < here.astype(jnp.int32)
         share = trip_counts.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
         with jax.named_scope(f"{scope(name)}/{share}"):
@@ -192,7 +192,7 @@ class Slots(Engine):
         """The kinds of operations that the table has."""
         return frozenset(op.kind for column in self.schedule.table() for ops in column for op in ops)
 
-    def _first(self, row: Any) -> tuple[SlotCarry, Any, Left | None]:
+    def _first(self, row: Any) -> tuple[SlotCarry, Any, WeightGradResiduals | None]:
         """The first state, all zeros, and the structures of what is stashed and of what I leaves."""
         rows, variables = self.schedule.rows, self.message(self.program)
         message = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
@@ -224,7 +224,7 @@ class Slots(Engine):
 
     # -- one slot ------------------------------------------------------------------------------------------------------
 
-    def slot(self, state: SlotCarry, row: Any, saved: Any, left: Left | None, once: Once) -> SlotCarry:
+    def slot(self, state: SlotCarry, row: Any, saved: Any, left: WeightGradResiduals | None, once: Once) -> SlotCarry:
         """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
         stash, kept, behind, buffers = state.stash, state.kept, state.behind, state.buffers
         grads, sums = list(state.grads), state.sums
@@ -307,7 +307,7 @@ class _Operations:
     env: dict[Any, Any]
     row: Any
     saved: Any
-    left: Left | None
+    left: WeightGradResiduals | None
 
     def _op(self, number: jax.Array) -> dict[str, jax.Array]:
         return {name: self.row[name] + number for name in ("chunk", "microbatch", "stash", "kept")}

@@ -32,9 +32,9 @@ from ... import collectives
 from ...slicing.loop import LayerLoop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from .ahead import shared
 from .chunks import AXIS, Cotangents, Message, before
-from .ranks import Engine, lean
+from .distributed_prologue import shared
+from .ranks import Engine, dce
 from .schedules import Kind, Phase
 
 
@@ -54,7 +54,7 @@ class Carry:
       late: cotangents of the epilogue for backwards of later ticks [`Schedule.waiting`, ...], or None where there are
         none.
       ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty where all compute them in every tick (`ahead.py`).
+        empty where all compute them in every tick (`distributed_prologue.py`).
       behind: cotangents of these.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
@@ -141,7 +141,7 @@ class Pipeline(Engine):
     def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
         """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""
         row = jax.tree.map(lambda x: x[0], rows)
-        body = lean(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
+        body = dce(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
         return lambda carry, row: (body(carry, row), None)
 
     def _start_of(self, row: Any) -> tuple[Carry, Any]:

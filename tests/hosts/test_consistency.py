@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_watchdog import Table
 
-from jaxpar.hosts import ending, notes
+from jaxpar.hosts import consistency, ending
 from jaxpar.hosts.environment import Place
 from jaxpar.hosts.watchdog import Watch
 
@@ -22,7 +22,7 @@ def exchange(each: Mapping[int, Any], texts: Mapping[int, str] | None = None, ab
 
     def one(rank: int) -> None:
         ask: Callable[[int], str] = lambda rank: "its script has ended" if rank == absent else ""
-        compare = notes.Comparison(table, Place("test", "a:1", len(each), rank), "x/1", 300, ask)
+        compare = consistency.Comparison(table, Place("test", "a:1", len(each), rank), "x/1", 300, ask)
         compare.host = f"node{rank}"
         try:
             compare("the options", each[rank], {"the program": texts[rank]} if texts else {}, "start all with the same")
@@ -71,30 +71,30 @@ def test_who_has_gone_on_without_comparing_is_named(monkeypatch: pytest.MonkeyPa
     watch = Watch(Table(), Place("test", "a:1", 2, 0))
     watch.own.position = watch.heard[1].beat.position = 6
     monkeypatch.setattr(ending, "watch", lambda: watch)
-    assert notes._why_never(1) == ""
+    assert consistency._why_never(1) == ""
     watch.heard[1].beat.position = 7
     says = "it last finished step 3 and was in step 4, with a batch of shapes that it has trained on before"
-    assert notes._why_never(1) == says
+    assert consistency._why_never(1) == says
 
 
 def test_programs_are_compared_as_text() -> None:
     def program(rate: float, shape: int, constant: Any) -> str:
-        return notes.program(jax.make_jaxpr(lambda x: x * rate + jnp.sum(constant))(jnp.ones(shape)))
+        return consistency.program(jax.make_jaxpr(lambda x: x * rate + jnp.sum(constant))(jnp.ones(shape)))
 
     const = np.arange(300.0)
     first = program(0.1, 3, const)
     assert first == program(0.1, 3, const)
     assert len({first, program(0.2, 3, const), program(0.1, 4, const), program(0.1, 3, const[::-1].copy())}) == 4
-    assert "0x7" not in notes.program(jax.make_jaxpr(jax.nn.relu)(1.0))  # where a function lies in memory
+    assert "0x7" not in consistency.program(jax.make_jaxpr(jax.nn.relu)(1.0))  # where a function lies in memory
 
 
 def test_batches_are_compared_by_what_they_hold() -> None:
     batch = {"x": np.arange(6).reshape(2, 3), "n": np.float32(2)}
-    assert notes.shapes(batch) == "['n'] float32[], ['x'] int64[2, 3]"
+    assert consistency.shapes(batch) == "['n'] float32[], ['x'] int64[2, 3]"
     others = [{**batch, "x": batch["x"].T.copy()}, {**batch, "x": batch["x"] + 1}, {"y": batch["x"], "n": batch["n"]}]
-    assert len({notes.digest(each) for each in [batch, *others]}) == 4
-    assert notes.digest(jax.random.key(0)) != notes.digest(jax.random.key(1))
+    assert len({consistency.digest(each) for each in [batch, *others]}) == 4
+    assert consistency.digest(jax.random.key(0)) != consistency.digest(jax.random.key(1))
 
 
 def test_alone_nothing_is_compared() -> None:
-    notes.compare("the step", {"seed": 0})
+    consistency.compare("the step", {"seed": 0})

@@ -1,4 +1,4 @@
-"""Whether all ranks of a collective come to it, read from the program that they run.
+"""Static deadlock check: whether all ranks of a collective come to it, under control flow that depends on the rank.
 
 Ranks run one program, and come to its collectives in the order in which it has them. They part where a condition, or
 the number of a loop's iterations, is not the same on all of them: a pipeline's operations, rounds for tokens that

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar import collectives
-from jaxpar.collectives.reach import not_reached
+from jaxpar.collectives.divergence import not_reached
 from jaxpar.localise.expert import RULES
 from jaxpar.localise.tensor import RULES as TENSOR
 from jaxpar.models import named
@@ -67,7 +67,7 @@ TOGETHER: dict[str, Callable[[jax.Array], jax.Array]] = {
 def test_where_ranks_part_no_collective_may_stand(fun: Callable[[jax.Array], jax.Array]) -> None:
     (one, *_) = found(fun)
     assert "all-reduce over a" in one
-    assert "test_reach.py" in one
+    assert "test_divergence.py" in one
 
 
 @pytest.mark.parametrize("fun", TOGETHER.values(), ids=TOGETHER)
@@ -124,7 +124,7 @@ def test_a_step_that_would_hang_is_refused() -> None:
     step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
     state, batch = step.init(jax.random.key(0)), {"x": np.ones((8, 4), np.float32)}
     for use in (step, step.evaluate, step.value_and_grad):
-        with pytest.raises(ValueError, match=r"(?s)would hang.*all-gather over data.*test_reach\.py.*jp\.all_rows"):
+        with pytest.raises(ValueError, match=r"(?s)would hang.*all-gather over data.*test_divergence\.py.*jp\.all_rows"):
             use(state, batch)
 
 

@@ -13,13 +13,13 @@ from .neighbours import alike_but, keeps_more
 _ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
 
 
-def more(line: Line) -> float:
+def memory_overrun(line: Line) -> float:
     """How many times what its closed form says the program of a line needs; the line has one."""
     assert line.estimate is not None
     return line.memory["total"] / line.estimate.bytes
 
 
-def needless(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
+def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
     """Why a strategy need not be compiled, after `lines` were; None where it is worth it.
 
     Args:
@@ -43,8 +43,8 @@ def needless(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usab
     ]
     if not all(line.fits for line in alike):
         # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
-        nearest = min(alike, key=more)
-        if (likely := estimate.bytes * more(nearest)) > 1.1 * usable:
+        nearest = min(alike, key=memory_overrun)
+        if (likely := estimate.bytes * memory_overrun(nearest)) > 1.1 * usable:
             needs = size(nearest.memory["total"])
             return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
     if len(lines) >= top and (fitting or len(lines) >= 2 * top):
