@@ -106,7 +106,7 @@ CANARIES: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
 
 
 def failing(
-    environment: Mapping[str, str], names: Iterable[str] = tuple(CANARIES), seconds: float = 45
+    environment: Mapping[str, str], names: Iterable[str] = tuple(CANARIES), seconds: float = 300
 ) -> dict[str, str]:
     """Runs canaries side by side, each in a process of its own with that environment; name -> what went wrong.
 

@@ -15,6 +15,7 @@ from ports import free_port
 
 from jaxpar import collectives
 from jaxpar.cli.commands import main
+from jaxpar.cpu_compiler import CANARIES, FLAG
 from jaxpar.inspect.bench import doctor
 
 WORKER = """
@@ -39,6 +40,7 @@ def test_one_process_is_well(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     for part in (
         f"jax {jax.__version__}",
         "1 process x 8 x cpu",
+        f"{len(CANARIES)} of {len(CANARIES)} known programs right",
         "data=2: all-reduce of 4.10 kB",
         "fsdp=4: all-reduce",
     ):
@@ -67,6 +69,21 @@ def test_wrong_sums_and_a_folder_that_is_none(
     assert f"cannot write to {file}: File exists" in said
     assert said.count("    try: ") == 2
     assert said.endswith("2 off\n")
+
+
+def test_a_compiler_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A jax that fails a canary, as 0.10.2 does where the user has YNNPACK's kernels back: no run on it is right."""
+    failed = {"a sum over 8 dims": "ended by SIGSEGV", "sums of products over 40,000 rows": "wrong numbers"}
+    monkeypatch.setattr(doctor, "failing", lambda environment: failed)
+    with pytest.raises(SystemExit) as exit_:
+        main(["doctor", "--strategy", "ddp", "--bytes", "4096", "--folder", str(tmp_path)])
+    assert exit_.value.code == 1
+    said = capsys.readouterr().out
+    assert "a sum over 8 dims: ended by SIGSEGV; sums of products over 40,000 rows: wrong numbers" in said
+    assert f"try: XLA_FLAGS={FLAG} in every process" in said
+    assert said.endswith("1 off\n")
 
 
 def test_two_hosts_that_differ(tmp_path: Path) -> None:
@@ -100,7 +117,7 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
             )  # on a busy machine roughly
             assert found[name]["hint"]
     assert f"{b} has " in found["versions"]["wrong"]
-    for name in ("devices", "addresses", "shm", "collectives"):
+    for name in ("devices", "cpu compiler", "addresses", "shm", "collectives"):
         assert not found[name]["wrong"]
     assert "data=2: all-reduce" in found["collectives"]["found"]
 

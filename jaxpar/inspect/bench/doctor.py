@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from filelock import FileLock, Timeout
 
+from ...cpu_compiler import CANARIES, FLAG, failing
 from ...layout.mesh import make_mesh
 from ...strategy import Strategy
 from ...text import size
@@ -106,6 +108,7 @@ def examine(
     who = names if len(set(names)) == len(names) else [f"process {p} on {name}" for p, name in enumerate(names)]
     yield versions(others.gather("versions", installed()), who)
     yield devices(others.gather("devices", attached()), who)
+    yield cpu_compiler(others.gather("cpu compiler", failing(os.environ)), who)
     yield addresses(others.gather("addresses", own_addresses()), names)
     yield clocks(others.gather("clocks", skew(others)), who)
     yield shared(others, folder, who)
@@ -178,6 +181,21 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
                 hint = "ask the launcher for the same on every host; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
                 return Diagnosis("devices", found, wrong, hint)
     return Diagnosis("devices", found)
+
+
+def cpu_compiler(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Diagnosis:
+    """Whether programs that some releases' CPU compiler got wrong are right everywhere, as a plain `jit` has them."""
+    flag = "".join(f", {word}" for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(FLAG))
+    worst, about = max(zip(all_, who, strict=True), key=lambda one: len(one[0]))
+    found = f"jaxlib {jaxlib.__version__}{flag}: {len(CANARIES) - len(worst)} of {len(CANARIES)} known programs right"
+    if not worst:
+        return Diagnosis("cpu compiler", found)
+    wrong = f"{about}: " + "; ".join(f"{name}: {what}" for name, what in worst.items())
+    hint = (
+        f"XLA_FLAGS={FLAG} in every process, before jax starts; if that is set, another jaxlib. Nothing that runs on "
+        "CPUs can be relied on until then, jp.verify on simulated devices included"
+    )
+    return Diagnosis("cpu compiler", found, wrong, hint)
 
 
 def own_addresses() -> list[str]:
