@@ -23,8 +23,8 @@ from ..model.model import Model, Replicated
 from ..model.nnx import from_nnx
 from ..models import Named
 from ..models.llama import Llama, loss
-from ..models.llama.hf_config import to_config
 from ..models.llama.model import RULES
+from ..models.llama.weights import LLAMA
 from ..models.parts import text
 
 # What may be changed of a model whose weights are given.
@@ -138,5 +138,5 @@ def folder(given: str, changes: dict[str, Any]) -> Named:
             f"--model {given}: {fixed[0]} is as the folder's config.json has it; what may be changed is "
             f"{', '.join(_FREE)}"
         )
-    config = dataclasses.replace(to_config(json_of(member(path, "config.json"))), **changes)
+    config = dataclasses.replace(LLAMA.to_config(json_of(member(path, "config.json"))), **changes)
     return Named(given, "text", config, from_nnx(lambda rngs: Llama(config, rngs=rngs), loss, RULES), text.generate)

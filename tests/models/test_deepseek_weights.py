@@ -10,7 +10,7 @@ from flax import nnx
 from test_huggingface import assert_same
 
 from jaxpar.models.deepseek import Config, DeepSeek, from_hf, to_hf
-from jaxpar.models.deepseek.weights import to_dict
+from jaxpar.models.deepseek.weights import DEEPSEEK
 
 pytestmark = pytest.mark.xdist_group("torch")
 pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
@@ -37,7 +37,7 @@ def shapes(config: Config) -> DeepSeek:
     "config", [CONFIGS["nodes"], pytest.param(CONFIGS["yarn"], marks=pytest.mark.battery)], ids=CONFIGS
 )
 def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
-    model = reference("DeepseekV3", to_dict(config, "float64"))
+    model = reference("DeepseekV3", DEEPSEEK.to_dict(config, "float64"))
     model.save_pretrained(tmp_path)
     found, params = from_hf(tmp_path)
     assert {**vars(found), "balance": 0} == {**vars(config), "balance": 0}
@@ -55,14 +55,13 @@ def test_weights_come_back_as_they_were(config: Config, tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate_proj.weight" in written
     assert f"model.layers.{config.dense}.mlp.gate.e_score_correction_bias" in written
     # The published files have one layer more, of the head for several tokens.
-    found, back = from_hf(
-        {**written, f"model.layers.{config.layers}.eh_proj.weight": np.ones(1, np.float32)}, to_dict(config, "float32")
-    )
+    more = {f"model.layers.{config.layers}.eh_proj.weight": np.ones(1, np.float32)}
+    found, back = from_hf(written | more, DEEPSEEK.to_dict(config, "float32"))
     assert_same(to_hf(found, back), written)
 
 
 def test_what_is_another_model_is_named() -> None:
-    stated = to_dict(CONFIGS["yarn"], "float32")
+    stated = DEEPSEEK.to_dict(CONFIGS["yarn"], "float32")
     for change, words in (
         ({"model_type": "deepseek_v2"}, "model_type='deepseek_v2' is not supported"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),

@@ -10,7 +10,7 @@ from flax import nnx
 from test_huggingface import assert_same
 
 from jaxpar.models.mixtral import Config, Mixtral, from_hf, to_hf
-from jaxpar.models.mixtral.weights import to_dict
+from jaxpar.models.mixtral.weights import MIXTRAL
 
 pytestmark = pytest.mark.xdist_group("torch")
 pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
@@ -31,7 +31,7 @@ def shapes(config: Config) -> Mixtral:
 
 @each
 def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
-    model = reference("Qwen3Moe" if config.qk_norm else "Mixtral", to_dict(config, "float64"))
+    model = reference("Qwen3Moe" if config.qk_norm else "Mixtral", MIXTRAL.to_dict(config, "float64"))
     model.save_pretrained(tmp_path)
     found, params = from_hf(tmp_path)
     assert {**vars(found), "balance": 0, "z": 0} == {**vars(config), "balance": 0, "z": 0}
@@ -50,12 +50,17 @@ def test_weights_come_back_as_they_were(config: Config, tmp_path: Path) -> None:
 
 
 def test_what_is_another_model_is_named(tmp_path: Path) -> None:
-    stated = to_dict(CONFIGS["qwen3"], "float32")
+    stated = MIXTRAL.to_dict(CONFIGS["qwen3"], "float32")
     for change, words in (
         ({"model_type": "llama"}, "model_type='llama' is not supported"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "mixtures here have 'default'"),
         ({"num_experts": None}, "config lacks num_experts"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is no size"),  # ZeroDivisionError
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),  # was passed over
     ):
         with pytest.raises(ValueError, match=words):
             from_hf(tmp_path, {**stated, **change})
+    plain = Config(**SIZES, experts=6, chosen=3, normalize=False)
+    with pytest.raises(ValueError, match=r"no form in transformers: needs .'qk_norm': False, 'normalize': True. or"):
+        MIXTRAL.to_dict(plain, "float32")

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .hf_files import Tensor, write_file
+from ..huggingface.architecture import Stored
+from ..huggingface.files import Tensor, write_file
 
 # As peft's own checkpoints have them.
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -70,29 +71,31 @@ def merged(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
     return found
 
 
-def write_adapters(path: Path, params: Mapping[str, Any], names: Mapping[str, str], config: Any, base: str) -> None:
+def write_adapters(
+    path: Path, params: Mapping[str, Any], tensors: Mapping[str, Stored], config: Any, base: str
+) -> None:
     """A folder of `peft`.
 
     Args:
-      params: by path; of the adapters, stacked over layers, on this host.
-      names: of each kernel's path, that of its tensor, with {} for the layer's number.
+      params: of the adapters, by path, stacked over layers; on this host.
+      tensors: those of each kernel, by its path.
       config: with `layers`, `lora` and `lora_alpha`.
       base: the name or folder of the model that they are for.
     """
     if (path / _WEIGHTS).exists():
         raise ValueError(f"{path} already holds {_WEIGHTS}; choose another folder, or remove it")
-    tensors: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
     modules: set[str] = set()
-    for at in filter(is_adapter, params):
+    for at, stacked in params.items():
         above, _, end = at.rpartition("/")
-        module = names[f"{above}/kernel"].removesuffix(".weight")
+        module = tensors[f"{above}/kernel"].name.removesuffix(".weight")
         modules.add(module.rpartition(".")[2])
         for layer in range(config.layers):
-            part = np.asarray(params[at][layer]).astype(np.float32).T
-            name = f"base_model.model.{module.format(layer)}.lora_{end[-1].upper()}.weight"
-            tensors[name] = Tensor(part.shape, lambda part=part: part, part.dtype)
+            part = np.asarray(stacked[layer]).astype(np.float32).T
+            name = f"base_model.model.{module.format(layer=layer)}.lora_{end[-1].upper()}.weight"
+            adapters[name] = Tensor(part.shape, lambda part=part: part, part.dtype)
     path.mkdir(parents=True, exist_ok=True)
-    write_file(path / _WEIGHTS, tensors)
+    write_file(path / _WEIGHTS, adapters)
     stated = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

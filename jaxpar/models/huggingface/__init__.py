@@ -1,0 +1,3 @@
+"""Models as Hugging Face keeps them: tables for each architecture, one reader and one writer."""
+
+from .weights import Family as Family
