@@ -9,6 +9,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.lax import linalg as private  # what JAX makes qr of
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.lax import linalg
@@ -104,13 +105,9 @@ def example(*names: str) -> Callable[[Any], Any]:
 
 
 def function(name: str) -> Any:
-    """JAX's function of a primitive, or where there is none, its `bind`."""
-    known = getattr(
-        lax,
-        {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}.get(name, name),
-        None,
-    )
-    return known or getattr(linalg, name, None) or getattr(jec.primitives, f"{name}_p").bind
+    """JAX's function of an elementwise primitive, or where there is none, its `bind`."""
+    known = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}.get(name, name)
+    return getattr(lax, known, None) or getattr(jec.primitives, f"{name}_p").bind
 
 
 # -- element by element ------------------------------------------------------------------------------------------------
@@ -163,6 +160,11 @@ def _conj(draw: Draw, name: str) -> Call:
 @example("complex")
 def _complex(draw: Draw, name: str) -> Call:
     return lax.complex, *draw.alike("ff")
+
+
+@example("polynomial")
+def _polynomial(draw: Draw, name: str) -> Call:
+    return lambda x, *of: lax.polynomial(x, of), *draw.alike("fff")
 
 
 @example("add_any")
@@ -405,6 +407,15 @@ def _reduce(draw: Draw, name: str) -> Call:
     return lambda x: lax.reduce(x, np.asarray(start, x.dtype), fun, dims), x
 
 
+@example("reduce")
+def _reduce_two(draw: Draw, name: str) -> Call:
+    """By a function of its own, of two arrays at once."""
+    x = draw.tensor(2, 3)
+    dims = draw.some(range(x.ndim - 1)) or [x.ndim - 1]
+    fun = lambda a, b: (a[0] + b[0] * b[1], a[1] * b[1])
+    return lambda x, y: lax.reduce((x, y), (np.float32(0), np.float32(1)), fun, dims), x, draw.array(x.shape)
+
+
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
@@ -466,17 +477,29 @@ def _decomposed(draw: Draw, name: str) -> Call:
     return lambda x: getattr(linalg, name)(x, **options.get(name, {})), x
 
 
-@example("geqrf")
-def _geqrf(draw: Draw, name: str) -> Call:
-    from jax._src.lax.linalg import geqrf  # what JAX lowers qr to
-
-    return geqrf, positive(draw)
-
-
 @example("householder_product")
 def _householder(draw: Draw, name: str) -> Call:
     x = positive(draw)
     return linalg.householder_product, x, draw.array(x.shape[:-1])
+
+
+@example("geqrf", "geqp3", "hessenberg")
+def _factored(draw: Draw, name: str) -> Call:
+    x = positive(draw, 3)
+    pivots = [np.zeros(x.shape[:-1], np.int32)] if name == "geqp3" else []
+    return getattr(private, name), x, *pivots
+
+
+@example("ormqr")
+def _ormqr(draw: Draw, name: str) -> Call:
+    x = positive(draw, 3)
+    return linalg.ormqr, x, draw.array(x.shape[:-1]), draw.array([*x.shape[:-1], 4])
+
+
+@example("symmetric_product")
+def _symmetric_product(draw: Draw, name: str) -> Call:
+    c = positive(draw, 3)
+    return linalg.symmetric_product, draw.array([*c.shape[:-1], 2]), c
 
 
 @example("lu_pivots_to_permutation")

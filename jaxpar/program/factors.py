@@ -5,33 +5,34 @@
     reshape       (ij)k -> ijk          i free, as the outermost of what j is merged with
 
 As in Shardy's OpShardingRule. A factor that is split over ranks is split in each operand and result that has it, and
-the equation is the same on the parts; `params` says which parameters name sizes. One table for all who follow dims.
+the equation is the same on the parts; `params` says which parameters name sizes. One table for all who follow dims: the
+rows are at the end, one for each primitive, with what else is known of it (`primitives.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-# Elementwise, of operands of one shape, or with 1 in its place, or scalars.
-ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
-nextafter not one_minus_square or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
-round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
-tan tanh xor zeta
-""".split()
+import numpy as np
+
+from .primitives import PRIMITIVES, primitive
+from .primitives import of as primitive_of
 
 Shape = tuple[int, ...]
 Local = Callable[[Shape, int | None], Shape]  # the shape of a part, from that of the whole and the dim that is split
 
 
 class Factor(NamedTuple):
-    """One index: its dim in each operand and result (None where that has none), what becomes of it in a result that
-    lacks it ("sum", "max", ...; "" for no such thing), how parameters name sizes of parts, and which parameter says
-    into how many groups it is cut (each part has whole ones).
+    """One index.
+
+    Attributes:
+      ins: its dim in each operand; None where that has none, and is the same for all parts.
+      outs: its dim in each result.
+      reduced: what joins the parts of a result without it: "sum", "max", "argmax", ...; "" where they are the same.
+      params: the parameters of a part that differ from those of the whole.
+      grouped: the parameter that says into how many groups it is cut, of which each part has whole ones.
     """
 
     ins: tuple[int | None, ...]
@@ -41,168 +42,174 @@ class Factor(NamedTuple):
     grouped: str = ""
 
 
-Rule = Callable[[Any], Iterator[Factor]]
-FACTORS: dict[str, Rule] = {}
+Rule = Callable[[Any], Iterable[Factor]]
 
 
 def of(eqn: Any) -> list[Factor]:
     """The factors of an equation; none of a primitive that is not known."""
-    found = FACTORS.get(eqn.primitive.name)
-    return list(found(eqn)) if found else []
-
-
-def factor(*names: str) -> Callable[[Rule], Rule]:
-    """Registers the factors of some primitives."""
-    return lambda fun: FACTORS.update(dict.fromkeys(names, fun)) or fun
+    rule = primitive_of(eqn).factors
+    return list(rule(eqn)) if rule else []
 
 
 def shapes(eqn: Any) -> tuple[list[Shape], list[Shape]]:
     """Those of operands and results."""
-    of = lambda atoms: [tuple(getattr(v.aval, "shape", ())) for v in atoms]
-    return of(eqn.invars), of(eqn.outvars)
+    ins, outs = ([tuple(getattr(v.aval, "shape", ())) for v in atoms] for atoms in (eqn.invars, eqn.outvars))
+    return ins, outs
 
 
-def _same(eqn: Any, but: Sequence[int] = (), **params: Any) -> Iterator[Factor]:
-    """All operands and results of one rank, and scalars: each dim by itself, `but` those that are mixed."""
+def operand(eqn: Any, dim: int, out: int | None, **options: Any) -> Factor:
+    """A dim of the first operand, which no other has."""
+    return Factor((dim, *[None] * (len(eqn.invars) - 1)), (out,) * len(eqn.outvars), **options)
+
+
+def same(eqn: Any, but: Collection[int] = ()) -> Iterable[Factor]:
+    """All operands and results of one rank, and scalars: each dim is free, `but` those that are mixed."""
     ins, outs = shapes(eqn)
-    sizes = [max(s[d] for s in (*ins, *outs) if s) for d in range(len(outs[0]))]
-    has = lambda s, d: d if s and (s[d] != 1 or sizes[d] == 1) else None
     for d in range(len(outs[0])):
+        size = max(s[d] for s in (*ins, *outs) if s)
+        dims = [d if s and s[d] == size else None for s in (*ins, *outs)]
         if d not in but:
-            yield Factor(tuple(has(s, d) for s in ins), tuple(has(s, d) for s in outs), **params)
+            yield Factor(tuple(dims[: len(ins)]), tuple(dims[len(ins) :]))
 
 
-factor(*ELEMENTWISE, "sharding_constraint")(_same)
+def along(*params: str) -> Rule:
+    """Mixed along the dims that parameters name; along the last one where there are no such parameters."""
+
+    def rule(eqn: Any) -> Iterable[Factor]:
+        ndim = len(shapes(eqn)[0][0])
+        named = [np.atleast_1d(eqn.params[name]) for name in params if name in eqn.params]
+        return same(eqn, [d % ndim for dims in named or [[-1]] for d in dims])
+
+    return rule
 
 
-@factor("bitcast_convert_type")
-def _bits(eqn: Any) -> Iterator[Factor]:
-    """All dims but the one that an element of another size becomes, or is made of."""
+def where(param: str, none: Any) -> Rule:
+    """Mixed along the dims where a parameter, which has an entry for each, says something else than `none`."""
+    return lambda eqn: same(eqn, [d for d, entry in enumerate(eqn.params[param]) if entry != none])
+
+
+def tiled(*params: str) -> Rule:
+    """Collectives over another axis, which join or cut along the dims that parameters name."""
+    return lambda eqn: along(*params)(eqn) if eqn.params["tiled"] else ()
+
+
+def window(eqn: Any) -> Iterable[Factor]:
+    """Windows of one element, one after another, along dims that are free."""
+    every = ("window_strides", "base_dilation", "window_dilation", "window_dimensions")
+    steps = zip(*(eqn.params[name] for name in every if name in eqn.params), strict=True)
+    mixed = [{*step} != {1} or any(pad) for step, pad in zip(steps, eqn.params["padding"], strict=True)]
+    return same(eqn, [d for d, yes in enumerate(mixed) if yes])
+
+
+def rows(inside: int) -> Rule:
+    """Matrices and other dims inside, which are the first operand's last ones: those before them are free, and first in
+    all operands and results.
+    """
+
+    def rule(eqn: Any) -> Iterable[Factor]:
+        before = range(len(shapes(eqn)[0][0]) - inside)
+        return (Factor((d,) * len(eqn.invars), (d,) * len(eqn.outvars)) for d in before)
+
+    return rule
+
+
+def fft(eqn: Any) -> Iterable[Factor]:
+    """The transform is along the last dims."""
+    return rows(len(eqn.params["fft_lengths"]))(eqn)
+
+
+def solve(eqn: Any) -> Iterable[Factor]:
+    """One system of equations for each column of the last operand; for each row, where matrices are to its right."""
+    *matrices, columns = shapes(eqn)[0]
+    yield from rows(len(matrices[0]) - len(columns) + 2)(eqn)
+    d = len(columns) - 1 if eqn.params.get("left_side", True) else len(columns) - 2
+    yield Factor((*[None] * len(matrices), d), (d,))
+
+
+def bits(eqn: Any) -> Iterable[Factor]:
+    """All dims but the last one that elements of another size become, or are made of."""
     (x,), (out,) = shapes(eqn)
     return (Factor((d,), (d,)) for d in range(min(len(x), len(out))))
 
 
-factor("concatenate")(lambda e: _same(e, [e.params["dimension"]]))
-factor("tile")(lambda e: _same(e, [d for d, n in enumerate(e.params["reps"]) if n != 1]))
-factor("pad")(lambda e: _same(e, [d for d, c in enumerate(e.params["padding_config"]) if tuple(c) != (0, 0, 0)]))
-factor("rev")(lambda e: _same(e, e.params["dimensions"]))
-factor("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split")(lambda e: _same(e, [e.params["axis"]]))
-factor("sort")(lambda e: _same(e, [e.params["dimension"]]))
-factor("top_k")(lambda e: _same(e, [e.params.get("axis", e.invars[0].aval.ndim - 1) % e.invars[0].aval.ndim]))
-
-
-@factor("fft", "cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "lu_pivots_to_permutation", "qr",
-        "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve")  # fmt: skip
-def _matrices(eqn: Any) -> Iterator[Factor]:
-    """The last dims are those of a transform or a matrix; those before them are free, in results of fewer dims too."""
-    p, name, ndim = eqn.params, eqn.primitive.name, eqn.invars[0].aval.ndim
-    inside = len(p["fft_lengths"]) if name == "fft" else 1 if name == "lu_pivots_to_permutation" else 2
-    for d in range(ndim - inside):
-        yield Factor((d,) * len(eqn.invars), (d,) * len(eqn.outvars))
-
-
-factor("approx_top_k")(lambda e: _same(e, [e.params["reduction_dimension"] % e.invars[0].aval.ndim]))
-
-
-@factor("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-        "select_and_gather_add")  # fmt: skip
-def _window(eqn: Any) -> Iterator[Factor]:
-    p = eqn.params
-    stretched = [s for k in ("window_strides", "base_dilation", "window_dilation") if (s := p.get(k))]
-    sizes = zip(p["window_dimensions"], p["padding"], *stretched, strict=True)
-    return _same(
-        eqn, [d for d, (n, pad, *steps) in enumerate(sizes) if n != 1 or tuple(pad) != (0, 0) or {*steps} - {1}]
-    )
-
-
-@factor("all_gather", "reduce_scatter", "all_to_all")
-def _collective(eqn: Any) -> Iterator[Factor]:
-    names = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
-    return _same(eqn, [eqn.params[k] for k in names if k in eqn.params]) if eqn.params["tiled"] else iter(())
-
-
-# -- shape -------------------------------------------------------------------------------------------------------------
-
-
-@factor("broadcast_in_dim")
-def _broadcast(eqn: Any) -> Iterator[Factor]:
+def broadcast(eqn: Any) -> Iterable[Factor]:
+    """Dims of the result, which the operand has or has not."""
     (x, *more), (out,) = shapes(eqn)
-    dims = eqn.params["broadcast_dimensions"]
-    for d, n in enumerate(out):
-        at = dims.index(d) if d in dims else None
-        at = None if at is not None and x[at] != n else at
-        yield Factor((at, *[None] * len(more)), (d,), params=lambda local, d=d: {"shape": local(out, d)})
+    at = {d: i for i, d in enumerate(eqn.params["broadcast_dimensions"]) if x[i] == out[d]}
+    for d in range(len(out)):
+        new = lambda local, d=d: {"shape": local(out, d)}
+        yield Factor((at.get(d), *[None] * len(more)), (d,), params=new)
 
 
-@factor("reshape")
-def _reshape(eqn: Any) -> Iterator[Factor]:
-    (x, *more), (out,) = shapes(eqn)
+def reshape(eqn: Any) -> Iterable[Factor]:
+    """The outermost of dims that are merged, or that one becomes."""
+    (x, *_), (out,) = shapes(eqn)
     if eqn.params["dimensions"] is None:
+        to = {math.prod(out[:d]): d for d, n in enumerate(out) if n > 1}
         for at, n in enumerate(x):
-            same = [d for d, m in enumerate(out) if m > 1 and math.prod(out[:d]) == math.prod(x[:at])]
-            if n > 1 and len(same) == 1:
-                (d,) = same
-                yield Factor((at, *[None] * len(more)), (d,), params=lambda local, d=d: {"new_sizes": local(out, d)})
+            d = to.get(math.prod(x[:at]))
+            if n > 1 and d is not None:
+                yield operand(eqn, at, d, params=lambda local, d=d: {"new_sizes": local(out, d)})
 
 
-@factor("transpose")
-def _transpose(eqn: Any) -> Iterator[Factor]:
+def transpose(eqn: Any) -> Iterable[Factor]:
+    """Each dim of the result is one of the operand."""
     return (Factor((at,), (d,)) for d, at in enumerate(eqn.params["permutation"]))
 
 
-def _without(eqn: Any, gone: Sequence[int], reduced: str = "") -> Iterator[Factor]:
-    """One operand, results without some of its dims."""
-    left = iter(range(len(shapes(eqn)[0][0])))
-    for d in range(len(shapes(eqn)[0][0])):
-        if d not in gone:
-            yield Factor((d,), (next(left),) * len(eqn.outvars))
-        elif reduced:
-            yield Factor((d,), (None,) * len(eqn.outvars), reduced)
+def without(param: str, reduced: str = "") -> Rule:
+    """Results have not the dims that a parameter names, which are `reduced`, or no factors."""
+
+    def rule(eqn: Any) -> Iterable[Factor]:
+        ndim = len(shapes(eqn)[0][0])
+        gone = {int(d) for d in np.atleast_1d(eqn.params[param])}
+        left = [d for d in range(ndim) if d not in gone]
+        for d in range(ndim):
+            if d in left or reduced:
+                yield operand(eqn, d, left.index(d) if d in left else None, reduced="" if d in left else reduced)
+
+    return rule
 
 
-factor("squeeze")(lambda e: _without(e, e.params["dimensions"]))
-factor("unstack")(lambda e: _without(e, [e.params["axis"]]))
-factor("argmax", "argmin")(lambda e: _without(e, e.params["axes"], e.primitive.name))
-factor(*(f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor")))(
-    lambda e: _without(e, e.params["axes"], e.primitive.name.removeprefix("reduce_"))
-)
+def reduce(eqn: Any) -> Iterable[Factor]:
+    """Arrays by a function of their own, which start with scalars: what it reduces are no factors."""
+    half = len(eqn.invars) // 2
+    free = without("dimensions")(eqn)
+    return (Factor((f.ins[0],) * half + (None,) * half, f.outs) for f in free)
 
 
-@factor("stack")
-def _stack(eqn: Any) -> Iterator[Factor]:
-    ins, axis = shapes(eqn)[0], eqn.params["axis"]
-    return (Factor((d,) * len(ins), (d + (d >= axis),)) for d in range(len(ins[0])))
+def stack(eqn: Any) -> Iterable[Factor]:
+    """All but the new dim."""
+    axis = eqn.params["axis"]
+    dims = range(len(shapes(eqn)[0][0]))
+    return (Factor((d,) * len(eqn.invars), (d + (d >= axis),)) for d in dims)
 
 
-@factor("slice")
-def _slice(eqn: Any) -> Iterator[Factor]:
+def slices(eqn: Any) -> Iterable[Factor]:
+    """Dims of which all is taken."""
     ((x,), _), p = shapes(eqn), eqn.params
-    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(x), x, strict=True)
-    every = [d for d, (start, end, stride, n) in enumerate(cut) if (start, end, stride) == (0, n, 1)]
-    ends = lambda part: tuple(part[d] if d in every else n for d, n in enumerate(p["limit_indices"]))
-    return (Factor((d,), (d,), params=lambda local, d=d: {"limit_indices": ends(local(x, d))}) for d in every)
+    ends, strides = tuple(p["limit_indices"]), p["strides"] or (1,) * len(x)
+    for d, n in enumerate(x):
+        if (p["start_indices"][d], ends[d], strides[d]) == (0, n, 1):
+            yield Factor((d,), (d,), params=lambda local, d=d: {"limit_indices": local(ends, d)})
 
 
-@factor("dynamic_slice")
-def _dynamic_slice(eqn: Any) -> Iterator[Factor]:
-    (x, *starts), _ = shapes(eqn)
-    sizes = eqn.params["slice_sizes"]
+def dynamic_slice(eqn: Any) -> Iterable[Factor]:
+    """Dims of which all is taken."""
+    x, sizes = shapes(eqn)[0][0], eqn.params["slice_sizes"]
     for d, n in enumerate(x):
         if sizes[d] == n:
-            yield Factor((d, *[None] * len(starts)), (d,), params=lambda local, d=d: {"slice_sizes": local(sizes, d)})
+            yield operand(eqn, d, d, params=lambda local, d=d: {"slice_sizes": local(sizes, d)})
 
 
-@factor("dynamic_update_slice")
-def _dynamic_update_slice(eqn: Any) -> Iterator[Factor]:
+def dynamic_update_slice(eqn: Any) -> Iterable[Factor]:
+    """Dims of which all is written."""
     x, update, *starts = shapes(eqn)[0]
     return (Factor((d, d, *[None] * len(starts)), (d,)) for d, n in enumerate(x) if update[d] == n)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
-
-
-@factor("dot_general")
-def _dot(eqn: Any) -> Iterator[Factor]:
+def dot(eqn: Any) -> Iterable[Factor]:
+    """Batch dims, those of either operand alone, in this order in the result; and those that are summed."""
     (summed, batch), (ins, _) = eqn.params["dimension_numbers"], shapes(eqn)
     yield from (Factor(pair, (None,), "sum") for pair in zip(*summed, strict=True))
     yield from (Factor(pair, (d,)) for d, pair in enumerate(zip(*batch, strict=True)))
@@ -214,44 +221,121 @@ def _dot(eqn: Any) -> Iterator[Factor]:
                 at += 1
 
 
-@factor("conv_general_dilated")
-def _convolution(eqn: Any) -> Iterator[Factor]:
-    p, (rows, features, *_), (outputs, inputs, *_) = (n := eqn.params["dimension_numbers"]) and (
-        eqn.params,
-        n.lhs_spec,
-        n.rhs_spec,
-    )
-    to = n.out_spec
-    by = next((k for k in ("feature_group_count", "batch_group_count") if p[k] > 1), "")
+def convolution(eqn: Any) -> Iterable[Factor]:
+    """Rows, features in (summed) and features out; in groups, features or rows go with those out that are theirs."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    of_rows, features, *_ = numbers.lhs_spec
+    outputs, inputs, *_ = numbers.rhs_spec
+    to_rows, to_features, *_ = numbers.out_spec
+    by = next((name for name in ("feature_group_count", "batch_group_count") if p[name] > 1), "")
     if by:
+        groups = of_rows if by == "batch_group_count" else features
         new = lambda local: {by: local((p[by],), 0)[0]}
-        yield Factor((rows if by == "batch_group_count" else features, outputs), (to[1],), params=new, grouped=by)
+        yield Factor((groups, outputs), (to_features,), params=new, grouped=by)
     else:
-        yield Factor((None, outputs), (to[1],))
+        yield Factor((None, outputs), (to_features,))
     if by != "batch_group_count":
-        yield Factor((rows, None), (to[0],))
+        yield Factor((of_rows, None), (to_rows,))
     if by != "feature_group_count":
         yield Factor((features, inputs), (None,), "sum")
 
 
-@factor("gather")
-def _gather(eqn: Any) -> Iterator[Factor]:
+def gather(eqn: Any) -> Iterable[Factor]:
+    """Rows of indices, each with what is looked up in its own part of the table; and dims of the table of which all is
+    taken.
+    """
     ((table, at), (out,)), n, sizes = shapes(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    batch = [d for d in range(len(out)) if d not in n.offset_dims]
+    of_rows = [d for d in range(len(out)) if d not in n.offset_dims]
     paired = dict(zip(n.start_indices_batching_dims, n.operand_batching_dims, strict=True))
-    new = lambda local, d: {"slice_sizes": local(sizes, d)}
-    for d in range(len(at) - 1):  # a row of indices, and of what is looked up in its own part of the table
-        yield Factor((paired.get(d), d), (batch[d],))
+    for d in range(len(at) - 1):
+        own = paired.get(d)
+        yield Factor((own, d), (of_rows[d],))
     whole = [d for d in range(len(table)) if d not in (*n.collapsed_slice_dims, *n.operand_batching_dims)]
     for d, to in zip(whole, n.offset_dims, strict=True):
         if sizes[d] == table[d] and d not in n.start_index_map:
-            yield Factor((d, None), (to,), params=lambda local, d=d: new(local, d))
+            yield Factor((d, None), (to,), params=lambda local, d=d: {"slice_sizes": local(sizes, d)})
 
 
-@factor("scatter", *(f"scatter-{how}" for how in ("add", "sub", "mul", "min", "max")))
-def _scatter(eqn: Any) -> Iterator[Factor]:
+def scatter(eqn: Any) -> Iterable[Factor]:
+    """Dims of which all is written, and rows of indices that write into rows of their own."""
     (x, _, new), n = shapes(eqn)[0], eqn.params["dimension_numbers"]
     kept = [d for d in range(len(x)) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
     for d, at in zip(kept, n.update_window_dims, strict=True):
         if d not in n.scatter_dims_to_operand_dims and x[d] == new[at]:
             yield Factor((d, None, at), (d,))
+    of_rows = [d for d in range(len(new)) if d not in n.update_window_dims]
+    for d, at in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True):
+        yield Factor((d, at, of_rows[at]), (d,))
+
+
+def elementwise(names: str, **known: Any) -> None:
+    """Rows of elementwise primitives."""
+    primitive(names, same, elementwise=True, **known)
+
+
+elementwise("add add_any sub neg reduce_precision", cheap=True, linear="all", zero=True)
+elementwise("convert_element_type copy", cheap=True, view=True, linear="all", zero=True)
+elementwise("mul", cheap=True, linear="each", zero=True)
+elementwise("div", cheap=True, linear="first")
+elementwise("select_n", cheap=True, linear="cases", zero=True)
+elementwise("stop_gradient", cheap=True, view=True, zero=True)
+elementwise("abs and ceil clamp conj erf expm1 floor gt imag log1p lt max min ne or real round sign sin sqrt square "
+            "tan tanh xor", cheap=True, zero=True)  # fmt: skip
+elementwise("cos eq erfc exp exp2 ge integer_pow is_finite le log logistic not one_minus_square pow rem rsqrt",
+            cheap=True)  # fmt: skip
+elementwise("asin asinh atan atan2 atanh bessel_i1e cbrt complex erf_inv lt_to mulhi name nextafter polynomial "
+            "population_count shift_left shift_right_arithmetic shift_right_logical sinh", zero=True)  # fmt: skip
+elementwise("acos acosh bessel_i0e clz cosh digamma eq_to igamma igamma_grad_a igammac le_to lgamma log2 polygamma "
+            "regularized_incomplete_beta zeta")  # fmt: skip
+
+primitive("broadcast_in_dim", broadcast, moves=True, cheap=True, view=True, linear="all")
+primitive("reshape", reshape, moves=True, cheap=True, view=True, linear="all")
+primitive("squeeze", without("dimensions"), moves=True, cheap=True, view=True, linear="all")
+primitive("transpose", transpose, moves=True, cheap=True, linear="all")
+primitive("slice", slices, moves=True, cheap=True, linear="all")
+primitive("rev", along("dimensions"), moves=True, cheap=True, linear="all")
+primitive("concatenate", along("dimension"), moves=True, cheap=True, linear="all")
+primitive("split", along("axis"), moves=True, linear="all")
+primitive("stack", stack, moves=True, linear="all")
+primitive("unstack", without("axis"), moves=True, linear="all")
+primitive("tile", where("reps", 1), moves=True, linear="all")
+primitive("pad", where("padding_config", (0, 0, 0)), linear="all")
+primitive("bitcast_convert_type", bits)
+primitive("sharding_constraint", same)
+primitive("iota", cheap=True)
+
+primitive("dynamic_slice", dynamic_slice, kernel=True, linear="first")
+primitive("dynamic_update_slice", dynamic_update_slice, kernel=True)
+primitive("gather", gather, kernel=True, linear="first")
+primitive("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", scatter, kernel=True)
+
+primitive("reduce_sum", without("axes", "sum"), linear="all")
+for _name in ("max", "min", "prod", "and", "or", "xor"):
+    primitive(f"reduce_{_name}", without("axes", _name))
+primitive("argmax", without("axes", "argmax"))
+primitive("argmin", without("axes", "argmin"))
+primitive("reduce", reduce)
+primitive("cumsum", along("axis"), kernel=True, linear="all")
+primitive("cumprod cummax cummin cumlogsumexp", along("axis"), kernel=True)
+primitive("sort", along("dimension"), kernel=True)
+primitive("top_k", along("axis"), kernel=True)
+primitive("approx_top_k", along("reduction_dimension"), kernel=True)
+primitive("reduce_window_sum", window, kernel=True, linear="all")
+primitive("reduce_window reduce_window_max reduce_window_min", window, kernel=True)
+primitive("select_and_scatter_add select_and_gather_add", window, kernel=True)
+
+primitive("dot_general", dot, kernel=True, linear="each")
+primitive("conv_general_dilated", convolution, kernel=True, linear="each")
+primitive("fft", fft, kernel=True, linear="all")
+primitive("triangular_solve tridiagonal_solve", solve, kernel=True)
+primitive("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product "
+          "tridiagonal", rows(2), kernel=True)  # fmt: skip
+primitive("lu_pivots_to_permutation", rows(1), kernel=True)
+
+primitive("all_gather", tiled("all_gather_dimension"), kernel=True)
+primitive("reduce_scatter", tiled("scatter_dimension"), kernel=True)
+primitive("all_to_all", tiled("split_axis", "concat_axis"), kernel=True)
+primitive("scan while cond ragged_dot_general random_bits", kernel=True)
+
+FACTORS = tuple(name for name, known in PRIMITIVES.items() if known.factors)
+ELEMENTWISE = tuple(name for name, known in PRIMITIVES.items() if known.elementwise)

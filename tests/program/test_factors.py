@@ -18,9 +18,10 @@ from equations import EXAMPLES, RANKS
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor
+from jaxpar.program.primitives import PRIMITIVES
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
-NEWER = {"log2", "one_minus_square"} if jax.__version_info__ < (0, 11) else set()  # what this jax has not
+NEWER = {"log2", "one_minus_square", "polynomial"} if jax.__version_info__ < (0, 11) else set()  # what this jax has not
 JOINED = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
           "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 
@@ -104,3 +105,54 @@ def test_each_factor_on_parts_is_the_equation_on_the_whole(name: str, seed: int)
     examples = 1 if name in ELEMENTWISE else 5  # some, such as igamma, take a second to compile
     proved = prove(equations.equations(name, examples, seed))
     assert proved or seed, "no factor of these examples has parts: draw others"
+
+
+def test_a_wrong_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRIMITIVES, "cumsum", PRIMITIVES["add"])
+    with pytest.raises(AssertionError, match="cumsum"):
+        prove(equations.equations("cumsum", 2))
+
+
+# JAX's primitives that have a batching rule and no factors, by what they are.
+NOT_BY_FACTORS = {
+    "they hold programs, or a function's own derivative or batching: walked, each by a rule of its own": """
+        call_hi_primitive call_hi_primitive_linearized cond custom_lin custom_linear_solve custom_vmap_call eval_jaxpr
+        jit remat2 remat_opt scan while
+    """,
+    "draws: which numbers there are depends on the shape of the whole": """
+        philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed random_split
+        random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32
+    """,
+    "each operand by itself, or none": "dce_sink device_put empty optimization_barrier stage tie",
+    "collectives, by rules of their own": """
+        axis_index pbroadcast pbroadcast_dynamic pmax pmin ppermute precv psend psum ragged_all_to_all
+    """,
+    "types of values within shard_map, where losses are not traced": """
+        all_gather_invariant all_gather_reduced preduced psum_invariant pvary reduced_vary_cast reduced_vary_cast_p
+        unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p
+    """,
+    "where values of a mesh of the user's own are": """
+        global_array_to_host_local_array host_local_array_to_global_array inspect_sharding layout_constraint reshard
+        with_memory_space_constraint
+    """,
+    "fused kernels, of which jp.local_kernel says how they are cut": """
+        dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
+        dot_product_attention_fwd_wrapper ffi_call ragged_dot_general scaled_dot scaled_matmul scaled_matmul_wrapper
+    """,
+    "effects: prints, callbacks, references": """
+        addupdate check debug_callback debug_print freeze get io_callback new_ref pure_callback swap
+    """,
+    "numbers of another format, as they are": "from_edtype to_edtype",
+    "our own edges of tensor": "tensor_enter tensor_gather tensor_leave tensor_scatter tensor_take tensor_unsplit",
+}
+
+
+def test_each_primitive_of_jax_has_factors_or_a_reason() -> None:
+    """A newer jax brings others: give them a row in program/factors.py and an example, or say here what they are."""
+    import jax._src.interpreters.batching as batching  # the public table can only be written to
+
+    known = {primitive.name for primitive in batching.fancy_primitive_batchers}
+    assert len(known) > 200, "JAX keeps its batching rules elsewhere"
+    excused = " ".join(NOT_BY_FACTORS.values()).split()
+    assert not {*FACTORS} & {*excused}
+    assert not known - {*FACTORS, *excused}

@@ -1,0 +1,64 @@
+"""What is known of a primitive, whatever its parameters: one record each. The rows are in `factors.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """What holds of all equations of a primitive. Of one without a row nothing does.
+
+    Attributes:
+      factors: which dims of operands and results are one index, equation by equation.
+      elementwise: an element of a result is a function of that element of each operand; operands are of one shape, have
+        1 in the place of a size, or are scalars.
+      moves: results are elements of the operands, in other places.
+      cheap: a backward computes it again, where it would else read what the forward saved.
+      view: it takes no time of its own, since what reads its result may read its operand.
+      kernel: XLA runs it as a kernel of its own, not within what reads its result.
+      linear: of which operands it is linear while the others stay, and its derivative too: of "all" together, of
+        "each", of the "first", or of the "cases", which are all but the first.
+      zero: of an elementwise one, that it is zero where all operands are.
+    """
+
+    factors: Callable[[Any], Iterable[Any]] | None = None
+    elementwise: bool = False
+    moves: bool = False
+    cheap: bool = False
+    view: bool = False
+    kernel: bool = False
+    linear: Literal["", "all", "each", "first", "cases"] = ""
+    zero: bool = False
+
+
+PRIMITIVES: dict[str, Primitive] = {}
+UNKNOWN = Primitive()
+
+
+def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None, **known: Any) -> None:
+    """A row for each of some names, separated by spaces."""
+    PRIMITIVES.update(dict.fromkeys(names.split(), Primitive(factors, **known)))
+
+
+def of(eqn: Any) -> Primitive:
+    """The record of an equation's primitive."""
+    return PRIMITIVES.get(eqn.primitive.name, UNKNOWN)
+
+
+def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
+    """Whether an equation is linear in the operands that `among` says, together; or, with `affine`, linear but for what
+    is added to them.
+    """
+    name, how = eqn.primitive.name, of(eqn).linear
+    if name in ("convert_element_type", "div") and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return False  # it rounds
+    if how == "all":
+        return affine or all(among)
+    if how == "cases":
+        return not among[0] and (affine or all(among[1:]))
+    return sum(among) == 1 and (how == "each" or (how == "first" and among[0]))
