@@ -16,7 +16,7 @@ from fuzz.parity import STRATEGIES, Outcome
 from fuzz.printed import runnable
 from fuzz.programs import Block, Draw, Program, Recipe, Sizes
 from fuzz.registry import FEATURES, INNOCENT, spelled
-from jaxpar.program import factors
+from jaxpar.program.primitives import PRIMITIVES
 from jaxpar.step import tracing
 
 SIZES = Sizes(8, 8, 8, 8)
@@ -60,7 +60,7 @@ def _reversing() -> Recipe:
 def test_a_wrong_rule_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = _reversing()
     assert parity.outcome(recipe.program(), "tensor=2", 2).kind == parity.EQUAL
-    monkeypatch.setitem(factors.FACTORS, "rev", factors.FACTORS["neg"])  # as if a rank could reverse its own features
+    monkeypatch.setitem(PRIMITIVES, "rev", PRIMITIVES["neg"])  # as if a rank could reverse its own features
 
     def fails(program: Program) -> bool:
         try:
