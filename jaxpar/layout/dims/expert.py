@@ -2,9 +2,9 @@
 (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3).
 
 The first of these that names a leaf decides: the user's rules, the model's own table, annotations (Flax's logical
-names), and, where none of them names any leaf, shapes: a router [D, E] beside leaves [E, ..] of more dims. The
-layout is made before any batch is seen, so that this may be wrong; then more is sent, and the result is the same,
-because the program of a rank follows the loss itself (`localiser.py`).
+names), and, where none of them names any leaf, names and shapes: a router [D, E] that is called so, beside leaves
+[E, ..] of more dims. The layout is made before any batch is seen, so that this may be wrong; then more is sent, and the
+result is the same, because the program of a rank follows the loss itself (`localiser.py`).
 
 A rule for this axis is `{path: {"expert": dim}}`, which may name "tensor" as well, or `{name: "expert"}` for all dims
 to which annotations give that name.
@@ -88,13 +88,9 @@ def expert_dims(
         chosen = dict(_found(leaves))
     dims = {path: dim for path, dim in chosen.items() if dim is not None}
     if not dims:
-        likely = min(shapes, key=lambda path: ("expert" not in path.lower(), -len(shapes[path])))
-        hint = f"say which dim is that of experts: rules={{{likely!r}: {{'expert': 0}}}}"
-        if "expert" in likely.lower() and len(shapes[likely]) < 3:
-            hint = f"{likely} {list(shapes[likely])} is one expert's alone: stack them all in one leaf, by nn.vmap, say"
         raise ValueError(
-            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; {hint}, or use "
-            "fsdp or data for expert"
+            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; "
+            f"{_hint(shapes, ranks)}use fsdp or data for expert"
         )
     for path, dim in dims.items():
         if shapes[path][dim] % ranks:
@@ -103,6 +99,30 @@ def expert_dims(
                 f"not divide; use a divisor of {shapes[path][dim]}"
             )
     return dims
+
+
+def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
+    """What to write where no names say it: rules for leaves [.., E, a, b] beside any [.., a, E], else for the likeliest
+    that ranks divide.
+    """
+    found = {p: d for p, d in _found([*shapes.items()], strict=True, named=False) if not shapes[p][d] % ranks}
+    experts = [path for path in shapes if "expert" in path.lower()]
+    if not found and experts and all(len(shapes[path]) < 3 for path in experts):
+        one = f"{experts[0]} {list(shapes[experts[0]])}"
+        return f"{one} is one expert's alone: stack them all in one leaf, by nn.vmap, say, or "
+    many = [path for path, shape in shapes.items() if len(shape) > 2 and not shape[-3] % ranks]
+    if not found and not many:
+        return ""
+    likely = min(many, key=lambda path: (path not in experts, -len(shapes[path])))
+    found = found or {likely: len(shapes[likely]) - 3}
+    back = {path: dim - len(shapes[path]) for path, dim in found.items()}
+    rules = {}
+    for path, dim in back.items():
+        parts = path.split("/")
+        ends = ["/".join(parts[n:]) for n in reversed(range(len(parts)))]
+        own = lambda end, dim=dim: all(back.get(p) == dim for p in shapes if f"/{p}".endswith(f"/{end}"))
+        rules[next(filter(own, ends))] = {AXIS: dim}
+    return f"say which dim is that of experts: rules={rules}, or "
 
 
 def looks_stacked(leaves: Leaves) -> dict[str, int]:
@@ -133,13 +153,14 @@ def _claimed(
     return chosen
 
 
-def _found(leaves: Leaves, strict: bool = False) -> Iterator[tuple[str, int]]:
+def _found(leaves: Leaves, strict: bool = False, named: bool = True) -> Iterator[tuple[str, int]]:
     """Leaves [.., E, a, b] beside a router [.., a, E], in the innermost module that has both, those of more dims, and
-    their biases. If not `strict`, the router may be [.., E, a], and may have other features.
+    their biases. If not `strict`, the router may be [.., E, a], and may have other features; if not `named`, all may
+    have any names.
     """
     seen = set()
     for router, shape in leaves:
-        if len(shape) < 2 or not (_ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
+        if len(shape) < 2 or not (not named or _ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
             continue
         if strict and shape[-1] == shape[-2]:  # of as many layers as experts
             continue
@@ -147,14 +168,14 @@ def _found(leaves: Leaves, strict: bool = False) -> Iterator[tuple[str, int]]:
         for n in reversed(range(len(parts))):
             scope = "".join(f"{part}/" for part in parts[:n])
             inside = [(p, s) for p, s in leaves if p.startswith(scope) and p != router and not _SHARED.fullmatch(p)]
-            named = bool(_ROUTER.fullmatch(router))
+            known = not named or bool(_ROUTER.fullmatch(router))
             alike = [
                 (path, s)
                 for path, s in inside
                 if len(s) == len(shape) + 1
                 and s[:-3] == shape[:-2]
                 and (s[-3] == shape[-1] and shape[-2] in s[-2:] if strict else s[-3] in shape[-2:])
-                and (named or _EXPERTS.fullmatch(path))
+                and (known or _EXPERTS.fullmatch(path))
             ]
             if alike:
                 count, depth = alike[0][1][-3], len(shape)
@@ -164,7 +185,7 @@ def _found(leaves: Leaves, strict: bool = False) -> Iterator[tuple[str, int]]:
                     for path, s in inside
                     if len(s) > depth + 1
                     and s[: depth - 1] == (*shape[:-2], count)
-                    and (named or _EXPERTS.fullmatch(path))
+                    and (known or _EXPERTS.fullmatch(path))
                 )
                 seen.update(
                     (path, len(s) - 2)

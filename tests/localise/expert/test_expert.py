@@ -3,6 +3,7 @@
 A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
 """
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,30 @@ def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
     leaves = [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *experts]
     with pytest.raises(ValueError, match=r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them"):
         expert_dims(leaves, 2, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("leaves", "experts"),
+    [
+        ({"s/sel": (2, 8, 4), "s/up": (2, 4, 8, 16), "s/down": (2, 4, 16, 8), "in": (4, 8)}, {"s/up": 1, "s/down": 1}),
+        (
+            {
+                f"blocks/{i}/{name}": s
+                for i in "01"
+                for name, s in {"pick": (8, 4), "w": (4, 8, 6), "v": (8, 8)}.items()
+            },
+            {"blocks/0/w": 0, "blocks/1/w": 0},
+        ),
+        ({"a/w": (8, 8, 8), "b/w": (8, 4), "b/up": (4, 8, 6)}, {"b/up": 0}),
+        ({"conv": (3, 3, 8, 8), "other": (6, 8, 5), "pick": (4, 6)}, {"other": 0}),
+    ],
+)
+def test_the_rule_that_an_error_names_works(leaves: dict[str, Any], experts: dict[str, int]) -> None:
+    """Of experts [L, E, a, b] of scanned layers, beside a router by another name, the dim of layers was named."""
+    with pytest.raises(ValueError, match=r"splits no parameter, .*; say which dim .*, or use fsdp or data") as error:
+        expert_dims([*leaves.items()], 2, {}, {}, {})
+    rules = ast.literal_eval(str(error.value).partition("rules=")[2].partition(", or use")[0])
+    assert expert_dims([*leaves.items()], 2, apart(rules)[0], {}, {}) == experts
 
 
 def test_a_dense_model_has_no_experts() -> None:
