@@ -36,7 +36,7 @@ with warnings.catch_warnings(record=True) as said:
     step = jp.make_train_step(model, optax.sgd(0.0), jp.Strategy.parse("ddp"))
     assert jp.verify(model, "ddp", x).ok
 said = [str(one.message) for one in said if "wrong numbers in silence" in str(one.message)]
-assert len(said) == 1 and said[0].endswith("XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="), said
+assert len(said) == 1 and said[0].endswith("XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"), said
 off = abs(float(step.evaluate(step.init(jax.random.key(0)), x)["loss"]) / (x.astype(np.float64) ** 2).sum() * n - 1)
 assert off < 1e-6, off  # 8e-4 without
 own = jax.jit(rows)(jnp.eye(3), x[:40_000])
@@ -47,7 +47,7 @@ print("own jit is right:", np.allclose(own, (x[:40_000] ** 2).sum(1), rtol=1e-5)
 def without_flag() -> dict[str, str]:
     """This environment, as it was before the flag was added."""
     flags = os.environ["XLA_FLAGS"].split()
-    return {**os.environ, "XLA_FLAGS": " ".join(f for f in flags if not f.startswith(cpu_compiler.FLAG))}
+    return {**os.environ, "XLA_FLAGS": " ".join(f for f in flags if cpu_compiler.NAME not in f)}
 
 
 @pytest.mark.parametrize("name", list(cpu_compiler.CANARIES))
@@ -82,7 +82,7 @@ def test_a_step_is_right_where_the_flag_came_too_late_and_says_so() -> None:
     [
         (None, cpu_compiler.FLAG),
         ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false {cpu_compiler.FLAG}"),
-        (f"{cpu_compiler.FLAG}-reduce", f"{cpu_compiler.FLAG}-reduce"),
+        (f"--{cpu_compiler.NAME}=", f"--{cpu_compiler.NAME}="),
         ("/etc/flags", "/etc/flags"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_release_that_is_right_gets_no_flag(monkeypatch: pytest.MonkeyPatch) -
 def test_options_are_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
     monkeypatch.delenv("XLA_FLAGS")
-    assert cpu_compiler.cpu_options("cpu") == {cpu_compiler.NAME: ""}
+    assert set(cpu_compiler.cpu_options("cpu") or {}) == {cpu_compiler.NAME}
     assert cpu_compiler.cpu_options("gpu") is None
     assert jax.default_backend() == "cpu"
-    assert cpu_compiler.cpu_options() == {cpu_compiler.NAME: ""}
+    assert cpu_compiler.cpu_options() == cpu_compiler.cpu_options("cpu")

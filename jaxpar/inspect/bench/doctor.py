@@ -23,7 +23,7 @@ import jax
 import jaxlib
 from filelock import FileLock, Timeout
 
-from ...cpu_compiler import CANARIES, FLAG, failing
+from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
 from ...strategy import Strategy
 from ...text import size
@@ -185,7 +185,7 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
 
 def cpu_compiler(all_: Sequence[Mapping[str, str]], who: Sequence[str]) -> Diagnosis:
     """Whether programs that some releases' CPU compiler got wrong are right everywhere, as a plain `jit` has them."""
-    flag = "".join(f", {word}" for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(FLAG))
+    flag = "".join(f", {word}" for word in os.environ.get("XLA_FLAGS", "").split() if NAME in word)
     worst, about = max(zip(all_, who, strict=True), key=lambda one: len(one[0]))
     found = f"jaxlib {jaxlib.__version__}{flag}: {len(CANARIES) - len(worst)} of {len(CANARIES)} known programs right"
     if not worst:
