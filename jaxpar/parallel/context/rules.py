@@ -20,19 +20,15 @@ from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, follow, shape_of
+from ..tensor.primitives import follow, shape_of
 from .keys import keys_of
 from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 from .ways import AXIS, Way, options_of
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
-_APART = """
-optimization_barrier psum pmax pmin all_gather reduce_scatter broadcast_in_dim transpose squeeze concatenate stack
-unstack tile sharding_constraint pad rev cumsum cumprod cummax cummin cumlogsumexp sort top_k split dynamic_slice
-dynamic_update_slice reduce_window reduce_window_sum reduce_window_max reduce_window_min cond
-""".split()
-RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in TENSOR}
+_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", *jx.REMATS)
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH) if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -116,7 +112,7 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     """
     split = [side for side in (0, 1) if inputs[side].dim is not None]
     every = factors.of(eqn)
-    of = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
+    of: dict[int, Any] = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
     free = [side for side in split if None in of[side].ins]
     keep = (free or split)[0]
     if len(free) == 2 and keys_of(work.eqns, eqn, [of[side].outs[0] for side in (0, 1)]) == 0:

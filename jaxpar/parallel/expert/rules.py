@@ -19,14 +19,11 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE
+from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims, place
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 RULES: dict[str, Rule] = {}
-_OF_LEAVES = """
-broadcast_in_dim reshape transpose squeeze concatenate stack unstack slice dynamic_slice split pad optimization_barrier
-""".split()
 
 
 def _of_leaves(rule: Any, work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
@@ -39,7 +36,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(fun: Rule) -> Rule:
         def chosen(name: str) -> Rule:
-            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if name in (*ELEMENTWISE, *_OF_LEAVES) else None
+            own = name in ("reshape", "optimization_barrier") or TENSOR[name] is follow  # asks nothing of other ranks
+            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if own else None
 
             def run(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
                 if any(isinstance(x.dim, SlotDims) for x in inputs):
@@ -69,13 +67,12 @@ def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
     at: Any = inputs[i].dim
-    free = {f.ins[i]: f for f in factors.of(eqn) if not f.reduced}
-    of = [free.get(at.dim), free.get(at.slots)]
-    if None in of or (of[0] is of[1]) != (at.dim == at.slots):
+    free: dict[Any, Any] = {f.ins[i]: f for f in factors.of(eqn) if not f.reduced}
+    experts, slots = free.get(at.dim), free.get(at.slots)
+    if not experts or not slots or (experts is slots) != (at.dim == at.slots):
         return None
-    experts, slots = of
     values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
-    outs = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]
+    outs: list[Any] = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]
     if any(value is None for value in values):
         return None
     # Sizes of parts: of both dims at once.
@@ -99,10 +96,6 @@ def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) 
         return None
     value = x.value if x.dim is not None else work.whole(x) if dim is None else work.take(x, dim)
     return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)
-
-
-for _name in _OF_LEAVES:
-    RULES.setdefault(_name, functools.partial(_of_leaves, TENSOR[_name]))
 
 
 def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
