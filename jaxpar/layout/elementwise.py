@@ -19,27 +19,9 @@ import jax.numpy as jnp
 
 from ..model.paths import name_of
 from ..program import jaxpr as jx
+from ..program import primitives
 from .storage import Storage
 
-ELEMENTWISE = frozenset(
-    "abs add and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin "
-    "sqrt square sub tan tanh xor".split()
-)
-_OF_ZEROS = (
-    "abs",
-    "add",
-    "convert_element_type",
-    "copy",
-    "integer_pow",
-    "max",
-    "min",
-    "neg",
-    "sign",
-    "sqrt",
-    "square",
-    "sub",
-)
 _IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
 
 
@@ -208,7 +190,7 @@ def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, 
         raise _Unclear(name)
     if name == "broadcast_in_dim" and values[0].leaf is None:
         return values[0]  # a scalar, whatever leaf it will meet
-    if name not in ELEMENTWISE or (shape and shape not in shapes):
+    if not primitives.of(eqn).elementwise or (shape and shape not in shapes):
         raise _Unclear(name)
     params = tuple(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED))
     return _joined((name, params), values)
@@ -227,7 +209,9 @@ def _vanishes(expression: Any) -> bool:
             return _vanishes(numerator)
         case (("select_n", _), (_, *cases)):
             return all(map(_vanishes, cases))
-        case ((name, _), operands) if name in _OF_ZEROS:
+        case (("integer_pow", params), (base,)):
+            return int(dict(params)["y"]) > 0 and _vanishes(base)
+        case ((name, _), operands) if primitives.PRIMITIVES.get(name, primitives.UNKNOWN).zero:
             return all(map(_vanishes, operands))
     return False
 

@@ -24,11 +24,9 @@ import numpy as np
 from jax.dtypes import extended
 
 from ..program import jaxpr as jx
+from ..program import primitives
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")
-_FOLLOWING = """
-    add sub mul div neg abs max min integer_pow pow sqrt exp log tanh convert_element_type reshape transpose
-""".split()
 SMALL = 16_384  # elements: larger ones may be sharded, and two copies of them are memory
 
 
@@ -183,12 +181,11 @@ def _layers(jaxpr: Any, ends: Mapping[int, _Layer]) -> dict[Any, _Layer]:
     """The variables that become layers of a stack, here or after it, `ends` by position."""
     found = {v: ends[at] for at, v in enumerate(jaxpr.outvars) if at in ends and not jx.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name not in ("stack", *_FOLLOWING):
-            continue
-        (out,), given = eqn.outvars, [v for v in eqn.invars if not jx.is_literal(v)]
+        given = [v for v in eqn.invars if not jx.is_literal(v)]
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
+            (out,) = eqn.outvars
             found |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(given)}
-        elif eqn.primitive.name != "stack" and out in found:
+        elif _follows(eqn) and (out := eqn.outvars[0]) in found:
             before = found[out]._replace(before=found[out].before + 1)
             found |= {v: before for v in given if v.aval.size == out.aval.size and v not in found}
     return found
@@ -218,11 +215,16 @@ def _what(eqn: Any, drawn: Collection[Any]) -> Any:
     """What equal draws have in common, and what follows from `drawn` ones element by element; None for an equation that
     is neither.
     """
-    follows = eqn.primitive.name in _FOLLOWING and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
+    follows = _follows(eqn) and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
     if not follows and not (jx.communicates([eqn], _DRAWS) and _threefry(eqn)):
         return None
     params = tuple((name, _hashable(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, params, tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
+
+
+def _follows(eqn: Any) -> bool:
+    """Whether an equation is computed element by element, or gives elements another shape."""
+    return primitives.of(eqn).elementwise or eqn.primitive.name in ("reshape", "transpose")
 
 
 def _small(eqn: Any) -> bool:

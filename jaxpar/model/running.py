@@ -23,12 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from ..program import jaxpr as jx
+from ..program import primitives
 from .paths import name_of
 
-_SAME = frozenset(
-    "abs broadcast_in_dim concatenate convert_element_type copy expand_dims max reshape slice squeeze stack "
-    "stop_gradient transpose".split()
-)  # operations that leave a mean a mean
 _ARITHMETIC = {"add": operator.add, "sub": operator.sub, "gt": operator.gt, "convert_element_type": float}
 _OPTION = "deferred_batch_norm=True"
 
@@ -229,7 +226,7 @@ class _Update:
             return known[0] / known[1] if self._number(ins[1]) is not None else None
         if name in ("square", "integer_pow"):
             return known[0] ** eqn.params.get("y", 2)
-        if name in _SAME or name in ("sub", "add"):
+        if _keeps(eqn) or name in ("sub", "add"):
             return known[0] if all(math.isclose(w, known[0], rel_tol=1e-6) for w in known) else None
         return None
 
@@ -242,7 +239,7 @@ class _Update:
         if name == "select_n" and (which := self._number(eqn.invars[0])) is not None:
             return self._centred(eqn.invars[1 + int(which)], summed)
         through = name in ("square", "integer_pow", "mul", "convert_element_type", "abs")
-        if not through and (summed or (name not in _SAME and name not in ("psum", "div", "reduce_sum"))):
+        if not through and (summed or (not _keeps(eqn) and name not in ("psum", "div", "reduce_sum"))):
             return False
         return any(self._centred(x, summed or name == "reduce_sum") for x in eqn.invars)
 
@@ -255,3 +252,9 @@ class _Update:
         if eqn is None or not known or any(n is None for n in known):
             return None
         return float(_ARITHMETIC[eqn.primitive.name](*known))
+
+
+def _keeps(eqn: Any) -> bool:
+    """Whether an operation leaves a mean a mean."""
+    known = primitives.of(eqn)
+    return known.moves or known.view or eqn.primitive.name in ("abs", "max")

@@ -13,16 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from . import jaxpr as jx
+from . import primitives
 
-# Computed element by element, or elements in another order. No sums, no products of matrices, no random numbers.
-CHEAP = frozenset(
-    (
-        "abs add add_any and ceil clamp convert_element_type copy copy_p cos div eq erf erfc exp exp2 expm1 floor ge "
-        "gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pow "
-        "reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor "
-        "broadcast_in_dim concatenate iota reshape rev slice squeeze transpose"
-    ).split()
-)
+
+def cheap(eqn: Any) -> bool:
+    """Whether an equation is computed element by element, or puts elements in another order: no sum, no product of
+    matrices, no random numbers.
+    """
+    return primitives.of(eqn).cheap
 
 
 def residuals_to_save(
@@ -30,16 +28,16 @@ def residuals_to_save(
     residuals: Iterable[Any],
     known: Collection[Any],
     barred: Collection[Any],
-    cheap: Collection[str] = CHEAP,
+    cheap: Callable[[Any], bool] = cheap,
 ) -> tuple[list[Any], list[Any]]:
     """Of the variables that a backward reads, those to keep; and the equations that make the others of these.
 
     `known` variables are there anyway. Where a value follows from others that are smaller together, these are kept in
-    its place (the bfloat16 of which it is the float32, and a mean), unless one is `barred`. Equations of `cheap`
-    primitives may run again.
+    its place (the bfloat16 of which it is the float32, and a mean), unless one is `barred`. `cheap` equations may
+    run again.
     """
     known, barred = set(known), set(barred)
-    made = {v: eqn for eqn in eqns if eqn.primitive.name in cheap and not eqn.effects for v in eqn.outvars}
+    made = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
     keep = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
     for eqn in reversed(eqns):
         for result in (v for v in eqn.outvars if v in keep and v in made):

@@ -24,9 +24,12 @@ import jax
 from jax.core import Tracer
 
 from ..program import jaxpr as jx
-from ..program.residuals import CHEAP, residuals_to_save
+from ..program.residuals import cheap, residuals_to_save
 
-_CHEAP = CHEAP | {"tensor_enter"}  # which is its operand; what it sends it sends in its own backward
+
+def _cheap(eqn: Any) -> bool:
+    """An edge that is its operand too: what it sends it sends in its own backward."""
+    return cheap(eqn) or eqn.primitive.name == "tensor_enter"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +85,7 @@ class Halves:
         alone = {*leaves, *(v for eqn in early for v in eqn.outvars)}
         there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
         known = {*flat.constvars, *helds, *values, *there}
-        keep, again = residuals_to_save(first, crossing, known, alone, _CHEAP)
+        keep, again = residuals_to_save(first, crossing, known, alone, _cheap)
         second = [*again, *second]
         early = jx.needed(early, jx.free(second, of_leaves))
         both = set(map(id, early))  # what both halves make
@@ -126,7 +129,7 @@ def _moved(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list
     later: set[Any] = set()
     for eqn in second:
         there = not any(v in later for v in eqn.invars if not jx.is_literal(v))
-        if there and not eqn.effects and (eqn.primitive.name in _CHEAP or eqn.primitive.name == "reduce_sum"):
+        if there and not eqn.effects and (_cheap(eqn) or eqn.primitive.name == "reduce_sum"):
             moved.append(eqn)
         else:
             stay.append(eqn)

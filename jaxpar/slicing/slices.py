@@ -16,9 +16,7 @@ from jax import lax
 
 from ..layout.leaves import LAYERS
 from ..program import jaxpr as jx
-
-# Elementwise: on operands of one shape, a layer of the result is the result on a layer.
-_ELEMENTWISE = frozenset("convert_element_type copy neg abs mul add sub div max min integer_pow exp tanh sqrt".split())
+from ..program import primitives
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
             atoms = [v for v in step.invars if not jx.is_literal(v)]
             if len(atoms) != 1 or any(v.aval.shape for v in step.invars if jx.is_literal(v)):
                 break
-            if step.primitive.name in _ELEMENTWISE:
+            if primitives.of(step).elementwise:  # a layer of the result is the result on a layer
                 chain.insert(0, _elementwise(step))
             elif step.primitive.name == "slice" and _only(step, dim):
                 every = (step.params["strides"] or (1,) * at.aval.ndim)[dim]

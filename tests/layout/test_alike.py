@@ -73,3 +73,14 @@ def test_by_rank_and_path() -> None:
 
     first = optax.multi_transform({"frozen": optax.set_to_zero(), "tuned": optax.sgd(WARM)}, labels)
     assert not sees_stacked(optax.with_extra_args_support(first), loop())
+
+
+@pytest.mark.parametrize(("power", "seen"), [(2, True), (3, True), (-2, False)])
+def test_by_a_power_of_all_leaves(power: int, seen: bool) -> None:
+    """Of the zeros after the last layer, x**-2 is no zero: its sum over all leaves was taken for the same."""
+
+    def update(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        total = sum(jnp.sum(jax.lax.integer_pow(g, power)) for g in jax.tree.leaves(grads))
+        return jax.tree.map(lambda g: g / total, grads)
+
+    assert sees_stacked(optax.with_extra_args_support(optax.stateless(update)), stages()) == seen

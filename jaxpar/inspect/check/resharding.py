@@ -22,8 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...layout.elementwise import ELEMENTWISE
 from ...model.paths import name_of
+from ...program.factors import ELEMENTWISE
 from ...program.jaxpr import where
 from ...program.walk import visit
 from ...step.core import Step
@@ -31,8 +31,8 @@ from ...text import size
 from ..compiled.hlo import Instruction, Module, arrays, short
 from ..compiled.kernels import MOVES, Executable
 
-# What gives an array another sharding and no other value, besides what works element by element.
-_PLACES = frozenset({"sharding_constraint", "reshard", "copy", "shard_map", "device_put"})
+# What works element by element, or gives an array another sharding and no other value.
+_IN_PLACE = {*ELEMENTWISE, "sharding_constraint", "reshard", "shard_map", "device_put"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def cause(step: Step, move: Move) -> str:
             "loops as stacks); use one that works element by element, such as optax.adamw"
             + (f", or a number of layers that {stages} divides" if step.schedule is not None else "")
         )
-    if move.spec is not None and (move.involuntary or move.operation in ELEMENTWISE | _PLACES):
+    if move.spec is not None and (move.involuntary or move.operation in _IN_PLACE):
         asked = f" ({_text(move.wanted)})" if move.wanted is not None else ""
         return (
             f"the optimizer asks for another sharding{asked} than that in which {move.leaf} is kept; ask for "
@@ -158,7 +158,7 @@ def _needed(move: Move, every: Sequence[Move]) -> Move:
     """For the operation that needs it: XLA may move an array already for one that works element by element, whose
     result goes to another that needs more than a shard.
     """
-    alone, of = ELEMENTWISE | _PLACES, (move.leaf, move.axes)
+    alone, of = _IN_PLACE, (move.leaf, move.axes)
     if not move.leaf or move.involuntary or move.operation not in alone:
         return move
     needs = next((o for o in every if (o.leaf, o.axes) == of and o.operation not in alone), move)
@@ -168,7 +168,7 @@ def _needed(move: Move, every: Sequence[Move]) -> Move:
 def _told(move: Move, asked: Mapping[str, tuple[PartitionSpec, str]]) -> Move:
     """With the sharding that is asked for: what is to be named is the line that does, not what meets its result."""
     wanted, source = asked.get(move.leaf.partition(" or ")[0], (None, ""))
-    if wanted is None or not (move.involuntary or move.operation in ELEMENTWISE | _PLACES):
+    if wanted is None or not (move.involuntary or move.operation in _IN_PLACE):
         return move
     return dataclasses.replace(move, wanted=wanted, operation="sharding_constraint", source=source)
 
@@ -179,7 +179,7 @@ def _suggested(step: Step, move: Move) -> Move:
     if len(set(own)) != 1:  # unknown, or one of several that are kept differently
         return move
     kept = _specs(step).get(move.path, own[0])
-    if not step.update.as_stacked or move.involuntary or move.operation in ELEMENTWISE | _PLACES:
+    if not step.update.as_stacked or move.involuntary or move.operation in _IN_PLACE:
         return dataclasses.replace(move, kept=kept, spec=own[0])
     met: set[str] = {axis for entry in kept for axis in axes_of(entry)}
     gone = met & set(move.axes) or met  # along other axes, copies share in the work on what is cut along these

@@ -18,6 +18,7 @@ from jax import lax
 
 from ...ops.context import from_chunks, order_of, with_neighbours
 from ...program import jaxpr as jx
+from ...program import primitives
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
 from ..tensor.primitives import shape_of
@@ -266,8 +267,6 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | 
 
 # -- recurrences -------------------------------------------------------------------------------------------------------
 
-_KEPT = frozenset(("neg", "convert_element_type", "copy", "reduce_precision"))
-
 
 @rule("scan")
 def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
@@ -334,14 +333,9 @@ def diagonal(parts: jx.Scan) -> bool:
         mine = [v for v in eqn.invars if carried(v)]
         if not mine:
             continue
-        name, from_ = eqn.primitive.name, {of[v] for v in mine}
-        linear = (
-            name in _KEPT
-            or name in ("add", "sub", "add_any")
-            or (name == "mul" and len(mine) == 1)
-            or (name == "div" and carried(eqn.invars[0]) and len(mine) == 1)
-            or (name == "select_n" and not carried(eqn.invars[0]))
-        )
+        from_ = {of[v] for v in mine}
+        among = [carried(v) for v in eqn.invars]
+        linear = primitives.of(eqn).elementwise and primitives.linear(eqn, among, affine=True)
         same = all(v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
                    for v in (*mine, *eqn.outvars))  # fmt: skip
         of.update((v, from_.pop() if linear and same and len(from_) == 1 else None) for v in eqn.outvars)

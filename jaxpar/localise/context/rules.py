@@ -27,8 +27,8 @@ from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
-_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond")
-RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH, *jx.REMATS) if name in TENSOR}
+_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", *jx.REMATS)
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH) if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -112,7 +112,7 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
     """
     split = [side for side in (0, 1) if inputs[side].dim is not None]
     every = factors.of(eqn)
-    of = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
+    of: dict[int, Any] = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
     free = [side for side in split if None in of[side].ins]
     keep = (free or split)[0]
     if len(free) == 2 and keys_of(work.eqns, eqn, [d for side in free if (d := of[side].outs[0]) is not None]) == 0:

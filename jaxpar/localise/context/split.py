@@ -30,13 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ...program import factors, primitives
 from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, Placed
-from ..tensor.primitives import ELEMENTWISE
 
 PARTIAL = -1  # in the place of the dim along which a value is split: it is a partial sum
-_ONE = ("neg", "copy", "copy_p", "reshape", "squeeze", "transpose", "broadcast_in_dim", "reduce_sum")
-_SAME = frozenset(ELEMENTWISE)
 
 
 class Split(int):
@@ -112,16 +110,9 @@ def linear(eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """An equation, some of whose inputs are partial sums, where its output is one: a loss's total, say, divided by the
     number of tokens. None where it is not linear in them.
     """
-    name, partial = eqn.primitive.name, [x.partial for x in inputs]
-    inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-    others = all(x.dim is None for x in inputs)
-    if (
-        name in _ONE
-        or (name == "convert_element_type" and inexact)
-        or (name in ("add", "sub", "add_any") and all(partial))
-        or (name == "mul" and sum(partial) == 1 and others)
-        or (name == "div" and inexact and partial == [True, False] and others)
-    ):
+    known, partial = primitives.of(eqn), [x.partial for x in inputs]
+    whole = all(x.dim is None for x in inputs)
+    if whole and (known.elementwise or known.linear == "all") and primitives.linear(eqn, partial):
         return [(value, PARTIAL) for value in jx.bind(eqn, [x.value for x in inputs])]
     return None
 
@@ -136,7 +127,7 @@ def pushed(work: Localiser, positions: Callable[[int, Split], jax.Array], x: Pla
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name
-    if name in _SAME:
+    if primitives.of(eqn).elementwise:
         return jx.bind(eqn, [y.value if alike(y, dim) else work.part(y, dim) for y in inputs])[0]
     if name == "broadcast_in_dim" and len(inputs) == 1:
         dims, shape = eqn.params["broadcast_dimensions"], work.local(x.shape, dim)
@@ -171,10 +162,11 @@ def counts(x: Placed) -> int | None:
         less, sides = sign
         never = less.primitive.name == "lt" and counts(sides[0]) is not None and _is_zero(sides[1].value)
         return counts(inputs[1]) if never else None
-    dim = counts(inputs[0]) if name in ("convert_element_type", "broadcast_in_dim", "copy") else None
+    dim = counts(inputs[0]) if primitives.of(eqn).view else None
     if dim is None or inputs[0].shape[dim] == 1:
         return None
-    return eqn.params["broadcast_dimensions"][dim] if name == "broadcast_in_dim" else dim
+    to = next((f.outs[0] for f in factors.of(eqn) if f.ins[0] == dim), None)
+    return to if to is not None and x.shape[to] == inputs[0].shape[dim] else None
 
 
 def _is_zero(value: Any) -> bool:

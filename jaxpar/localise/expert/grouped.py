@@ -26,7 +26,7 @@ from ..tensor.localiser import Found, Placed
 from .localiser import ExpertLocaliser, SlotDims
 
 PRIMITIVE = "ragged_dot_general"
-_SAME = ("convert_element_type", "copy", "copy_p", "stop_gradient")  # sizes are what they were
+_SAME = ("convert_element_type", "copy", "stop_gradient")  # sizes are what they were
 
 
 BY_ROWS: Any = SlotDims(0, 0)

@@ -19,14 +19,11 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE
+from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims, place
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 RULES: dict[str, Rule] = {}
-_OF_LEAVES = """
-broadcast_in_dim reshape transpose squeeze concatenate stack unstack slice dynamic_slice split pad optimization_barrier
-""".split()
 
 
 def _of_leaves(rule: Any, work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
@@ -39,7 +36,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(fun: Rule) -> Rule:
         def chosen(name: str) -> Rule:
-            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if name in (*ELEMENTWISE, *_OF_LEAVES) else None
+            own = name in ("reshape", "optimization_barrier") or TENSOR[name] is follow  # asks nothing of other ranks
+            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if own else None
 
             def run(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
                 if any(isinstance(x.dim, SlotDims) for x in inputs):
@@ -99,10 +97,6 @@ def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) 
         return None
     value = x.value if x.dim is not None else work.whole(x) if dim is None else work.take(x, dim)
     return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)
-
-
-for _name in _OF_LEAVES:
-    RULES.setdefault(_name, functools.partial(_of_leaves, TENSOR[_name]))
 
 
 def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:

@@ -18,15 +18,16 @@ from ..context.rules import RULES as CONTEXT
 from ..context.split import Split
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, Placed
-from ..tensor.primitives import ELEMENTWISE, shape_of
+from ..tensor.primitives import follow, shape_of
 
 _EDGES = ("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter", "tensor_unsplit", "tensor_take")
-_APART = """
-broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax
-argmin dot_general gather pmax psum cumsum cumlogsumexp sort top_k optimization_barrier
+# Of what is no single factor, the rules that ask nothing of other chunks.
+_OWN = """
+reshape reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin dot_general gather pmax psum
+optimization_barrier
 """.split()
-RULES: dict[str, Any] = {name: CONTEXT[name] for name in (*ELEMENTWISE, *_APART, *jx.REMATS) if name in CONTEXT}
-RULES |= {name: TENSOR[name] for name in ("cumsum", "cumlogsumexp", "sort", "top_k")}
+RULES: dict[str, Any] = {name: rule for name, rule in TENSOR.items() if rule is follow}
+RULES |= {name: CONTEXT[name] for name in (*_OWN, *jx.REMATS) if name in CONTEXT}
 
 
 class StayWholeError(Exception):

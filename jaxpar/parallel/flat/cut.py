@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...program import jaxpr as jx
+from ...program import primitives
 from ...program.walk import visit
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
@@ -31,15 +32,6 @@ _SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor
 _SENDS |= dict.fromkeys(("tensor_unsplit", "tensor_take"), 1)  # one of a pair
 _SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
 
-_KERNELS = frozenset(
-    "dot_general conv_general_dilated ragged_dot_general scan while cond gather sort top_k fft dynamic_slice "
-    "dynamic_update_slice random_bits".split()
-)  # what XLA does not compute within what reads it
-
-_MOVES_NOTHING = frozenset(
-    "reshape squeeze expand_dims broadcast_in_dim convert_element_type copy stop_gradient".split()
-)
-
 
 def bytes_of(var: Any) -> int:
     """Of a variable's value; 8 an element where it is a key."""
@@ -49,9 +41,8 @@ def bytes_of(var: Any) -> int:
 
 def _fuses(eqn: Any) -> bool:
     """Whether XLA computes it where its results are read: element by element, or a sum."""
-    own = ("scatter", "cum", "reduce_window", "select_and")
-    names = (inner.primitive.name for inner, _ in visit([eqn]))
-    return not any(name in _KERNELS or name in _SENDS or name.startswith(own) for name in names)
+    held = (inner for inner, _ in visit([eqn]))
+    return not any(primitives.of(inner).kernel or inner.primitive.name in _SENDS for inner in held)
 
 
 def _forwards(eqns: Sequence[Any]) -> list[float]:
@@ -66,7 +57,7 @@ def _forwards(eqns: Sequence[Any]) -> list[float]:
     for eqn in reversed(eqns):
         for v in eqn.outvars:
             mine = readers.get(v, ())
-            on = [written[r.outvars[0]] if r.primitive.name in _MOVES_NOTHING else not _fuses(r) for r in mine]
+            on = [written[r.outvars[0]] if primitives.of(r).view else not _fuses(r) for r in mine]
             # A sum is a kernel of its own: what others read too is written for both.
             summed = len(mine) > 1 and any(r.primitive.name.startswith("reduce_") for r in mine)
             written[v] = summed or any(on) or not on
@@ -82,7 +73,7 @@ def _forward(eqn: Any, written: bool) -> float:
     if name in ("dot_general", "conv_general_dilated"):
         ((flops, _),) = jx.matmuls([eqn]).values()
         return max(2 * flops / FLOPS, made + read)
-    if name in _MOVES_NOTHING:
+    if primitives.of(eqn).view:
         return 0.0
     if name.startswith(("reduce_", "arg")):
         return made + read

@@ -13,7 +13,7 @@ import jax.extend.core as jec
 
 from ...program import jaxpr as jx
 
-_LEADING = ("broadcast_in_dim", "expand_dims", "reshape")  # what may put a dim of size 1 in front
+_LEADING = ("broadcast_in_dim", "reshape")  # what may put a dim of size 1 in front
 StackMembers = Sequence[tuple[int, Sequence[int]]]
 
 
