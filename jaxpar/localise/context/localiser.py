@@ -36,7 +36,8 @@ from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
 
 # Their inputs need not be split alike: they hold programs, or treat each input by itself.
-MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "cond", "optimization_barrier", "dot_general", "concatenate"))
+MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "while", "cond", "custom_linear_solve", "optimization_barrier",
+                    "dot_general", "concatenate"))  # fmt: skip
 
 
 @dataclass
@@ -134,8 +135,8 @@ class Positions(Localiser):
         each = jnp.arange(chunk + max(overlap, 0), dtype=jnp.int32)
         return jnp.concatenate([at * chunk + each for at in self.chunks()])
 
-    def kept(self, x: Placed) -> jax.Array:
-        """The part of a split value, zeros where it has no position, or another chunk has the same."""
+    def kept(self, x: Placed, nothing: Any = 0) -> jax.Array:
+        """The part of a split value, with `nothing` where it has no position, or another chunk has the same."""
         assert x.dim is not None
         dim = self.split(x.dim)
         n = x.shape[dim] // dim.rows
@@ -148,7 +149,15 @@ class Positions(Localiser):
             inside &= jnp.concatenate([own | (at == parts - 1) for at in self.chunks()])
         inside = jnp.tile(inside, dim.rows)
         inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != dim])
-        return jnp.where(inside, x.value, jnp.zeros_like(x.value))
+        return jnp.where(inside, x.value, jnp.full_like(x.value, nothing))
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """The sum of what ranks have."""
+        return lax.psum(value, AXIS)
+
+    def of_all(self, value: jax.Array) -> jax.Array:
+        """What every rank has, [ranks, ...]."""
+        return lax.all_gather(value, AXIS)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of a rank's part."""

@@ -27,7 +27,7 @@ from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
-_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", *jx.REMATS)
+_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", "while", "custom_linear_solve", *jx.REMATS)
 RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH) if name in TENSOR}
 
 
@@ -94,10 +94,9 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@rule(
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
-)
+@rule("reduce_sum", "argmax", "argmin")
 def _reduce(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """A sum stays a partial one; others than these are `tensor`'s."""
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)

@@ -104,6 +104,10 @@ class ExpertLocaliser(Localiser):
                     return lax.broadcast_in_dim(self.part(inner, at), self.local(x.shape, to), dims)
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
+    def alike(self, x: Placed) -> bool:
+        """Not what comes of a rank's rows."""
+        return x.weight
+
     def handed(self, x: Placed, dim: Any) -> jax.Array:
         """What a function's own derivative returns for an input."""
         assert dim is None or isinstance(dim, SlotDims), dim

@@ -6,7 +6,6 @@ for itself: then every input is as the model has it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,27 +25,20 @@ Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
 RULES: dict[str, Rule] = {}
 
 
-def _of_leaves(rule: Any, work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _of_leaves(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Split leaves, beside what is equal on all ranks: each rank does the same with its experts."""
-    return rule(work, eqn, inputs) if all(x.weight for x in inputs) else None
+    own = TENSOR[eqn.primitive.name] if eqn.primitive.name in ("reshape", "optimization_barrier") else follow
+    return own(work, eqn, inputs) if all(x.weight for x in inputs) else None
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of some primitives where an input is slotwise; else that of leaves."""
 
     def register(fun: Rule) -> Rule:
-        def chosen(name: str) -> Rule:
-            own = name in ("reshape", "optimization_barrier") or TENSOR[name] is follow  # asks nothing of other ranks
-            of_leaves = functools.partial(_of_leaves, TENSOR[name]) if own else None
+        def chosen(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+            return (fun if any(isinstance(x.dim, SlotDims) for x in inputs) else _of_leaves)(work, eqn, inputs)
 
-            def run(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-                if any(isinstance(x.dim, SlotDims) for x in inputs):
-                    return fun(work, eqn, inputs)
-                return of_leaves(work, eqn, inputs) if of_leaves else None
-
-            return run
-
-        RULES.update((name, chosen(name)) for name in names)
+        RULES.update(dict.fromkeys(names, chosen))
         return fun
 
     return register
@@ -62,7 +54,7 @@ def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
 
 
-@rule(*(name for name in factors.FACTORS if name not in ("gather", "scatter", "conv_general_dilated")))
+@rule(*factors.FACTORS)
 def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
@@ -71,22 +63,21 @@ def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     experts, slots = free.get(at.dim), free.get(at.slots)
     if experts is None or slots is None or (experts is slots) != (at.dim == at.slots):
         return None
-    values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
-    pairs = zip(experts.outs, slots.outs, strict=True)
-    outs: list[Any] = [SlotDims(d, s) for d, s in pairs if d is not None and s is not None]
-    if any(value is None for value in values) or len(outs) < len(eqn.outvars):
+    if experts.grouped or slots.grouped:
         return None
-    # Sizes of parts: of both dims at once.
-    local = lambda shape, d: work.local(
-        shape, at if len(shape) == len(inputs[i].shape) and eqn.primitive.name in _SAME_RANK else outs[0]
-    )
+    values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
+    outs: list[Any] = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]  # type: ignore[arg-type]
+    if any(value is None for value in values):
+        return None
     changes: dict[str, Any] = {}
-    for f in (experts, slots):
-        changes |= f.params(local) if f.params else {}
+    for f, only in ((experts, lambda d: SlotDims(d, -1)), (slots, lambda d: SlotDims(-1, d))):  # -1 is no dim
+        part = lambda shape, d, only=only: work.local(shape, SlotDims(d, d) if experts is slots else only(d))
+        for name, sizes in (f.params(part) if f.params else {}).items():
+            whole = eqn.params[name]
+            changes[name] = tuple(
+                n if n != m else k for n, m, k in zip(sizes, whole, changes.get(name, whole), strict=True)
+            )
     return list(zip(jx.bind(eqn, values, **changes), outs, strict=True))
-
-
-_SAME_RANK = ("slice", "dynamic_slice")
 
 
 def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) -> Any:
@@ -100,74 +91,42 @@ def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) 
 
 
 def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """A product for each expert: here slots begin. One with what is equal on all ranks keeps them."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    of_leaf = [side for side in (0, 1) if isinstance(inputs[side].dim, int)]
-    slotwise = [side for side in (0, 1) if isinstance(inputs[side].dim, SlotDims)]
-    place = lambda side, d: _place(eqn, side, d)
-    if len(of_leaf) == 2:
-        at = [list(batch[side]).index(x.dim) if x.dim in batch[side] else None for side, x in enumerate(inputs)]
-        return [(jx.bind(eqn, [x.value for x in inputs])[0], at[0])] if None not in at and at[0] == at[1] else None
-    if len(slotwise) == 2:
+    """Where split experts meet a rank's own tokens for all of them, slots begin."""
+    if any(isinstance(x.dim, SlotDims) for x in inputs):
+        return _follow(work, eqn, inputs)
+    if all(x.weight for x in inputs):
+        return follow(work, eqn, inputs)
+    side = int(isinstance(inputs[0].dim, int))  # that of tokens
+    x, leaf, every = inputs[side], inputs[1 - side], factors.of(eqn)
+    experts = next(f for f in every if f.ins[1 - side] == leaf.dim)
+    free = [d for f in every if f.ins[1 - side] is None and (d := f.ins[side]) is not None]
+    if x.dim is not None or experts.reduced or (dim := experts.ins[side]) is None or not free:
         return None
-    side = slotwise[0] if slotwise else 1 - of_leaf[0]
-    x, other = inputs[side], inputs[1 - side]
-    if other.dim is not None:  # experts
-        if other.dim not in batch[1 - side]:
-            return None
-        dim = batch[side][list(batch[1 - side]).index(other.dim)]
-        if x.dim is None:
-            if x.weight:
-                return None
-            free = [d for d in range(len(x.shape)) if d not in (*contracted[side], *batch[side])]
-            if not free:
-                return None
-            x = replace(x, dim=SlotDims(dim, max(free, key=lambda d: x.shape[d])))  # type: ignore[arg-type]
-        at: Any = x.dim
-        if at.dim != dim or at.slots in (*contracted[side], *batch[side]):
-            return None
-    elif not other.weight:
-        return None
-    at = x.dim
-    if any(d in contracted[side] for d in (at.dim, at.slots)):
-        return None
-    values: list[Any] = [None, None]
-    values[side] = work.part(inputs[side], at)
-    if other.dim is None and (at.dim in batch[side] or at.slots in batch[side]):
-        return None
-    values[1 - side] = other.value
-    return [(jx.bind(eqn, values)[0], at.moved(lambda d: place(side, d)))]
+    at: Any = SlotDims(dim, max(free, key=lambda d: x.shape[d]))
+    given = list(inputs)
+    given[side] = replace(x, value=work.part(x, at), dim=at)
+    return _follow(work, eqn, given)
 
 
 RULES["dot_general"] = _dot
 
 
-def _place(eqn: Any, side: int, dim: int) -> int:
-    """The dim of a product that one of a side's becomes."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    if dim in batch[side]:
-        return list(batch[side]).index(dim)
-    ranks = [len(v.aval.shape) for v in eqn.invars]
-    free = [d for d in range(ranks[side]) if d not in (*contracted[side], *batch[side])]
-    before = len(batch[0]) + (ranks[0] - len(contracted[0]) - len(batch[0])) * side
-    return before + free.index(dim)
-
-
 # -- equations that hold programs --------------------------------------------------------------------------------------
 
 
-def _scan(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Layers by layers. What is carried may differ from rank to rank after a step."""
-    parts = jx.scan_parts(eqn)
-    n, k = len(parts.consts), len(parts.carry)
-    given = list(inputs)
+def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """Layers by layers, and what is done again and again. Leaves of experts that become something else are gathered."""
+    first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # where what is carried begins and ends
+    if eqn.primitive.name == "scan":
+        parts = jx.scan_parts(eqn)
+        first, xs = len(parts.consts), len(parts.consts) + len(parts.carry)
+    alike, given = all(x.weight for x in inputs), list(inputs)
     for i, x in enumerate(inputs):
-        if i >= n + k and (isinstance(x.dim, SlotDims) or x.dim == 0):  # step by step over experts, or slots
+        by_step = i >= xs and (isinstance(x.dim, SlotDims) or x.dim == 0)  # step by step over experts, or slots
+        if by_step or (first <= i < xs and isinstance(x.dim, int) and not alike):
             work.note(eqn, x)
             given[i] = replace(x, value=work.whole(x), dim=None)
-        elif n <= i < n + k:
-            given[i] = replace(x, weight=False)
-    return TENSOR["scan"](work, eqn, given)
+    return TENSOR[eqn.primitive.name](work, eqn, given)
 
 
 def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
@@ -202,11 +161,6 @@ def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed], gather:
     return [(rows, slotwise), *((table, None) for table in tables)]
 
 
-def _cond(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """Where ranks may take different branches, as their rows say, no branch may exchange tokens: some would wait."""
-    return TENSOR["cond"](work, eqn, inputs) if inputs[0].weight else None
-
-
-RULES |= {"scan": _scan, "cond": _cond}
+RULES |= {"scan": _loop, "while": _loop, "cond": TENSOR["cond"], "custom_linear_solve": TENSOR["custom_linear_solve"]}
 RULES |= {name: TENSOR[name] for name in jx.REMATS if name in TENSOR}
 RULES |= {name: _custom for name in jx.CUSTOM if name in TENSOR}

@@ -55,6 +55,12 @@ class Chunk(Positions):
             raise StayWholeError("logits of several chunks meet")
         return x.value
 
+    def of_all(self, value: jax.Array) -> jax.Array:
+        """Of one chunk alone there is nothing else."""
+        raise StayWholeError("logits of several chunks meet")
+
+    total = of_all
+
     def _check(self, x: Placed, eqn: Any) -> None:
         if x.partial or x.dim is not None:
             raise StayWholeError(

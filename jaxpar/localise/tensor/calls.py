@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,35 +42,11 @@ def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         fixed = [_again(x, x.value) for x in consts]  # edges of its own
         return work.run(flat, [*fixed, *carry, *map(slices, xs, values)])
 
-    # A carry may become split, or active, only after a step. From whole to split: it never returns.
-    carried = [_again(x, x.value) for x in init]
-    found: list[Placed] = []
-    while True:
-
-        def step(values: Any, sliced: Any) -> list[Any]:
-            found[:] = body([_again(x, v) for x, v in zip(carried, values, strict=True)], sliced)
-            return [x.value for x in found]
-
-        shapes = [
-            jax.ShapeDtypeStruct(work.local(x.shape, x.dim), v.aval.dtype)
-            for x, v in zip(carried, parts.carry, strict=True)
-        ]
-        each = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
-        noted = dict(work.gathered)
-        jax.eval_shape(step, shapes, each)
-        changed = False
-        for x, out in zip(carried, found[:k], strict=True):
-            if x.dim is None and out.dim is not None:
-                x.dim, x.origin, changed = out.dim, out.origin, True
-            if out.active and not x.active:
-                x.active = changed = True
-        if not changed:
-            break
-        work.gathered.clear()
-        work.gathered.update(noted)
+    each = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
+    carried, found = _settled(work, init, parts.carry, body, each)
 
     def run(values: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body([_again(x, v) for x, v in zip(carried, values, strict=True)], sliced)
+        outs = body(list(map(_again, carried, values)), sliced)
         kept = [_as(work, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
         return kept, [out.value for out in outs[k:]]
 
@@ -81,37 +58,107 @@ def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     return list(zip([*carry, *ys], dims, strict=True))
 
 
-@rule("while")
-def _while(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
-    """What is carried may become split after a step, as in a scan; the condition reads all of it."""
-    n, k = (eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
-    of_cond, of_body, init = inputs[:n], inputs[n : n + k], inputs[n + k :]
-    cond, body = (jx.flatten(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+def _settled(
+    work: Localiser, init: Sequence[Placed], atoms: Sequence[Any], body: Callable[..., list[Placed]], *more: Any
+) -> tuple[list[Placed], list[Placed]]:
+    """What a loop carries, as it is in every iteration, and what `body(carry, *more)` makes of it.
+
+    Only after an iteration may it become split, active, or another on each rank; and then it stays so, so that this
+    ends. `more` is abstract.
+    """
     carried = [_again(x, x.value) for x in init]
-    placed = lambda some, values: [_again(x, v) for x, v in zip(some, values, strict=True)]
-    step = lambda values: work.run(body, [*placed(of_body, _values(of_body)), *placed(carried, values)])
     found: list[Placed] = []
+
+    def step(values: Any, *more: Any) -> list[Any]:
+        found[:] = body(list(map(_again, carried, values)), *more)
+        return [x.value for x in found]
+
     while True:
-        shapes = [jax.ShapeDtypeStruct(work.local(x.shape, x.dim), jnp.result_type(x.value)) for x in init]
-        shapes = [
-            jax.ShapeDtypeStruct(work.local(x.shape, x.dim), s.dtype) for x, s in zip(carried, shapes, strict=True)
-        ]
-        jax.eval_shape(lambda values: [x.value for x in found.__setitem__(slice(None), step(values)) or found], shapes)
-        later = [(x, out) for x, out in zip(carried, found, strict=True) if x.dim is None and out.dim is not None]
-        if not later:
-            break
-        for x, out in later:
-            x.dim, x.origin = out.dim, out.origin
+        shapes = [work.local(x.shape, x.dim) for x in carried]
+        noted = dict(work.gathered)
+        values = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, atoms, strict=True)]
+        jax.eval_shape(step, values, *more)
+        changed = False
+        for x, out in zip(carried, found, strict=False):
+            if x.dim is None and out.dim is not None:
+                x.dim, x.origin, changed = out.dim, out.origin, True
+            if out.active and not x.active:
+                x.active = changed = True
+            if x.weight and not out.weight:
+                x.weight, changed = False, True
+        if not changed:
+            return carried, found
+        work.gathered.clear()
+        work.gathered.update(noted)
 
-    def more(values: Any) -> jax.Array:
-        (goes_on,) = work.run(cond, [*placed(of_cond, _values(of_cond)), *placed(carried, values)])
-        return work.whole(goes_on)
 
-    start = [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)]
+@rule("while")
+def _while(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+    """What is carried as in a scan; the condition reads all of it. None where it may end on some ranks before others,
+    which would wait for them in its collectives.
+    """
+    cond, body = (jx.flatten(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    if cond.outvars[0].aval.shape:
+        values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        flat, _ = jx.trace(functools.partial(_by_row, eqn), *values)
+        return [(x.value, x.dim) for x in work.run(flat, inputs)]
+    n, k = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    init = inputs[k:]
+    goes_on = lambda carry: work.run(cond, [*(_again(x, x.value) for x in inputs[:n]), *carry])
+    step = lambda carry: work.run(body, [*(_again(x, x.value) for x in inputs[n:k]), *carry])
+    carried, found = _settled(work, init, eqn.invars[k:], lambda carry: [*step(carry), *goes_on(carry)])
+    if not work.alike(found[-1]):
+        return None
+    of = lambda values: list(map(_again, carried, values))
     out = jax.lax.while_loop(
-        more, lambda v: [_as(work, y, x.dim) for x, y in zip(carried, step(v), strict=True)], start
+        lambda values: work.whole(*goes_on(of(values))),
+        lambda values: [_as(work, y, x.dim) for x, y in zip(carried, step(of(values)), strict=True)],
+        [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)],
     )
     return list(zip(out, (x.dim for x in carried), strict=True))
+
+
+def _by_row(eqn: Any, *values: jax.Array) -> list[jax.Array]:
+    """A loop whose condition `vmap` has made one of each row, as JAX lowers it: until no row goes on, those that do."""
+    n, k = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    closed = lambda name: jec.ClosedJaxpr(*jx.opened(eqn.params[name]))
+    cond, body = (jec.jaxpr_as_fun(closed(name)) for name in ("cond_jaxpr", "body_jaxpr"))
+
+    def step(carry: list[jax.Array]) -> list[jax.Array]:
+        (goes,) = cond(*values[:n], *carry)
+        rows = lambda x: goes.reshape(*goes.shape, *[1] * (x.ndim - goes.ndim))
+        return [jnp.where(rows(x), y, x) for x, y in zip(carry, body(*values[n:k], *carry), strict=True)]
+
+    return jax.lax.while_loop(lambda carry: cond(*values[:n], *carry)[0].any(), step, list(values[k:]))
+
+
+@rule("custom_linear_solve")
+def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+    """Right-hand sides and solutions are split alike, as the solver leaves them; its four programs are rewritten."""
+    lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    right, sides = inputs[at[-1] :], [_again(x, x.value) for x in inputs[at[-1] :]]
+
+    def run(program: Any, consts: Sequence[Placed], values: Sequence[Any]) -> list[Placed]:
+        return work.run(jx.flatten(program), [*map(_again, consts, values), *map(_again, sides, values[len(consts) :])])
+
+    def solution(*values: Any) -> list[Any]:
+        for x, out in zip(sides, run(programs.solve, solver, values), strict=True):
+            x.dim, x.active = out.dim if x.dim is None else x.dim, True
+        return []
+
+    solver = inputs[at[2] : at[3]]
+    jax.eval_shape(solution, *_values([*solver, *right]))
+    start = [_as(work, x, side.dim) for x, side in zip(right, sides, strict=True)]
+
+    def rewritten(program: Any, consts: Sequence[Placed]) -> Any:
+        fun = lambda *values: [_as(work, x, y.dim) for x, y in zip(run(program, consts, values), sides, strict=True)]
+        return jax.make_jaxpr(fun)(*_values(consts), *start)
+
+    each = zip(programs, itertools.pairwise(at), strict=True)
+    new = [None if program is None else rewritten(program, inputs[i:j]) for program, (i, j) in each]
+    out = jx.bind(eqn, [*_values(inputs[: at[-1]]), *start], jaxprs=type(programs)(*new))
+    return list(zip(out, (x.dim for x in sides), strict=True))
 
 
 @rule(*jx.REMATS)
@@ -220,11 +267,14 @@ def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
 
 
 @rule("cond")
-def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """Each branch is rewritten. An output that some have whole, and others split along one dim, is split: of what is
-    whole each rank takes its part. Whole outputs where branches disagree about the dim.
+    whole each rank takes its part. Whole outputs where branches disagree about the dim. None where ranks may take
+    several branches, and would wait for each other in their collectives.
     """
     index, *operands = inputs
+    if not work.alike(index):
+        return None
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
     found: list[list[Placed]] = []
 

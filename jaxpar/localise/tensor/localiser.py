@@ -114,6 +114,22 @@ class Localiser:
         assert value.shape[dim] % self.ranks == 0, (value.shape, dim)
         return edges.take(value, dim, self.ranks)
 
+    def kept(self, x: Placed, nothing: Any = 0) -> jax.Array:
+        """The part of a split value, with `nothing` in the place of what other ranks have as well."""
+        return x.value
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """The sum of what ranks have."""
+        return edges.leave(value, self.ranks)
+
+    def of_all(self, value: jax.Array) -> jax.Array:
+        """What every rank has, [ranks, ...]."""
+        return edges.unsplit(value[None], 0, self.ranks)
+
+    def alike(self, x: Placed) -> bool:
+        """Whether the whole of a value is the same on all ranks."""
+        return True
+
     def cotangent(self, value: Any, out: Placed, shape: tuple[int, ...]) -> Placed:
         """What a function's own derivative is given for one of its outputs."""
         return Placed(value, out.dim, shape)

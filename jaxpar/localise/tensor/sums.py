@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...collectives import edges
@@ -22,30 +23,37 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
-    (value,) = jx.bind(eqn, [x.value])
-    if eqn.primitive.name == "reduce_sum":
-        return [(edges.leave(value, work.ranks), None)]
+    name, part = eqn.primitive.name, work.kept(x, _nothing(eqn))
+    if name == "reduce_sum":
+        return [(work.total(jx.bind(eqn, [part])[0]), None)]
 
-    def over_ranks(value: jax.Array) -> jax.Array:
-        every = edges.unsplit(value[None], 0, work.ranks)  # [ranks, ...]: the same reduction over the ranks' results
-        return jx.bind(eqn, [every], axes=(0,))[0]
+    def over_ranks(part: jax.Array) -> jax.Array:  # the same reduction over the ranks' results
+        return jx.bind(eqn, [work.of_all(jx.bind(eqn, [part])[0])], axes=(0,))[0]
 
-    if not (x.active and eqn.primitive.name in ("reduce_max", "reduce_min")):
-        return [(over_ranks(value), None)]
-
-    @jax.custom_jvp
-    def extreme(part: jax.Array) -> jax.Array:
-        return over_ranks(jx.bind(eqn, [part])[0])
+    if not (x.active and name in ("reduce_max", "reduce_min")):
+        return [(over_ranks(part), None)]
+    extreme = jax.custom_jvp(over_ranks)
 
     @extreme.defjvp
     def shared(primals: Any, tangents: Any) -> Any:  # elements that tie share it, on whatever ranks they are
         (part,), (tangent,) = primals, tangents
         best = extreme(part)
         hit = (part == jnp.expand_dims(best, eqn.params["axes"])).astype(part.dtype)
-        total = lambda y: edges.leave(y.sum(eqn.params["axes"]), work.ranks)
+        total = lambda y: work.total(y.sum(eqn.params["axes"]))
         return best, total(hit * tangent) / total(hit)
 
-    return [(extreme(x.value), None)]
+    return [(extreme(part), None)]
+
+
+def _nothing(eqn: Any) -> Any:
+    """What changes no result of a reduction."""
+    name, dtype = eqn.primitive.name.removeprefix("reduce_"), eqn.invars[0].aval.dtype
+    if name in ("max", "min"):
+        lowest, highest = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (False, True)
+        if jnp.issubdtype(dtype, jnp.integer):
+            lowest, highest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+        return lowest if name == "max" else highest
+    return np.invert(np.zeros((), dtype)) if name == "and" else int(name == "prod")
 
 
 @rule("argmax", "argmin")

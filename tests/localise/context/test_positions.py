@@ -28,6 +28,24 @@ def _rope(x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x).at[..., 0::2].set(even * cos - odd * sin).at[..., 1::2].set(even * sin + odd * cos)
 
 
+def _settled(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A fixed point for all rows and positions."""
+    more = lambda c: (c[0] < 9) & (jnp.abs(c[1] - c[2]).max() > 1e-3)
+    return lax.while_loop(more, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w / 9 + x), c[1]), (0, jnp.zeros_like(x), x))[1]
+
+
+def _of_rows(x: jax.Array) -> jax.Array:
+    """Until no position of a row is large."""
+    return jax.vmap(lambda r: lax.while_loop(lambda r: jnp.abs(r).max() > 0.5, lambda r: r * 0.7, r))(x)
+
+
+def _matrices(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One of each position."""
+    m = x[..., None] * x[..., None, :] + 2 * jnp.eye(DIM) + w @ w.T
+    found = [jnp.linalg.cholesky(m).sum(-1), jnp.linalg.solve(m, x[..., None])[..., 0], jnp.linalg.eigh(m)[0]]
+    return sum(found) + jnp.abs(jnp.fft.fft(x, axis=-1)) + lax.approx_max_k(x, 2)[0].sum(-1, keepdims=True)
+
+
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     # Of what overlaps only some primitives were known, those over features not among them.
     "softmax of two positions fewer": lambda x, w: jax.nn.log_softmax((x[:, 2:] + x[:, :-2]) @ w),
@@ -43,6 +61,15 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "some in the middle": lambda x, w: x[:, 6:9] @ w + x[:, 2:][:, 11:].sum(1, keepdims=True) + x[:, -1:] * w[0],
     "some of padded": lambda x, w: jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=3.0)[:, 15:] @ w,
     "some of merged": lambda x, w: x.reshape(-1, DIM)[14:18] @ w + x.reshape(-1, DIM)[5] * w[0],
+    # These had no rule: what they read was refused.
+    "loop": lambda x, w: _settled(*map(lax.stop_gradient, (x, w))) * x,
+    "loop of rows": lambda x, w: _of_rows(lax.stop_gradient(x)) @ w,
+    "matrices and transforms": _matrices,
+    "largest position": lambda x, w: (x @ w).max(1) + (x @ w).min(1) + jnp.round(x * 2).max(1) * x.mean(1),
+    "ties": lambda x, w: (jnp.sign(x) + x - lax.stop_gradient(x)).max(1) @ w,
+    "largest of three fewer": lambda x, w: x[:, 3:].max(1) @ w + (x[:, 1:] > 0.9).any(1) * w[0],
+    "products": lambda x, w: (1 + x[:, :-2] / 9).prod(1) @ w,
+    "softmax of positions": lambda x, w: jax.nn.softmax(x @ w, axis=1) * x,
     "scattered features": lambda x, w: _rope(x) @ w,
 }
 
@@ -71,13 +98,14 @@ def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, A
         fun = split_sequence(flat, 2, [2], 1, RANKS, WAYS[request.param], RULES)
         return lambda *values: fun(*values)[0]
 
-    def every(of: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda *args: {name: jax.value_and_grad(of(name), argnums=(0, 1))(*args) for name in CASES}
+    def every(funs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda *args: {name: jax.value_and_grad(fun, argnums=(0, 1))(*args) for name, fun in funs.items()}
 
-    ranks = lambda *args: jax.tree.map(lambda x: lax.psum(x, AXIS), every(local)(*args))
+    own = every({name: local(name) for name in CASES})
+    ranks = lambda *args: jax.tree.map(lambda x: lax.psum(x, AXIS), own(*args))
     whole = PartitionSpec()
     ranks = jax.shard_map(ranks, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return jax.jit(every(_total))(*args), jax.jit(ranks)(*args)
+    return jax.jit(every({name: _total(name) for name in CASES}))(*args), jax.jit(ranks)(*args)
 
 
 @pytest.mark.xdist_group("positions")

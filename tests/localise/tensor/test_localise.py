@@ -58,6 +58,31 @@ def _conv(x: jax.Array, y: jax.Array, groups: int = 1, padding: Any = "SAME", **
     )
 
 
+def _grown(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Until there is enough of all of it; what is carried is split after a step."""
+    more = lambda c: (c[0] < 5) & (jnp.abs(c[1]).sum() < 500)
+    return jax.lax.while_loop(more, lambda c: (c[0] + 1, c[1] * x + y), (0, jnp.zeros_like(y)))[1]
+
+
+def _halved(x: jax.Array) -> jax.Array:
+    return jax.lax.while_loop(lambda v: jnp.abs(v).max() > 0.5, lambda v: v * 0.7, x)
+
+
+def _definite(x: jax.Array) -> jax.Array:
+    """[..., a, b] -> [..., a, a]."""
+    return x @ x.swapaxes(-1, -2) / 8 + 3 * jnp.eye(x.shape[-2])
+
+
+def _matrices(x: jax.Array, y: jax.Array) -> jax.Array:
+    """One of each index of the last dim."""
+    a, b = x.transpose(2, 0, 1), y.transpose(2, 0, 1)
+    linalg, m = jnp.linalg, _definite(a)
+    found = [linalg.cholesky(m), linalg.solve(m, b), linalg.inv(m), linalg.slogdet(m)[1], linalg.eigh(m)[0]]
+    found += [linalg.svd(a, compute_uv=False), jax.scipy.linalg.solve_triangular(m, b, lower=True)]
+    found += [jax.vmap(lambda m, b: jax.scipy.sparse.linalg.cg(lambda v: m @ v, b, maxiter=3)[0])(m, b[..., 0])]
+    return sum(jnp.cos(one).sum() for one in found) * y
+
+
 # Split with x along dim 2; the second result is whole, and comes from what is whole.
 KERNEL = jp.local_kernel(lambda x, y, z: (jnp.sin(x) * y, z**2), (2, 2, None), (2, None))
 INDEX = np.array([[3, 0, -1], [1, 1, 2]])
@@ -148,6 +173,17 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
         (y.sum() > 0).astype(int), [lambda x, w: x * 2, lambda x, w: x @ w], x, y[0, :, :].T @ y[1]
     ),
     "fori_loop": lambda x, y: jax.lax.fori_loop(0, 3, lambda i, c: c * y + x, x),
+    "while": lambda x, y: _grown(*map(jax.lax.stop_gradient, (x, y))) * x,
+    "while of rows": lambda x, y: sum(jax.vmap(_halved, a)(jax.lax.stop_gradient(x * y)).sum() for a in range(3)) * x,
+    "matrices": _matrices,
+    "transforms": lambda x, y: sum(
+        jnp.abs(jnp.fft.fft(x, axis=a)).sum() + jnp.fft.irfft(jnp.fft.rfft(y * x, axis=a), axis=a) for a in (0, 1)
+    ),
+    "best of several": lambda x, y: jax.lax.approx_max_k(x, 2, reduction_dimension=1)[0].sum(1, keepdims=True) * y,
+    "bits": lambda x, y: (
+        jnp.where(jax.lax.bitcast_convert_type(x, jnp.int32) > 0, x, y) * jax.lax.clz((x * 99).astype(jnp.int32))
+    ),
+    "special functions": lambda x, y: jax.scipy.special.polygamma(1, 1 + x**2) * y + jnp.logaddexp2(x, y),
     "gradient inside": lambda x, y: (
         jax.grad(lambda v: (jnp.sin(v) * x).sum())(y) + jax.grad(lambda v: (v**3 * y).sum())(x)
     ),
@@ -243,3 +279,16 @@ def test_rule(name: str, results: tuple[dict[str, Any], dict[str, Any]]) -> None
     wanted, found = (r[name] for r in results)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1.0, float(np.abs(a).max())))
+
+
+STAY = ("while", "while of rows", "matrices", "transforms", "best of several", "bits", "special functions")
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_has_a_rule_is_not_gathered(name: str) -> None:
+    """A while loop, a transform, a solve, was known to no list: all that it read was gathered."""
+    x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, Y))
+    flat, _ = jx.trace(lambda x, y: jnp.sum(CASES[name](x, y)), x, y)
+    fun, gathered = localise(flat, [2, None], ["x", "y"], RANKS, False, RULES)
+    jx.trace(fun, jax.ShapeDtypeStruct((4, 6, 4), jnp.float32), y, axes={"tensor": RANKS})
+    assert not gathered
