@@ -118,8 +118,9 @@ class ServerStep(Step):
         key = ("replicas", tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
             self.check(batch)
-            programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
-            programs |= {"both": self._both, "alike": functools.partial(self._forward, alike=True)}
+            alike = functools.partial(self._forward, alike=True)
+            programs = {"evaluate": self._losses, "forward": self._forward, "alike": alike, "backward": self._backward}
+            programs |= {"both": self._both}
             self._jitted[key] = {name: jax.jit(fun) for name, fun in programs.items()}
         return self._jitted[key]
 
