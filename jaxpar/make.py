@@ -18,7 +18,9 @@ from .checkpoint.checkpoints import Checkpoints, wait_for
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize
+from .inspect.check import RowCheck
 from .inspect.check import check as _check
+from .inspect.check import check_rows as _check_rows
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
@@ -117,8 +119,8 @@ def check_trainable(trainable: Any) -> None:
 
 
 _SHOWN = (
-    "check_replicas compare compile evaluate explain init layout mesh model params part place replicas restore save "
-    "schedule send strategy trace traced value_and_grad"
+    "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
+    "restore save schedule send strategy trace traced value_and_grad"
 ).split()
 
 
@@ -250,6 +252,28 @@ class TrainStep(Step):
                 f"replicas have drifted apart after step {int(state.step)}: {found} have other bits of what should be "
                 "the same; go on from a checkpoint from before, and where it comes again look at those devices"
             )
+
+    def check_rows(self, state: State, batch: Any) -> RowCheck:
+        """Whether the loss couples rows, by running it: a batch and the same rows dealt otherwise over replicas and
+        microbatches have the same loss and gradients, and half of each block's rows have those of that half twice.
+
+        Print what is returned, or look at its `ok` and `coupled`; `require()` raises ValueError where rows are coupled.
+
+        Args:
+          state: as for the step; it is neither changed nor donated.
+          batch: as for the step, of rows that differ: equal ones tell nothing.
+
+        What dealing may change stays as it is: where the loss takes all rows (`jp.all_rows`, BatchNorm) they stay in
+        their microbatch, and where it draws random numbers (dropout) in their place, with one key for all blocks. What
+        cannot be seen is in `unjudged`, and is neither `ok` nor `coupled`. Compared are the loss and of every leaf's
+        gradient the norm and a sum, to rounding.
+
+        Costs four evaluations of the gradients, in about a step's memory, and at the first call the compilation of two
+        programs, each like the step without its update; where something differs a few evaluations more, one of them
+        with another copy of the parameters. Communicates what a step does, and an all-gather of the batch. With several
+        hosts, all must call it.
+        """
+        return _check_rows(self, state, self._agreed("check", state, batch))
 
     def save(
         self, folder: Path | str, state: State, data: Mapping[str, Any] | None = None, keep: int | None = None

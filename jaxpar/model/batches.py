@@ -7,6 +7,7 @@ and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.S
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,6 +55,11 @@ def one_block(batch: Any, blocks: int) -> Any:
         return jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
 
     return jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=_is_replicated)
+
+
+def dealt(batch: Any, order: Any, whole: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The rows of a batch that `order` [rows] numbers; marked leaves as they are. `whole(x)` has all rows of a leaf."""
+    return jax.tree.map(lambda x: x if _is_replicated(x) else whole(x)[order], batch, is_leaf=_is_replicated)
 
 
 def batch_shardings(batch: Any, mesh: Mesh) -> Any:

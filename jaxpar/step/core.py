@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..axes import ROWS, SHARDS
 from ..collectives import order
@@ -29,13 +29,13 @@ from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
-from ..model.model import Model
+from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
 from ..parallel.pipeline.schedules import Schedule
 from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
-from .gradients import Local, Metrics, metrics_of
+from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
 from .refusals import check_cut
 from .tracing import Sums, Traced, Tracing
@@ -119,6 +119,21 @@ class Step(FirstState, Intake):
         loss, grads = self._run("gradients", state, batch)
         return loss, self.model_def.wrap(grads) if all(f.trainable for f in self.layout.leaves) else grads
 
+    def measured(self, state: State, batch: Any, order: np.ndarray) -> dict[str, jax.Array]:
+        """The loss and figures of its gradients (`measures`) on some rows of a batch, dealt in an order.
+
+        Args:
+          state: as for the step; it is not donated.
+          batch: as for the step; with several hosts as `place` gives it.
+          order: int32 [rows], numbers of rows of the global batch: a multiple of replicas x microbatches. One program
+            serves every order of so many.
+
+        All blocks get the key of the first: noise depends on a row's place in its block, and not on the block.
+        """
+        everywhere = NamedSharding(self.mesh, _HERE)
+        placed = jax.make_array_from_callback(order.shape, everywhere, lambda index: order[index])
+        return self._run("measured", state, (batch, Replicated(placed)))
+
     def params(self, state: State) -> Any:
         """The parameters in the model's own tree, unpadded, sharded where a dim divides: float32 masters, and frozen
         ones in the compute dtype.
@@ -170,6 +185,11 @@ class Step(FirstState, Intake):
         variables = jax.eval_shape(self.local.opened, state.variables)
         return self.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
 
+    def may_couple(self, batch: Any) -> bool:
+        """Whether reading the loss has left open if it couples rows, which was a warning; it is traced at most once."""
+        self.traced(batch)
+        return bool(self.tracing.doubts)
+
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
         leaves, tree = jax.tree.flatten(batch)
@@ -207,6 +227,7 @@ class Step(FirstState, Intake):
                 "train": (self._train, (state, None), (0,)),
                 "evaluate": (self._evaluate, None, ()),
                 "gradients": (self._value_and_grad, None, ()),
+                "measured": (self._measured, None, ()),
             }[name]
             run = jax.jit(
                 naming(fun, shapes_of(self.layout, batch)),
@@ -244,6 +265,14 @@ class Step(FirstState, Intake):
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._placed(self.local.gradients, batch)(state)
         return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
+
+    def _measured(self, state: State, ordered: Any) -> dict[str, jax.Array]:
+        def gradients(stored: Any, variables: Any, ordered: Any, *rest: Any) -> Any:
+            batch, order = ordered
+            return self.local.gradients(stored, variables, self.local.deal(batch, order.value), *rest, alike=True)
+
+        grads, _, sums = self._placed(gradients, ordered)(state)
+        return measures(grads, sums)
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)

@@ -17,7 +17,8 @@ from jax import lax
 
 from .. import collectives
 from ..data.contents import shares_outside
-from ..model.batches import microbatches
+from ..model.batches import dealt, microbatches
+from ..model.paths import name_of
 from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess
@@ -31,6 +32,21 @@ Metrics = dict[str, jax.Array]
 def metrics_of(sums: Sums) -> Metrics:
     """The means that sums over all rows stand for."""
     return {name: mean.total / mean.count for name, mean in sums.items()}
+
+
+def measures(grads: Any, sums: Sums) -> dict[str, jax.Array]:
+    """The loss, as "loss" [1], and by "gradient" and its path of each leaf's gradient [2] the norm, and the sum along a
+    fixed direction: with other values, a norm may still be the same.
+    """
+
+    def two(g: jax.Array) -> jax.Array:
+        # Of one number for each element, so that nothing is moved or made for a leaf that is sharded.
+        angle = sum(lax.broadcasted_iota(jnp.float32, g.shape, d) * math.sqrt(d + 2) for d in range(g.ndim))
+        along = (jnp.real(g) + jnp.imag(g)) * jnp.cos(0.5 + angle)
+        return jnp.stack([jnp.sqrt(jnp.square(jnp.abs(g)).sum()), along.sum()])
+
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return {"loss": metrics_of(sums)["loss"][None], **{f"gradient {name_of(path)}": two(g) for path, g in leaves}}
 
 
 def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> jax.Array:
@@ -75,11 +91,19 @@ class Local:
         """The reverse, after the last."""
         return variables.settled(self.tracing.momenta) if isinstance(variables, Deferred) else variables
 
-    def keys(self, key: jax.Array, step: jax.Array) -> jax.Array:
-        """The keys of this device's microbatches [m]."""
+    def keys(self, key: jax.Array, step: jax.Array, alike: bool = False) -> jax.Array:
+        """The keys of this device's microbatches [m]; where blocks are to be `alike`, all have that of block 0."""
         m = self.tracing.strategy.microbatches
-        before = collectives.index(tuple(self.tracing.axes)) * m
-        return jax.vmap(lambda number: block_key(key, step, before + number))(jnp.arange(m))
+        before = 0 if alike else collectives.index(tuple(self.tracing.axes)) * m
+        numbers = jnp.zeros(m, jnp.int32) if alike else jnp.arange(m)
+        return jax.vmap(lambda number: block_key(key, step, before + number))(numbers)
+
+    def deal(self, batch: Any, order: jax.Array) -> Any:
+        """This device's rows where those of the batch are dealt in another `order` [rows]: an all-gather a leaf."""
+        axes = tuple(self.tracing.axes)
+        each = order.shape[0] // math.prod(self.tracing.axes.values())
+        mine = lax.dynamic_slice_in_dim(order, collectives.index(axes) * each, each)
+        return dealt(batch, mine, lambda x: collectives.all_gather(x, axes))
 
     def evaluate(self, stored: Sequence[Any], variables: Any, batch: Any) -> Sums:
         """The sums of each metric over all rows, without dropout and without updates."""
@@ -90,14 +114,21 @@ class Local:
         return self.total(added(sums), rows)
 
     def gradients(
-        self, stored: Sequence[Any], variables: Any, batch: Any, key: jax.Array, step: jax.Array, scale: jax.Array
+        self,
+        stored: Sequence[Any],
+        variables: Any,
+        batch: Any,
+        key: jax.Array,
+        step: jax.Array,
+        scale: jax.Array,
+        alike: bool = False,
     ) -> tuple[list[jax.Array | None], Any, Sums]:
         """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
-        rows.
+        rows; `alike` as for `keys`.
         """
         variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
-        keys = self.keys(key, step)
+        keys = self.keys(key, step, alike)
         seed = scale / self._count(loss, variables, rows, keys)
         if self.tracing.schedule is not None:
             grads, variables, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)

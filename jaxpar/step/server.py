@@ -19,10 +19,10 @@ from ..collectives import order
 from ..cpu_compiler import cpu_options
 from ..layout.precision import LossScale
 from ..layout.state import State
-from ..model.batches import batch_shardings, batch_specs
+from ..model.batches import as_array, batch_shardings, batch_specs, dealt
 from .checks import check_state
 from .core import Step
-from .gradients import Metrics, added, first, metrics_of
+from .gradients import Metrics, added, first, measures, metrics_of
 from .tracing import Sums
 
 OF_REPLICAS = ("forward", "backward")  # the programs that run on every device; "loss" and "update" are the server's
@@ -79,6 +79,10 @@ class ServerStep(Step):
         """The state as the server stores it."""
         return super().abstract_state()
 
+    def measured(self, state: State, batch: Any, order: np.ndarray) -> dict[str, jax.Array]:
+        """See `Step.measured`; the server deals the rows itself."""
+        return self._run("measured", state, dealt(jax.tree.map(as_array, batch), order))
+
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
@@ -89,7 +93,7 @@ class ServerStep(Step):
         return self.carry(Live(), name, state, self._take_in(batch))
 
     def carry(self, by: Carrier, name: str, state: State, batch: Any) -> Any:
-        """One step: "train", "evaluate" or "gradients". All that moves between devices moves here."""
+        """One step: "train", "evaluate", "gradients" or "measured". All that moves between devices moves here."""
         programs, home = self._programs(batch), self.layout.sharding(_HERE)
         everywhere, stacked = NamedSharding(self.mesh, _HERE), NamedSharding(self.mesh, _STACKED)
         rows = by.move("scatter", "rows of the batch", batch, batch_shardings(batch, self.mesh))
@@ -99,7 +103,7 @@ class ServerStep(Step):
         if name == "evaluate":
             sums = by.move("gather", "losses", by.run("evaluate", programs["evaluate"], weights, rows), home)
             return by.run("report", self._server("report"), sums)
-        losses, tape = by.run("forward", programs["forward"], weights, rows)
+        losses, tape = by.run("forward", programs["alike" if name == "measured" else "forward"], weights, rows)
         sums, variables = by.move("gather", "losses", losses, home)
         seeds = by.run("loss", self._server("loss"), sums, state.scale)
         seeds = by.move("scatter", "gradients of the losses", seeds, stacked)
@@ -115,7 +119,8 @@ class ServerStep(Step):
         key = ("replicas", tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:
             self.check(batch)
-            programs = {"evaluate": self._losses, "forward": self._forward, "backward": self._backward}
+            alike = functools.partial(self._forward, alike=True)
+            programs = {"evaluate": self._losses, "forward": self._forward, "alike": alike, "backward": self._backward}
             programs |= {"both": self._both}
             options = cpu_options(self.mesh.devices.flat[0].platform)
             self._jitted[key] = {name: jax.jit(fun, compiler_options=options) for name, fun in programs.items()}
@@ -125,7 +130,7 @@ class ServerStep(Step):
         run = self.mapped(lambda *args: _lift(self.local.evaluate(*args)), batch, _STACKED)
         return run(state.step, state.params, state.variables)[0]
 
-    def _forward(self, state: State, batch: Any) -> Any:
+    def _forward(self, state: State, batch: Any, alike: bool = False) -> Any:
         """Every replica's sums, stacked, with new variables, the same on all; and the tapes of all microbatches."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
@@ -137,7 +142,7 @@ class ServerStep(Step):
                 sums, variables, tape = loss.forward(variables, rows, key)
                 return variables, (sums, _apart(tape, loss.stored))
 
-            variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step), rows))
+            variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step, alike), rows))
             return (_lift(self.local.total(added(sums), rows)), self.local.closed(variables)), _lift(tapes)
 
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
@@ -175,6 +180,7 @@ class ServerStep(Step):
                 "loss": self._seeds,
                 "train": self._serve,
                 "gradients": self._serve_gradients,
+                "measured": self._serve_measured,
                 "report": lambda sums: metrics_of(added(sums)),
             }[name]
             options = cpu_options(self.mesh.devices.flat[0].platform)
@@ -197,6 +203,10 @@ class ServerStep(Step):
     def _serve_gradients(self, state: State, gathered: Any) -> tuple[jax.Array, Any]:
         grads, _, sums = self._summed(state, gathered)
         return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
+
+    def _serve_measured(self, state: State, gathered: Any) -> dict[str, jax.Array]:
+        grads, _, sums = self._summed(state, gathered)
+        return measures(grads, sums)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])

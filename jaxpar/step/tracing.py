@@ -7,6 +7,7 @@ anything runs, and every part of a step works on the program that comes out.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,6 +87,11 @@ class Traced:
         return bool(named) and self.program.depends(named, loss)
 
     @property
+    def draws(self) -> bool:
+        """Whether the loss depends on its key: noise, dropout."""
+        return self.key is not None and self.program.depends(self.program.inputs[-1:], self.total)
+
+    @property
     def total(self) -> int:
         """The position of the output that is differentiated: the loss's sum over rows."""
         return self.outputs[0]["loss"].total  # type: ignore[return-value]
@@ -133,7 +139,7 @@ class Tracing:
     expert ranks gather experts in place of exchanging tokens (and bytes of all of them); `experts_fewer`, where they do
     because the tokens would be more (and bytes of those); `tokens_gathered`, where they have all tokens of all (and
     bytes of those, and of what would be sent); `logits`, which of a cross-entropy are made in chunks; `momenta`, those
-    of deferred running statistics.
+    of deferred running statistics; `doubts`, how the loss may couple rows.
     """
 
     model: Model
@@ -148,6 +154,7 @@ class Tracing:
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+    doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -174,6 +181,12 @@ class Tracing:
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
             self._traced[kind] = self._wrapped(*jax.tree.map(abstract, (variables, rows, key)))
         return self._traced[kind]
+
+    def takes_all_rows(self, traced: Traced) -> bool:
+        """Whether the loss reads other replicas' rows where there are some: `jp.all_rows`, BatchNorm."""
+        with couplings() as noted:
+            whole, _ = self._trace((traced.variables, traced.rows, traced.key), {"data": 2})
+        return bool(noted) or jx.communicates(whole.eqns)
 
     def _wrapped(self, variables: Any, rows: Any, key: Any) -> Traced:
         """What becomes of a loss of these abstract values, in order; `Step._train` goes on from here.
@@ -336,4 +349,9 @@ class Tracing:
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:
-            check_coupling(whole, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                check_coupling(whole, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)
+            self.doubts.update((said, None) for said in (str(w.message) for w in told) if said.startswith("the loss "))
+            for one in told:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -113,9 +113,10 @@ class Trainer:
 
         SIGINT (Ctrl-C), SIGTERM and SIGHUP end it after the step that is running, with a checkpoint: then it raises
         SystemExit 130, 143 or 129. Raises ValueError for what does not fit together, where its folder is removed or
-        taken by another run, and where replicas drift apart; OSError where a file cannot be written; FloatingPointError
-        where loss or gradients are not finite and `loop.on_nonfinite` does not go on, or in vain. The last checkpoint
-        is left as it is.
+        taken by another run, where replicas drift apart, and where the loss couples rows (`step.check_rows`, which runs
+        once where reading leaves it open); OSError where a file cannot be written; FloatingPointError where loss or
+        gradients are not finite and `loop.on_nonfinite` does not go on, or in vain. The last checkpoint is left as it
+        is.
         """
         loop, out = self.loop, self.loop.out
         same = {name: value for name, value in vars(loop).items() if name not in OWN}
@@ -186,6 +187,9 @@ class Trainer:
         self.compiled = None if self.step.strategy.server else self.step.compile(batch)
         if latest is None:
             self.state = self._new()
+        if self.step.may_couple(batch):
+            (rows := self.step.check_rows(self.state, batch)).require()
+            self.progress.say(str(rows))
         ending.going_on(self.number, loop.out)
         self._emit("on_start", {"step": self.number})
         self._start_clock()

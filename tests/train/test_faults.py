@@ -54,6 +54,33 @@ def without(*numbers: int) -> bytes:
     return np.asarray(state.params["layers"]).tobytes()
 
 
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_may_couple_rows_is_run_once_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading leaves both open: a mean of what is no NaN, where nothing is and where some is. It was a warning."""
+
+    def run(loss: Callable[[Any, Any], Any]) -> tuple[list[str], list[int]]:
+        said, steps = list[str](), list[int]()
+        whole = jp.Model(lambda key: {"w": jax.random.normal(key, (12, 8))}, lambda p, batch, key: loss(p, batch))
+        hook = jp.Hook(on_step=lambda _, metrics: steps.append(int(metrics["step"])))
+        made = jp.Trainer(whole, optax.sgd(0.1), batches, "ddp", jp.Loop(steps=2, quiet=True), hooks=[hook])
+        monkeypatch.setattr(made.progress, "say", said.append)
+        with pytest.warns(UserWarning, match="the loss may couple rows"):
+            made.run()
+        return [text for text in said if text.startswith("rows ")], steps
+
+    def some(p: Any, batch: Any) -> jax.Array:  # as many as there are in a block
+        squares = (batch["x"] @ p["w"] - batch["y"]) ** 2
+        return jax.numpy.nanmean(jax.numpy.where(batch["y"] > 0, squares, np.nan))
+
+    (said,), steps = run(lambda p, batch: jax.numpy.nanmean((batch["x"] @ p["w"] - batch["y"]) ** 2))
+    assert said.startswith("rows are independent: 8 x 1 blocks (replicas x microbatches) of 2 rows, 4 evaluations")
+    assert steps == [1, 2]
+    with pytest.raises(ValueError, match=r"(?s)rows are COUPLED.*rows='independent'"):
+        run(some)
+
+
 # -- loss that is not finite -------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,8 @@
-"""Whether a strategy took effect."""
+"""Whether a strategy took effect, and whether rows that a step spreads know of each other."""
 
+from .dealing import Dealing as Dealing
+from .dealing import RowCheck as RowCheck
+from .dealing import check_rows as check_rows
 from .findings import check as check
 from .proof import Finding as Finding
 from .proof import Proof as Proof
