@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..routes import route
+from ..permutations import route
 from .needed import where_needed
 from .rounds import rounds
 from .tables import Order, order, wide

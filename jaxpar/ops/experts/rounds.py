@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..routes import route
+from ..permutations import route
 from .dispatch import combine
 from .gathered import AXIS
 from .needed import where_needed
