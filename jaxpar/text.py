@@ -37,7 +37,7 @@ def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: f
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of many names.
+    """Names joined by commas, abbreviated after `most`.
 
     >>> few(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

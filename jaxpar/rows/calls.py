@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..ops import routes
+from ..ops import permutations
 from ..program import jaxpr as jx
 from .elementwise import mixed
 from .reader import ALWAYS, Reader, rule, shapes
@@ -28,8 +28,8 @@ def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
 
 
 def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
-    """What a function says that it makes of rows (`ops/routes.py`), which its equations do not show."""
-    if (route := routes.of(eqn)) is None:
+    """What a function says that it makes of rows (`ops/permutations.py`), which its equations do not show."""
+    if (route := permutations.of(eqn)) is None:
         return None
     x = ins[0]
     if x.kind != "rows" or x.dim != 0 or x.span != 1:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.ops import routes
+from jaxpar.ops import permutations
 from jaxpar.ops.experts.dispatch import dispatch
 from jaxpar.ops.experts.experts import balanced, swiglu
 from jaxpar.ops.experts.overflow import most_blocks
@@ -295,9 +295,9 @@ def test_dispatches_that_drop_are_gathered_each_by_itself() -> None:
     for slots in (2, 4):
         x, ids, weights = jnp.ones((6, DIM)), jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1))
         fun = lambda *given, c=slots: dispatch(*given, 4, c, 1, by_weight=True, couples="", drops=True)
-        found.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if routes.of(eqn)))
+        found.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if permutations.of(eqn)))
     for slots, eqn in zip((2, 4), found, strict=True):
-        route = routes.of(eqn)
+        route = permutations.of(eqn)
         assert route is not None
         assert route.gather is not None
         _, (rows, *_) = jx.trace(route.gather(2), *(v.aval for v in eqn.invars), axes={"expert": 2})

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...ops import routes
+from ...ops import permutations
 from ...ops.context import gather_attention, ring_attention, ulysses_attention, usp_attention
 from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
@@ -67,8 +67,8 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
 
 @rule(*jx.CUSTOM)
 def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    """A route (`ops/routes.py`) takes each rank's own tokens, in slots of its own."""
-    route = routes.of(eqn)
+    """A route (`ops/permutations.py`) takes each rank's own tokens, in slots of its own."""
+    route = permutations.of(eqn)
     if route is None:
         return TENSOR[eqn.primitive.name](work, eqn, inputs)
     where, parts = jx.where(eqn), work.way.parts(work.ranks)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...ops import routes
+from ...ops import permutations
 from ...ops.experts.dropless import dropless, slots_of
 from ...ops.experts.tables import wide
 from ...program import jaxpr as jx
@@ -194,7 +194,7 @@ def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules
     kinds = [_kind(v, tokens, made) for v in eqn.invars]
     custom = eqn.primitive.name in jx.CUSTOM
     floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
-    if custom and (routes.of(eqn) is not None or {*kinds} != {"rows"} or not floats):
+    if custom and (permutations.of(eqn) is not None or {*kinds} != {"rows"} or not floats):
         return False  # a derivative with respect to what all rows read adds them up
     if not custom and jx.programs(eqn):
         return False

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...ops import routes
+from ...ops import permutations
 from ...ops.experts.gathered import fewer
 from ...program import factors
 from ...program import jaxpr as jx
@@ -130,7 +130,7 @@ def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | 
 
 
 def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
-    route = routes.of(eqn)
+    route = permutations.of(eqn)
     if route is not None and route.gather is not None:
         return _gathered(work, eqn, inputs, route.gather)
     if all(x.dim is None for x in inputs):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ...ops import routes
+from ...ops import permutations
 from ...ops.cross_entropy import HeadProduct, product
 from ...program import jaxpr as jx
 from ..context.localiser import Positions
@@ -105,7 +105,7 @@ def _slice(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 
 def _custom(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     """A function with its own derivative, on this chunk's part of a one-hot."""
-    if routes.of(eqn) is not None:
+    if permutations.of(eqn) is not None:
         return None
     dims = {x.shape: x.dim for x in inputs if x.dim is not None}
     own = lambda x, dim: Placed(work.part(x, dim), dim, x.shape, x.active)

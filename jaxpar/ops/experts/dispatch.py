@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..routes import route
+from ..permutations import route
 from . import gathered
 from .tables import added, places, rows_of, summed
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..routes import route
+from ..permutations import route
 from .tables import added, places, rows_of, summed, wide
 
 AXIS = "expert"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..routes import route
+from ..permutations import route
 from .rounds import rounds, where_needed
 from .tables import Order, order, wide
 

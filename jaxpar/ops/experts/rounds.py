@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...program import trip_counts
-from ..routes import route
+from ..permutations import route
 from .dispatch import combine
 from .gathered import AXIS
 from .tables import Order, order, rows_of, summed, wide

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...model.model import all_rows
-from ..routes import route
+from ..permutations import route
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("sequence", "global", "microbatch")

@@ -1,4 +1,4 @@
-"""Functions that put rows into another order and back: how they say so.
+"""Functions that permute tokens (dispatch, combine): how they say which rows a result is of.
 
 A token goes to a buffer of its expert's, beside tokens of other rows, and its result comes back. In form that mixes
 rows: sorts, running counts, lookups at computed places. What a row gets is its own all the same, and only who wrote the
