@@ -10,7 +10,8 @@ whole. Three pairs of linear functions change one into another, and each is the 
     gather    split -> whole, read by split computation                                           all-gather
     scatter   partial sum -> split                                                                reduce-scatter
 
-    unsplit   split -> whole, read by computation that every rank repeats                         all-gather
+    all_gather_replicated
+              split -> whole, read by computation that every rank repeats                         all-gather
     take      whole -> split                                                                      sends nothing
 
 `enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3), `gather` and `scatter` those of its
@@ -51,9 +52,9 @@ def scatter(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     return _bind("scatter", x, dim, ranks)
 
 
-def unsplit(x: jax.Array, dim: int, ranks: int) -> jax.Array:
+def all_gather_replicated(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     """Split along `dim` -> whole, for computation that is repeated on every rank."""
-    return _bind("unsplit", x, dim, ranks)
+    return _bind("all_gather_replicated", x, dim, ranks)
 
 
 def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
@@ -97,10 +98,10 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
     "leave": lambda x, dim, ranks: lax.psum(x, AXIS),
     "gather": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "scatter": lambda x, dim, ranks: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True),
-    "unsplit": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
+    "all_gather_replicated": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "take": _own,
 }
-_TRANSPOSE = {"enter": "leave", "gather": "scatter", "unsplit": "take"}
+_TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
 
@@ -108,7 +109,7 @@ _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
 def _define(name: str, primitive: Any) -> None:
     def shape(x: Any, axis_name: str, dim: int, ranks: int) -> Any:
         size = {"gather": lambda n: n * ranks, "scatter": lambda n: n // ranks}
-        size |= {"unsplit": size["gather"], "take": size["scatter"]}
+        size |= {"all_gather_replicated": size["gather"], "take": size["scatter"]}
         change = size.get(name, lambda n: n)
         return x.update(shape=tuple(change(n) if d == dim else n for d, n in enumerate(x.shape)))
 

@@ -102,7 +102,7 @@ def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[
     # What nobody reads would be kept alive by the token.
     for eqn in jx.live(jaxpr.eqns, jaxpr.outvars):
         values = [read(v) for v in eqn.invars]
-        with jx.standing(eqn):
+        with jx.source_info_of(eqn):
             if eqn.primitive.name in PRIMITIVES:
                 token, outs = _collective(eqn, values, token)
             elif jx.communicates([eqn], PRIMITIVES):

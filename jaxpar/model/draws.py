@@ -83,7 +83,7 @@ def _evaluated(closed: Any, args: Sequence[Any], ends: Mapping[int, _Layer]) -> 
             env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
             continue
         values = [[read(v) for v in one.invars] for one in group]
-        with jx.standing(eqn):
+        with jx.source_info_of(eqn):
             if others:
                 outs = _together(eqn, values)
             elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:

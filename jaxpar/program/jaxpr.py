@@ -165,7 +165,7 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def standing(eqn: Any) -> Iterator[None]:
+def source_info_of(eqn: Any) -> Iterator[None]:
     """Within it, what is traced stands where an equation stands in the user's program."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:

@@ -131,7 +131,7 @@ class _Iteration:
         return jax.tree.unflatten(self._tree, [self._read(v) for v in self._outs])
 
     def _bind(self, eqn: Any) -> None:
-        with jx.standing(eqn):
+        with jx.source_info_of(eqn):
             self.env.update(zip(eqn.outvars, jx.bind(eqn, [self._read(v) for v in eqn.invars]), strict=True))
 
     def _read(self, atom: Any) -> Any:

@@ -20,7 +20,7 @@ from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
 from ..layout.dims.expert import apart, expert_dims, looks_stacked
 from ..layout.dims.pairs import creation_order
-from ..layout.dims.tensor import Dims, Rules, tensor_dims, unsplit
+from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
 from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe, Sharing
@@ -91,7 +91,7 @@ class Step(FirstState, Intake):
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
-        whole = unsplit(flat, split, parts) if parts > 1 else {}
+        whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}

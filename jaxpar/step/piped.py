@@ -17,7 +17,7 @@ from ..parallel.pipeline.chunks import shareable
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline
-from ..parallel.pipeline.unstaged_params import Outside, outside
+from ..parallel.pipeline.unstaged_params import UnstagedParams, unstaged
 from ..slicing.program import Program
 from .tracing import Loss, Tracing
 
@@ -67,7 +67,7 @@ class Piped:
         summed = range(len(jax.tree.leaves(traced.outputs[0])))
         schedule = schedule if seeds is not None else schedule.forwards
         engine = Slots if schedule.branches else Pipeline
-        access = Outside(self.loss.access, outside(traced.program))
+        access = UnstagedParams(self.loss.access, unstaged(traced.program))
         leaves = access.ahead(stored)
         return engine(traced.program, schedule, access, leaves, self._values, summed, seeds, shared, part)
 

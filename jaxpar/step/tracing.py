@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..localise.context import RULES as CONTEXT_RULES
-from ..localise.context import Way, choose, split_sequence
+from ..localise.context import AttentionMode, choose, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
 from ..localise.logits import Logits, chunked
@@ -135,11 +135,15 @@ class Loss:
 class Tracing:
     """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`.
 
-    Once a batch has been traced, these say what was found: `ways`, how context ranks attend; `experts_gathered`, where
-    expert ranks gather experts in place of exchanging tokens (and bytes of all of them); `experts_fewer`, where they do
-    because the tokens would be more (and bytes of those); `tokens_gathered`, where they have all tokens of all (and
-    bytes of those, and of what would be sent); `logits`, which of a cross-entropy are made in chunks; `momenta`, those
-    of deferred running statistics; `doubts`, how the loss may couple rows.
+    Once a batch has been traced, these say what came of it:
+
+      attention_modes: how context ranks attend.
+      experts_gathered: where expert ranks gather experts in place of exchanging tokens, and bytes of all of them.
+      experts_fewer: where they do because the tokens would be more, and bytes of those.
+      tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
+      logits: which of a cross-entropy are made in chunks.
+      momenta: those of deferred running statistics.
+      doubts: how the loss may couple rows.
     """
 
     model: Model
@@ -148,7 +152,7 @@ class Tracing:
     axes: dict[str, int]
     schedule: Schedule | None = None
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    ways: dict[Way, None] = field(default_factory=dict, compare=False, repr=False)
+    attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
@@ -298,9 +302,9 @@ class Tracing:
         batch = range(before, before + len(jax.tree.leaves(rows)))
         apart = self.layout.storage.cut or (self.schedule is not None and self.schedule.branches)
         branching = self.schedule.kind if apart and self.schedule else ""  # ranks are not in one layer at one time
-        way = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching)
-        self.ways[way] = None
-        fun = split_sequence(flat, leaves, batch, sums, ranks, way, CONTEXT_RULES, self.ranks)
+        mode = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching)
+        self.attention_modes[mode] = None
+        fun = split_sequence(flat, leaves, batch, sums, ranks, mode, CONTEXT_RULES, self.ranks)
         return jx.trace(
             fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
         )[0]

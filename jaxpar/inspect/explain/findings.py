@@ -165,8 +165,8 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
             f"idle {float(schedule.bubble):.1%} of the time."
         )
-    for way in step.tracing.ways:
-        yield f"context={step.mesh.shape['context']}: attention by {way.name}, since {way.why}."
+    for mode in step.tracing.attention_modes:
+        yield f"context={step.mesh.shape['context']}: attention by {mode.name}, since {mode.why}."
     for place, one in step.tracing.logits.items():
         whole = f"{place}: the logits of {one.tokens:,} tokens, {size(4 * one.tokens * one.words)} in float32, are "
         if one.chunks > 1:

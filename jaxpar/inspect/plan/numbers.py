@@ -37,7 +37,9 @@ def numbers(
     main, schedule = step.traced(batch).program.main, step.schedule
     if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
         prediction["notes"].append(f"{why}.")
-    prediction["notes"] += [f"Attention over context is by {way.name}: {way.why}." for way in step.tracing.ways]
+    prediction["notes"] += [
+        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
+    ]
     prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
     prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
     return {

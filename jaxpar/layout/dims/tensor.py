@@ -105,7 +105,7 @@ def tensor_dims(
     return dims
 
 
-def unsplit(leaves: Leaves, dims: Mapping[str, int], size: int) -> dict[str, str]:
+def undivided_leaves(leaves: Leaves, dims: Mapping[str, int], size: int) -> dict[str, str]:
     """Path -> why, of the leaves of 16,384 elements or more that every one of `size` tensor ranks holds and computes
     with whole.
     """

@@ -1,7 +1,7 @@
 """The program of one context rank, which has some of the positions of every sequence."""
 
 from . import neighbours as neighbours
-from .attention_mode import Way as Way
+from .attention_mode import AttentionMode as AttentionMode
 from .attention_mode import choose as choose
 from .localiser import split_sequence as split_sequence
 from .rules import RULES as RULES

@@ -1,4 +1,4 @@
-"""How the queries of one context rank reach the keys of all ranks, and which way is taken.
+"""How the queries of one context rank reach the keys of all ranks, and which mode is chosen.
 
 gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
 ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
@@ -26,8 +26,8 @@ RINGS = ("ring", "usp")  # whose hops all devices of a program must meet in
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way, and why it was taken."""
+class AttentionMode:
+    """How attention over a split sequence is computed, and why so."""
 
     name: Literal["gather", "ulysses", "ring", "usp"]
     why: str
@@ -43,7 +43,7 @@ class Way:
         return ranks * (2 if self.order == "zigzag" else 1)
 
 
-GATHER = Way("gather", "it was asked for")
+GATHER = AttentionMode("gather", "it was asked for")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
             yield Call(options, query, key, jx.where(eqn), eqn.invars[0].aval.dtype.itemsize)
 
 
-def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: str = "") -> Way:
-    """The way of a program on `ranks` context ranks, where `tensor` ranks share the heads.
+def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: str = "") -> AttentionMode:
+    """The attention mode of a program on `ranks` context ranks, where `tensor` ranks share the heads.
 
     `schedule` is that of a pipeline whose ranks run different operations at one time: no ring there, since XLA lets all
     devices of a program meet in a collective-permute, whichever of them exchange something.
 
-    Raises ValueError where the way that was asked for cannot be.
+    Raises ValueError where the mode that was asked for cannot be.
     """
     found = list(calls(eqns))
     free = [call for call in found if not call.hinders]
@@ -98,7 +98,7 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: s
                 f"attention={asked!r} is for self-attention by jp.attention without a mask of its own, and {why}; use "
                 "causal=, window= and segment_ids= of jp.attention, or attention='gather'"
             )
-        return Way("gather", why)
+        return AttentionMode("gather", why)
     divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))
     tensor = tensor if divided else 1  # else each tensor rank computes all heads
     heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
@@ -121,21 +121,23 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: s
             f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
         )
     if asked == "usp" and group < ranks:
-        return Way("usp", f"it was asked for, in groups of {group} ranks", group)
+        return AttentionMode("usp", f"it was asked for, in groups of {group} ranks", group)
     if asked in ("ulysses", "ring"):
-        return Way("ulysses" if asked == "ulysses" else "ring", "it was asked for")
+        return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
     if all(q % ranks == 0 == k % ranks for q, k in heads):
-        return Way("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
+        return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
-        return Way("gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs")
+        return AttentionMode(
+            "gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
+        )
     if all(call.query[1] % (2 * ranks) == 0 for call in free):
         why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
         around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
         if shares < around:
             why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"
-            return Way("usp", why, group)
-        return Way("ring", why)
-    return Way("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")
+            return AttentionMode("usp", why, group)
+        return AttentionMode("ring", why)
+    return AttentionMode("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")
 
 
 def _sent(call: Call, ranks: int, tensor: int, group: int) -> int:

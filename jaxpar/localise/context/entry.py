@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...program import jaxpr as jx
-from ..tensor.localiser import Found, Localiser, Placed
+from ..tensor.localiser import Found, Localiser, LocalValue
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FirstSplit:
     dim: int
     tokens: int
 
-    def run(self, work: Localiser, inputs: Sequence[Placed]) -> Found:
+    def run(self, work: Localiser, inputs: Sequence[LocalValue]) -> Found:
         """The equation on this rank's positions."""
         values = [work.part(x, 1) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
         return [(jx.bind(self.eqn, values)[0], self.dim)]

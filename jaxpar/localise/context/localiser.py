@@ -30,8 +30,8 @@ from jax import lax
 
 from ...ops.context import from_zigzag, order_of
 from ...program import jaxpr as jx
-from ..tensor.localiser import Localiser, Placed
-from .attention_mode import AXIS, GATHER, Way
+from ..tensor.localiser import Localiser, LocalValue
+from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
 
@@ -43,14 +43,14 @@ MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "while", "cond", "custom_lin
 @dataclass
 class Positions(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
-    of a rule, `way` how attention reaches all keys, `tensor` the number of ranks that share heads,
+    of a rule, `mode` how attention reaches all keys, `tensor` the number of ranks that share heads,
     and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows`
     and `overlap` are what a plain number means in the rule of the equation at hand: those of its inputs.
     """
 
     begin: dict[int, FirstSplit] = field(default_factory=dict)
     cheap: int = 0
-    way: Way = GATHER
+    mode: AttentionMode = GATHER
     tensor: int = 1
     eqns: Sequence[Any] = ()
     rows: int = 1
@@ -58,7 +58,7 @@ class Positions(Localiser):
 
     # -- whole, split, partial -----------------------------------------------------------------------------------------
 
-    def whole(self, x: Placed) -> jax.Array:
+    def whole(self, x: LocalValue) -> jax.Array:
         """All of it, on every rank."""
         if x.partial:
             return x.once("whole", lambda: lax.psum(x.value, AXIS))
@@ -70,15 +70,15 @@ class Positions(Localiser):
 
     def _gathered(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
         every = lax.all_gather(value, AXIS, axis=dim, tiled=True)
-        if self.way.order != "plain":
+        if self.mode.order != "plain":
             every = from_zigzag(every, self.ranks, dim)
         if overlap > 0:  # of each chunk itself, and of the last what follows
-            *first, last = jnp.split(every, self.way.parts(self.ranks), dim)
+            *first, last = jnp.split(every, self.mode.parts(self.ranks), dim)
             kept = [lax.slice_in_dim(x, 0, self.chunk(n, overlap), axis=dim) for x in first]
             every = jnp.concatenate([*kept, last], dim)
         return lax.slice_in_dim(every, 0, n, axis=dim)
 
-    def entered(self, x: Placed) -> jax.Array:
+    def entered(self, x: LocalValue) -> jax.Array:
         """The same: no edge is needed where cotangents are partial sums."""
         return self.whole(x)
 
@@ -86,14 +86,14 @@ class Positions(Localiser):
         """A dim, how many rows are merged in it, and what of it overlaps."""
         return dim if isinstance(dim, Split) else Split(dim, self.rows, self.overlap)
 
-    def part(self, x: Placed, dim: int) -> jax.Array:
+    def part(self, x: LocalValue, dim: int) -> jax.Array:
         """This rank's part along a dim."""
         at = self.split(dim)
         if x.dim is not None and not x.partial and self.split(x.dim).how == at.how:
             return x.value
         return x.once(("part", at.how), lambda: self._part(x, at))
 
-    def _part(self, x: Placed, dim: int) -> jax.Array:
+    def _part(self, x: LocalValue, dim: int) -> jax.Array:
         made = pushed(self, self.positions, x, self.split(dim)) if x.made is not None else None
         return self.take(self.whole(x), dim) if made is None else made
 
@@ -105,7 +105,7 @@ class Positions(Localiser):
     def _taken(self, value: jax.Array, dim: int, overlap: int) -> jax.Array:
         n = value.shape[dim]
         chunk, after = self.chunk(n, overlap), max(overlap, 0)
-        missing = chunk * self.way.parts(self.ranks) + after - n
+        missing = chunk * self.mode.parts(self.ranks) + after - n
         if missing:
             value = jnp.pad(value, [(0, missing if d == dim else 0) for d in range(value.ndim)], "edge")
         parts = [lax.dynamic_slice_in_dim(value, at * chunk, chunk + after, dim) for at in self.chunks()]
@@ -113,16 +113,16 @@ class Positions(Localiser):
 
     def chunks(self) -> list[jax.Array]:
         """The numbers of the chunks of a sequence that this rank has."""
-        held = jnp.asarray(order_of(self.ranks, self.way.order), jnp.int32).reshape(self.ranks, -1)
+        held = jnp.asarray(order_of(self.ranks, self.mode.order), jnp.int32).reshape(self.ranks, -1)
         return list(held[lax.axis_index(AXIS)])
 
     def chunk(self, n: int, overlap: int = 0) -> int:
         """The positions of one chunk of n, without what overlaps."""
-        return -(-(n - overlap) // self.way.parts(self.ranks))
+        return -(-(n - overlap) // self.mode.parts(self.ranks))
 
     def size(self, n: int, overlap: int = 0) -> int:
         """How many of n positions a rank has, those beyond the end included."""
-        return (self.chunk(n, overlap) + max(overlap, 0)) * self.way.parts(1)
+        return (self.chunk(n, overlap) + max(overlap, 0)) * self.mode.parts(1)
 
     def positions(self, n: int, dim: Split) -> jax.Array:
         """Where in a dim of n this rank's positions are: int32. Those beyond the end of a row are its last."""
@@ -135,7 +135,7 @@ class Positions(Localiser):
         each = jnp.arange(chunk + max(overlap, 0), dtype=jnp.int32)
         return jnp.concatenate([at * chunk + each for at in self.chunks()])
 
-    def kept(self, x: Placed, nothing: Any = 0) -> jax.Array:
+    def kept(self, x: LocalValue, nothing: Any = 0) -> jax.Array:
         """The part of a split value, with `nothing` where it has no position, or another chunk has the same."""
         assert x.dim is not None
         dim = self.split(x.dim)
@@ -144,7 +144,7 @@ class Positions(Localiser):
             return x.value
         inside = self._places(n, dim.overlap) < n
         if dim.overlap > 0:  # what follows is the next chunk's, but behind the last
-            chunk, parts = self.chunk(n, dim.overlap), self.way.parts(self.ranks)
+            chunk, parts = self.chunk(n, dim.overlap), self.mode.parts(self.ranks)
             own = jnp.arange(chunk + dim.overlap) < chunk
             inside &= jnp.concatenate([own | (at == parts - 1) for at in self.chunks()])
         inside = jnp.tile(inside, dim.rows)
@@ -166,30 +166,32 @@ class Positions(Localiser):
         at = self.split(dim)
         return tuple(at.rows * self.size(n // at.rows, at.overlap) if d == at else n for d, n in enumerate(shape))
 
-    def shared(self, x: Placed) -> jax.Array:
+    def shared(self, x: LocalValue) -> jax.Array:
         """A partial sum: of what every rank has whole, its share."""
         return x.value if x.partial else self.whole(x) / self.ranks
 
-    def cotangent(self, value: Any, out: Placed, shape: tuple[int, ...]) -> Placed:
+    def cotangent(self, value: Any, out: LocalValue, shape: tuple[int, ...]) -> LocalValue:
         """That of a whole output is a partial sum."""
-        return Placed(value, out.dim, shape, partial=out.dim is None)
+        return LocalValue(value, out.dim, shape, partial=out.dim is None)
 
-    def handed(self, x: Placed, dim: int | None) -> jax.Array:
+    def input_cotangent(self, x: LocalValue, dim: int | None) -> jax.Array:
         """That of a whole input is a partial sum."""
         return self.shared(x) if dim is None else self.part(x, dim)
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
-    def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
+    def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program: partial sums only of one that is linear in them."""
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
         finally:
             self.eqns = outer
-        return outs if linear else [Placed(self.whole(x), None, x.shape, x.active) if x.partial else x for x in outs]
+        return (
+            outs if linear else [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in outs]
+        )
 
-    def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
+    def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
         how = {(dim.rows, dim.overlap) for x in inputs if x.dim is not None for dim in [self.split(x.dim)]}
         outer = self.rows, self.overlap
@@ -199,7 +201,7 @@ class Positions(Localiser):
         finally:
             self.rows, self.overlap = outer
 
-    def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
+    def _equation(self, eqn: Any, inputs: Sequence[LocalValue], mixed: bool) -> list[LocalValue]:
         name = eqn.primitive.name
         found = None
         if (start := self.begin.get(id(eqn))) is not None:
@@ -207,7 +209,7 @@ class Positions(Localiser):
         elif any(x.partial for x in inputs):
             found = linear(eqn, inputs)
             if found is None:
-                inputs = [Placed(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
+                inputs = [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
         known = name in self.rules and (name in MIXING or not mixed)
         if found is None and split and known:
@@ -222,13 +224,13 @@ class Positions(Localiser):
         for v, (value, dim) in zip(eqn.outvars, found, strict=True):
             moves = active and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             at = None if dim is None or dim == PARTIAL else self.split(dim)
-            outs.append(Placed(value, at, v.aval.shape, moves, weight, partial=dim == PARTIAL))
+            outs.append(LocalValue(value, at, v.aval.shape, moves, weight, partial=dim == PARTIAL))
         # Of indices that are joined, some may count positions (`rules.py`), whatever the others are.
         if len(outs) == 1 and (name == "concatenate" or (not split and not outs[0].partial and outs[0].dim is None)):
             outs[0].made = eqn, inputs
         return outs
 
-    def _check(self, x: Placed, eqn: Any) -> None:
+    def _check(self, x: LocalValue, eqn: Any) -> None:
         """Raises ValueError where an equation without a rule would gather features of all positions."""
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return
@@ -241,7 +243,14 @@ class Positions(Localiser):
 
 
 def split_sequence(
-    flat: jx.Flat, leaves: int, batch: Collection[int], sums: int, ranks: int, way: Way, rules: Any, tensor: int = 1
+    flat: jx.Flat,
+    leaves: int,
+    batch: Collection[int],
+    sums: int,
+    ranks: int,
+    mode: AttentionMode,
+    rules: Any,
+    tensor: int = 1,
 ) -> Callable[..., list[Any]]:
     """The program of one rank, a function of the same whole inputs.
 
@@ -250,7 +259,7 @@ def split_sequence(
         the rows of a batch [rows, positions, ...].
       sums: the first so many outputs are totals and counts; the function gives a rank's part of each, whose sum over
         ranks is meant. All other outputs are whole.
-      way: how attention reaches all keys (`attention_mode.py`).
+      mode: how attention reaches all keys (`attention_mode.py`).
       rules: what becomes of an equation, by primitive.
       tensor: the number of ranks that share the heads.
 
@@ -259,15 +268,15 @@ def split_sequence(
     """
     # What nobody reads, such as the last positions for a cache, need have no rule.
     flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
-    begin = starts(flat, leaves, batch, way.parts(ranks))
+    begin = starts(flat, leaves, batch, mode.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:
-        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, way=way, tensor=tensor)
+        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
         args = []
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < leaves
-            args.append(Placed(x, None, v.aval.shape, leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact), leaf))
+            args.append(LocalValue(x, None, v.aval.shape, leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact), leaf))
         outs = work.run(flat, args, linear=True)
         return [work.shared(x) if i < sums else work.whole(x) for i, x in enumerate(outs)]
 

@@ -20,7 +20,7 @@ from ...ops.context import from_chunks, order_of, with_neighbours
 from ...program import jaxpr as jx
 from ...program import primitives
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, Placed
+from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import shape_of
 from .attention_mode import AXIS
 from .localiser import Positions
@@ -30,13 +30,13 @@ from .split import PARTIAL, Split
 
 def overlap(work: Positions, n: int, chunk: int) -> int | None:
     """That of n positions in chunks of a given length; None where it would be more than a chunk."""
-    parts = work.way.parts(work.ranks)
+    parts = work.mode.parts(work.ranks)
     if -(-n // parts) == chunk:
         return 0
     return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
 
 
-def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
+def refuse(work: Positions, eqn: Any, x: LocalValue, by: int) -> None:
     """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
     assert x.dim is not None
     if math.prod(x.shape) > work.cheap:
@@ -52,7 +52,7 @@ def refuse(work: Positions, eqn: Any, x: Placed, by: int) -> None:
 
 
 def windows(
-    work: Positions, eqn: Any, x: Placed, start: int, width: int, fill: jax.Array | None = None
+    work: Positions, eqn: Any, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
 ) -> list[jax.Array] | None:
     """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
     `fill` in the place of those that are not there. None where that cannot be.
@@ -65,13 +65,13 @@ def windows(
     chunk = work.chunk(n, dim.overlap)
     before, after = max(-start, 0), max(start + width - chunk, 0)
     if dim.overlap > 0 and start >= 0 and start + width <= chunk + dim.overlap:
-        found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.way.parts(1), at)]
+        found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.mode.parts(1), at)]
     elif dim.overlap > 0:
         return None
     elif max(before, after) > chunk:
         return refuse(work, eqn, x, max(before, after))
     else:
-        each = with_neighbours(x.value, before, after, AXIS, work.way.order, at)
+        each = with_neighbours(x.value, before, after, AXIS, work.mode.order, at)
         found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
     if fill is None:
         return found
@@ -83,7 +83,9 @@ def windows(
     return out
 
 
-def moved(work: Positions, eqn: Any, x: Placed, start: int, length: int, fill: jax.Array | None = None) -> Found | None:
+def moved(
+    work: Positions, eqn: Any, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
+) -> Found | None:
     """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
     assert x.dim is not None
     dim = work.split(x.dim)
@@ -97,7 +99,7 @@ def moved(work: Positions, eqn: Any, x: Placed, start: int, length: int, fill: j
 
 
 @rule("slice")
-def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _slice(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """All positions, all but some of the first and last, or no more than a rank has: these are whole on every rank."""
     (x,) = inputs
     assert x.dim is not None
@@ -112,24 +114,24 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     if limit - start == x.shape[dim]:
         return [(value, dim)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
-    rest = Placed(value, dim, shape)
+    rest = LocalValue(value, dim, shape)
     found = moved(work, eqn, rest, start, limit - start) if limit - start > 1 else None
     if found is None and limit - start <= work.chunk(n, dim.overlap):
         return [(picked(work, rest, start, limit), PARTIAL)]
     return refuse(work, eqn, x, min(limit - start, n - limit + start)) if found is None and dim.rows == 1 else found
 
 
-def picked(work: Positions, x: Placed, start: int, limit: int) -> jax.Array:
+def picked(work: Positions, x: LocalValue, start: int, limit: int) -> jax.Array:
     """x[start : limit] along its split dim as a partial sum: what a rank has of it, and zeros."""
     assert x.dim is not None
-    dim, held = work.split(x.dim), order_of(work.ranks, work.way.order)
+    dim, held = work.split(x.dim), order_of(work.ranks, work.mode.order)
     n = x.shape[dim] // dim.rows
     chunk = work.chunk(n, dim.overlap)
     found = []
     while start < limit:
         row, place = divmod(start, n)
         number = min(place // chunk, len(held) - 1)  # the last chunk has what follows it as well
-        owner, slot = divmod(held.index(number), work.way.parts(1))
+        owner, slot = divmod(held.index(number), work.mode.parts(1))
         end = n if number == len(held) - 1 else (number + 1) * chunk
         length = min(limit - start, end - place)
         at = row * work.size(n, dim.overlap) + slot * (chunk + max(dim.overlap, 0)) + place - number * chunk
@@ -140,7 +142,7 @@ def picked(work: Positions, x: Placed, start: int, limit: int) -> jax.Array:
 
 
 @rule("pad")
-def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _pad(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     x, fill = inputs
     if x.dim is None:
         return None
@@ -155,11 +157,11 @@ def _pad(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     if overlap(work, x.shape[x.dim] + low + high, work.chunk(x.shape[x.dim], work.overlap)) is None:
         return refuse(work, eqn, x, max(low, high))
     shape = tuple(n if d == x.dim else k for d, (n, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
-    return moved(work, eqn, Placed(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
+    return moved(work, eqn, LocalValue(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
 
 
 @rule("concatenate")
-def _concatenate(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _concatenate(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Whole values, such as zeros, before and after a split one: its positions move along. Of several split ones all
     but the longest are made whole, if a rank has as much.
     """
@@ -188,7 +190,7 @@ def _concatenate(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found |
 
 
 @rule("conv_general_dilated")
-def _convolution(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _convolution(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Along positions by those of the neighbours that the kernel reaches; along anything else each by itself."""
     x, kernel = inputs
     numbers, params = eqn.params["dimension_numbers"], eqn.params
@@ -234,7 +236,7 @@ def _range(dtype: Any) -> tuple[Any, Any]:
 
 
 @rule(*_JOINED)
-def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _cumulative(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Each chunk by itself, and what the chunks before it come to: of each a number for every row and feature, which
     are gathered, (c - 1) p of them sent, p being the chunks of a rank.
     """
@@ -249,14 +251,14 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | 
     join, of = _JOINED[eqn.primitive.name]
     nothing = jnp.asarray(of(x.value.dtype), x.value.dtype)
     value = x.value
-    if chunk * work.way.parts(work.ranks) + after != n:
+    if chunk * work.mode.parts(work.ranks) + after != n:
         held = jnp.concatenate([at * chunk + jnp.arange(chunk + after) for at in work.chunks()])
         there = jnp.expand_dims(held < n, [d for d in range(len(x.shape)) if d != dim])
         value = jnp.where(there, value, nothing)
-    each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.way.parts(1), dim)]
+    each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.mode.parts(1), dim)]
     end = 0 if back else chunk - 1
     totals = from_chunks(
-        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.way.order
+        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.mode.order
     )
     before = [jnp.full_like(totals[0], nothing)]
     for total in (totals[::-1] if back else totals)[:-1]:
@@ -269,7 +271,7 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | 
 
 
 @rule("scan")
-def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _scan(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
     parts = jx.scan_parts(eqn)
     steps = inputs[len(parts.consts) + len(parts.carry) :]
@@ -278,7 +280,7 @@ def _scan(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return _recurrence(work, eqn, inputs) if diagonal(parts) else None
 
 
-def _recurrence(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _recurrence(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """h <- a h + b, element by element, in chunks (Blelloch 1990, Prefix Sums and Their Applications, section 1.4).
 
     Over a chunk, h becomes A h + B. Each rank finds A and B of its chunks, all gather them, and each runs its chunks
@@ -302,16 +304,16 @@ def _recurrence(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | 
 
         return lax.scan(step, carry, xs, length=work.chunk(parts.length), **options)
 
-    slots = work.way.parts(1)
+    slots = work.mode.parts(1)
     each = [[jnp.split(work.part(x, 0), slots)[slot] for x in steps] for slot in range(slots)]
     start = [x.value for x in init]
     ones, zeros = (jax.tree.map(fill, start) for fill in (jnp.ones_like, jnp.zeros_like))
     found = [jax.jvp(lambda carry, xs=xs: run(carry, xs)[0], (zeros,), (ones,)) for xs in each]
     gathered = [
-        [from_chunks(jnp.stack([one[side][i] for one in found]), AXIS, work.way.order) for side in (0, 1)]
+        [from_chunks(jnp.stack([one[side][i] for one in found]), AXIS, work.mode.order) for side in (0, 1)]
         for i in range(k)
     ]
-    chunks = range(work.way.parts(work.ranks))
+    chunks = range(work.mode.parts(work.ranks))
     begins: list[list[jax.Array]] = [start]
     for chunk in reversed(chunks) if parts.reverse else chunks:
         begins.append([grown[chunk] + decay[chunk] * h for (grown, decay), h in zip(gathered, begins[-1], strict=True)])

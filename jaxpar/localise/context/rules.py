@@ -19,14 +19,14 @@ from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, Placed
+from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
-from .attention_mode import AXIS, Way, options_of
+from .attention_mode import AXIS, AttentionMode, options_of
 from .keys import keys_of
 from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 
-Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
+Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 _EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", "while", "custom_linear_solve", *jx.REMATS)
 RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH) if name in TENSOR}
 
@@ -42,13 +42,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @rule("reshape")
-def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reshape(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
     x, *_ = inputs
     assert x.dim is not None
     if eqn.params["dimensions"] is not None:
         return None
-    parts, shape = work.way.parts(work.ranks), shape_of(eqn)
+    parts, shape = work.mode.parts(work.ranks), shape_of(eqn)
     dim = reshaped(x.shape, work.split(x.dim), shape, parts)
     if dim is not None:
         return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
@@ -66,12 +66,12 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
 
 
 @rule(*jx.CUSTOM)
-def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A route (`ops/permutations.py`) takes each rank's own tokens, in slots of its own."""
     route = permutations.of(eqn)
     if route is None:
         return TENSOR[eqn.primitive.name](work, eqn, inputs)
-    where, parts = jx.where(eqn), work.way.parts(work.ranks)
+    where, parts = jx.where(eqn), work.mode.parts(work.ranks)
     if route.part is None:
         raise ValueError(
             f"context={work.ranks} splits the tokens of a row, and {where} gives them slots in their order: a capacity "
@@ -95,7 +95,7 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 
 
 @rule("reduce_sum", "argmax", "argmin")
-def _reduce(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reduce(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A sum stays a partial one; others than these are `tensor`'s."""
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
@@ -104,7 +104,7 @@ def _reduce(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 
 
 @rule("dot_general")
-def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Each position by itself where they are free or batched; a partial sum where they are contracted.
 
     Of two operands whose positions meet, keys (`keys.py`) are gathered and queries stay.
@@ -131,14 +131,14 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule("gather")
-def _gather(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _gather(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     table, indices = inputs
     if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
         return _own(work, eqn, table, indices)
     return TENSOR["gather"](work, eqn, inputs)
 
 
-def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | None:
+def _own(work: Positions, eqn: Any, table: LocalValue, indices: LocalValue) -> Found | None:
     """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
     beside the place is a rank's own, such as a token's best experts.
     """
@@ -164,20 +164,20 @@ def _own(work: Positions, eqn: Any, table: Placed, indices: Placed) -> Found | N
 
 
 @rule("jit", "pjit")
-def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _kernel(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
     options = options_of(eqn)
     if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
     if work.rows > 1 or work.overlap:
         return None
-    if any(n % work.way.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
+    if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
     values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
     masks = inputs[3 + options.segments :]
     values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
     other = bool(masks) or options.segments == 2 or inputs[0].shape[1] != inputs[1].shape[1]
-    fun = functools.partial(attend, options, work.way, other)
+    fun = functools.partial(attend, options, work.mode, other)
     heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
     # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
     return [((kernels.local_kernel(fun, heads, 2) if work.tensor > 1 else fun)(*values), 1)]
@@ -185,7 +185,7 @@ def _kernel(work: Positions, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 
 def attend(
     options: AttentionOptions,
-    way: Way,
+    mode: AttentionMode,
     other: bool,
     query: jax.Array,
     key: jax.Array,
@@ -197,10 +197,10 @@ def attend(
     `other` keys than the queries' own, or with a mask, it is by gather.
     """
     ids, masks = more[: options.segments], more[options.segments :]
-    given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": way.order}
+    given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": mode.order}
     given |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
-    if other or way.name == "gather":
+    if other or mode.name == "gather":
         return gather_attention(query, key, value, mask=masks[0] if masks else None, **given)
-    if way.name == "usp":
-        return usp_attention(query, key, value, group=way.group, **given)
-    return (ring_attention if way.name == "ring" else ulysses_attention)(query, key, value, **given)
+    if mode.name == "usp":
+        return usp_attention(query, key, value, group=mode.group, **given)
+    return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **given)

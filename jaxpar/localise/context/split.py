@@ -32,7 +32,7 @@ from jax.core import Tracer
 
 from ...program import factors, primitives
 from ...program import jaxpr as jx
-from ..tensor.localiser import Found, Localiser, Placed
+from ..tensor.localiser import Found, Localiser, LocalValue
 
 PARTIAL = -1  # in the place of the dim along which a value is split: it is a partial sum
 
@@ -106,7 +106,7 @@ def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int
     return None
 
 
-def linear(eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def linear(eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """An equation, some of whose inputs are partial sums, where its output is one: a loss's total, say, divided by the
     number of tokens. None where it is not linear in them.
     """
@@ -120,7 +120,9 @@ def linear(eqn: Any, inputs: Sequence[Placed]) -> Found | None:
 # -- a part of a whole value from parts of what it was made of: no rank holds a mask [T, T] whole ----------------------
 
 
-def pushed(work: Localiser, positions: Callable[[int, Split], jax.Array], x: Placed, dim: Split) -> jax.Array | None:
+def pushed(
+    work: Localiser, positions: Callable[[int, Split], jax.Array], x: LocalValue, dim: Split
+) -> jax.Array | None:
     """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, dim)` are this rank's of
     n.
     """
@@ -144,12 +146,12 @@ def pushed(work: Localiser, positions: Callable[[int, Split], jax.Array], x: Pla
     return None
 
 
-def alike(x: Placed, dim: int) -> bool:
+def alike(x: LocalValue, dim: int) -> bool:
     """Whether a whole value is the same for all positions along a dim, where it meets others by broadcasting."""
     return not x.shape or x.shape[dim] == 1
 
 
-def counts(x: Placed) -> int | None:
+def counts(x: LocalValue) -> int | None:
     """The dim along which a whole value is 0, 1, 2, ..., whatever else it has; None where it is not known to be."""
     if x.made is None:
         return None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ...program import jaxpr as jx
-from ..tensor.localiser import Placed
+from ..tensor.localiser import LocalValue
 from .grouped import PRIMITIVE, ExpertRun, repeats, runs
 from .localiser import ExpertLocaliser, place
 
@@ -23,7 +23,7 @@ class TokenExchange(ExpertLocaliser):
 
     fewer: dict[str, int] = field(default_factory=dict)
 
-    def through(self, flat: jx.Flat, env: dict[Any, Placed]) -> None:
+    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
         """All equations of a flat program, those of a run of grouped matmuls together, where its last one stands."""
         found = {id(run.eqns[-1]): run for run in runs(flat, self.rules)}
         later = {id(eqn) for run in found.values() for eqn in run.eqns if not repeats(eqn)}
@@ -33,7 +33,7 @@ class TokenExchange(ExpertLocaliser):
             elif id(eqn) not in later:
                 self.compute(eqn, env)
 
-    def grouped(self, run: ExpertRun, env: dict[Any, Placed]) -> None:
+    def grouped(self, run: ExpertRun, env: dict[Any, LocalValue]) -> None:
         """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
         inputs = [self._read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
         k = 1 + len(run.rows)
@@ -41,7 +41,7 @@ class TokenExchange(ExpertLocaliser):
         tokens, experts = run.bytes()
         split = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
         if split and tokens <= experts:
-            with jx.standing(run.eqns[-1]):
+            with jx.source_info_of(run.eqns[-1]):
                 flat, _ = jx.trace(run.exchanged, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs))
                 (env[run.out],) = self.run(flat, inputs)
             return
@@ -77,7 +77,7 @@ def exchange_tokens(
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < len(dims)
             active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
+            args.append(LocalValue(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
         return [work.whole(x) for x in work.run(flat, args)]
 
     return fun, work

@@ -22,7 +22,7 @@ from ...ops import permutations
 from ...ops.experts.dropless import dropless, slots_of
 from ...ops.experts.tables import wide
 from ...program import jaxpr as jx
-from ..tensor.localiser import Found, Placed
+from ..tensor.localiser import Found, LocalValue
 from .localiser import ExpertLocaliser, SlotDims
 
 PRIMITIVE = "ragged_dot_general"
@@ -42,13 +42,13 @@ class ByRows(ExpertLocaliser):
 
     rows: int = 0
 
-    def whole(self, x: Placed) -> jax.Array:
+    def whole(self, x: LocalValue) -> jax.Array:
         """What every row reads."""
         if x.dim is not None:
             raise MixesRowsError
         return x.value
 
-    def part(self, x: Placed, dim: Any) -> jax.Array:
+    def part(self, x: LocalValue, dim: Any) -> jax.Array:
         """These rows of a value."""
         if x.dim == dim:
             return x.value
@@ -113,10 +113,10 @@ class ExpertRun:
         for v in self.rows:
             size = math.prod(v.aval.shape[1:])
             value = x[:, at : at + size].reshape(x.shape[0], *v.aval.shape[1:])
-            env[v], at = Placed(value, BY_ROWS, v.aval.shape, active=True), at + size
-        env[self.sizes] = Placed(None, None, self.sizes.aval.shape, weight=True)
+            env[v], at = LocalValue(value, BY_ROWS, v.aval.shape, active=True), at + size
+        env[self.sizes] = LocalValue(None, None, self.sizes.aval.shape, weight=True)
         env |= {
-            v: Placed(value, None, value.shape, weight=True)
+            v: LocalValue(value, None, value.shape, weight=True)
             for v, value in zip((*self.leaves, *self.rest), leaves, strict=True)
         }
         for eqn in self.eqns:
@@ -124,7 +124,7 @@ class ExpertRun:
         return env[self.out].value.reshape(x.shape[0], -1)
 
 
-def _product(work: Any, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _product(work: Any, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """A grouped matmul, of rows of one group."""
     x, leaf = inputs[:2]
     options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
@@ -205,9 +205,9 @@ def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules
         inputs = []
         for v, value, kind in zip(eqn.invars, values, kinds, strict=True):
             placed = BY_ROWS if kind == "rows" else None
-            inputs.append(Placed(value, placed, v.aval.shape, active=custom, weight=kind != "rows"))
+            inputs.append(LocalValue(value, placed, v.aval.shape, active=custom, weight=kind != "rows"))
             if kind == "alike":
-                inner = Placed(value[0], None, value.shape[1:], weight=True)
+                inner = LocalValue(value[0], None, value.shape[1:], weight=True)
                 inputs[-1].broadcast = inner, tuple(range(1, value.ndim))
         outs = work.equation(eqn, inputs)
         if any(x.dim != BY_ROWS for x in outs):

@@ -25,7 +25,7 @@ from jax import lax
 
 from ...layout.dims.expert import AXIS
 from ...program import jaxpr as jx
-from ..tensor.localiser import Localiser, Placed
+from ..tensor.localiser import Localiser, LocalValue
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ExpertLocaliser(Localiser):
 
     # -- whole, split, slotwise ----------------------------------------------------------------------------------------
 
-    def whole(self, x: Placed) -> jax.Array:
+    def whole(self, x: LocalValue) -> jax.Array:
         """As the model has it: all experts, and of slots those of this rank's rows."""
         dim: Any = x.dim
         if dim is None:
@@ -66,17 +66,17 @@ class ExpertLocaliser(Localiser):
             return x.once("whole", lambda: lax.all_to_all(x.value, AXIS, dim.slots, dim.dim, tiled=True))
         return x.once("whole", lambda: self._gathered(x, dim))
 
-    def _gathered(self, x: Placed, dim: int) -> jax.Array:
+    def _gathered(self, x: LocalValue, dim: int) -> jax.Array:
         if x.broadcast is not None:
             inner, dims = x.broadcast
             return lax.broadcast_in_dim(self.whole(inner), x.shape, dims)
         return lax.all_gather(x.value, AXIS, axis=dim, tiled=True)
 
-    def entered(self, x: Placed) -> jax.Array:
+    def entered(self, x: LocalValue) -> jax.Array:
         """The same: no edge is needed where each rank's loss is a part of the sum."""
         return self.whole(x)
 
-    def part(self, x: Placed, dim: Any) -> jax.Array:
+    def part(self, x: LocalValue, dim: Any) -> jax.Array:
         """This rank's experts of a value that is equal on all; or the value slotwise."""
         if x.dim == dim:
             return x.value
@@ -84,11 +84,11 @@ class ExpertLocaliser(Localiser):
 
     def take(self, value: Any, dim: int) -> jax.Array:
         """This rank's experts of what every rank has."""
-        value = self.whole(value) if isinstance(value, Placed) else value
+        value = self.whole(value) if isinstance(value, LocalValue) else value
         size = value.shape[dim] // self.ranks
         return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
 
-    def _slotwise(self, x: Placed, to: SlotDims) -> jax.Array:
+    def _slotwise(self, x: LocalValue, to: SlotDims) -> jax.Array:
         if x.weight and x.dim in (None, to.dim):  # each rank has the slots of all
             mine = x.value if x.dim is not None else None
             if x.broadcast is not None and mine is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
@@ -104,11 +104,11 @@ class ExpertLocaliser(Localiser):
                     return lax.broadcast_in_dim(self.part(inner, at), self.local(x.shape, to), dims)
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
-    def alike(self, x: Placed) -> bool:
+    def alike(self, x: LocalValue) -> bool:
         """Not what comes of a rank's rows."""
         return x.weight
 
-    def handed(self, x: Placed, dim: Any) -> jax.Array:
+    def input_cotangent(self, x: LocalValue, dim: Any) -> jax.Array:
         """What a function's own derivative returns for an input."""
         assert dim is None or isinstance(dim, SlotDims), dim
         return self.whole(x) if dim is None else self.part(x, dim)
@@ -122,31 +122,31 @@ class ExpertLocaliser(Localiser):
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
-    def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
+    def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program."""
-        env: dict[Any, Placed] = {}
+        env: dict[Any, LocalValue] = {}
         consts = zip(flat.constvars, flat.consts, strict=True)
-        env.update((v, Placed(x, None, v.aval.shape, weight=True)) for v, x in consts)
+        env.update((v, LocalValue(x, None, v.aval.shape, weight=True)) for v, x in consts)
         env.update(zip(flat.invars, args, strict=True))
         self.through(flat, env)
         return [self._read(env, v) for v in flat.outvars]
 
-    def through(self, flat: jx.Flat, env: dict[Any, Placed]) -> None:
+    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
         """All equations of a flat program, in the values `env` of its variables."""
         for eqn in flat.eqns:
             self.compute(eqn, env)
 
-    def compute(self, eqn: Any, env: dict[Any, Placed]) -> None:
+    def compute(self, eqn: Any, env: dict[Any, LocalValue]) -> None:
         """One equation."""
         inputs = [self._read(env, v) for v in eqn.invars]
-        with jx.standing(eqn):
+        with jx.source_info_of(eqn):
             env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
 
     @staticmethod
-    def _read(env: dict[Any, Placed], atom: Any) -> Placed:
-        return Placed(atom.val, None, jnp.shape(atom.val), weight=True) if jx.is_literal(atom) else env[atom]
+    def _read(env: dict[Any, LocalValue], atom: Any) -> LocalValue:
+        return LocalValue(atom.val, None, jnp.shape(atom.val), weight=True) if jx.is_literal(atom) else env[atom]
 
-    def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
+    def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
         name = eqn.primitive.name
         found = None
@@ -159,14 +159,14 @@ class ExpertLocaliser(Localiser):
         active = any(x.active for x in inputs)
         alike = all(x.weight for x in inputs) and not _knows_rank(eqn)
         outs = [
-            Placed(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), alike)
+            LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), alike)
             for v, (value, dim) in zip(eqn.outvars, found, strict=True)
         ]
         if name == "broadcast_in_dim":
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
 
-    def note(self, eqn: Any, x: Placed) -> None:
+    def note(self, eqn: Any, x: LocalValue) -> None:
         """Experts that are gathered: where, and bytes of all of them."""
         if isinstance(x.dim, int):
             where = place(eqn)

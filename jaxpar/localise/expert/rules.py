@@ -17,15 +17,15 @@ from ...ops.experts.gathered import fewer
 from ...program import factors
 from ...program import jaxpr as jx
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, Placed
+from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims, place
 
-Rule = Callable[[Any, Any, Sequence[Placed]], Found | None]
+Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {}
 
 
-def _of_leaves(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _of_leaves(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Split leaves, beside what is equal on all ranks: each rank does the same with its experts."""
     own = TENSOR[eqn.primitive.name] if eqn.primitive.name in ("reshape", "optimization_barrier") else follow
     return own(work, eqn, inputs) if all(x.weight for x in inputs) else None
@@ -35,7 +35,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of some primitives where an input is slotwise; else that of leaves."""
 
     def register(fun: Rule) -> Rule:
-        def chosen(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+        def chosen(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
             return (fun if any(isinstance(x.dim, SlotDims) for x in inputs) else _of_leaves)(work, eqn, inputs)
 
         RULES.update(dict.fromkeys(names, chosen))
@@ -44,18 +44,18 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _slots(inputs: Sequence[Placed]) -> Any:
+def _slots(inputs: Sequence[LocalValue]) -> Any:
     """The first that is slotwise says where experts and slots are."""
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
 @rule("optimization_barrier")
-def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
 
 
 @rule(*factors.FACTORS)
-def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
     at: Any = inputs[i].dim
@@ -80,7 +80,7 @@ def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     return list(zip(jx.bind(eqn, values, **changes), outs, strict=True))
 
 
-def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) -> Any:
+def _part(work: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int | None) -> Any:
     """An operand for slots, which may have 1 in the place of experts or slots, or neither; None where it is unknown."""
     if dim is not None and slots is not None:
         return work.part(x, SlotDims(dim, slots))
@@ -90,7 +90,7 @@ def _part(work: ExpertLocaliser, x: Placed, dim: int | None, slots: int | None) 
     return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)
 
 
-def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Where split experts meet a rank's own tokens for all of them, slots begin."""
     if any(isinstance(x.dim, SlotDims) for x in inputs):
         return _follow(work, eqn, inputs)
@@ -114,7 +114,7 @@ RULES["dot_general"] = _dot
 # -- equations that hold programs --------------------------------------------------------------------------------------
 
 
-def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Layers by layers, and what is done again and again. Leaves of experts that become something else are gathered."""
     first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # where what is carried begins and ends
     if eqn.primitive.name == "scan":
@@ -129,7 +129,7 @@ def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | 
     return TENSOR[eqn.primitive.name](work, eqn, given)
 
 
-def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     route = permutations.of(eqn)
     if route is not None and route.gather is not None:
         return _gathered(work, eqn, inputs, route.gather)
@@ -144,7 +144,7 @@ def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed]) -> Found 
     return TENSOR[eqn.primitive.name](work, eqn, inputs)
 
 
-def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[Placed], gather: Any) -> Found | None:
+def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gather: Any) -> Found | None:
     """Tokens to buffers [E, C, D], or back from there, where all tokens of all ranks are fewer bytes."""
     entering = len(eqn.invars[0].aval.shape) == len(eqn.outvars[0].aval.shape) - 1
     buffer = (eqn.outvars[0] if entering else eqn.invars[1]).aval

@@ -17,7 +17,7 @@ from ..context.localiser import Positions
 from ..context.rules import RULES as CONTEXT
 from ..context.split import Split
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, Placed
+from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
 
 _EDGES = ("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter", "tensor_unsplit", "tensor_take")
@@ -49,7 +49,7 @@ class Chunk(Positions):
         """The one."""
         return [self.at]
 
-    def whole(self, x: Placed) -> jax.Array:
+    def whole(self, x: LocalValue) -> jax.Array:
         """All of it, which one chunk has only of what is not split."""
         if x.partial or x.dim is not None:
             raise StayWholeError("logits of several chunks meet")
@@ -61,13 +61,13 @@ class Chunk(Positions):
 
     total = of_all
 
-    def _check(self, x: Placed, eqn: Any) -> None:
+    def _check(self, x: LocalValue, eqn: Any) -> None:
         if x.partial or x.dim is not None:
             raise StayWholeError(
                 f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} has no rule for chunks of them"
             )
 
-    def _equation(self, eqn: Any, inputs: Sequence[Placed], mixed: bool) -> list[Placed]:
+    def _equation(self, eqn: Any, inputs: Sequence[LocalValue], mixed: bool) -> list[LocalValue]:
         if eqn is not self.head:
             return super()._equation(eqn, inputs, mixed)
         assert self.how is not None
@@ -75,10 +75,10 @@ class Chunk(Positions):
         assert hidden.dim is not None
         value = product(self.how, hidden.value, head.value, self.wide)
         dim = Split(hidden.dim - (self.how.of_hidden < hidden.dim) + self.how.swapped)
-        return [Placed(value, dim, shape_of(eqn), hidden.active or head.active)]
+        return [LocalValue(value, dim, shape_of(eqn), hidden.active or head.active)]
 
 
-def _edge(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _edge(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """To other ranks of `tensor`, of other dims."""
     (x,) = inputs
     if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in _EDGES[:2]):
@@ -86,7 +86,7 @@ def _edge(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return [(jx.bind(eqn, [x.value])[0], x.dim)]
 
 
-def _slice(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _slice(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Of some words; or of all positions but the last, which stay where they were in their chunk."""
     (x,) = inputs
     dim, strides = work.split(x.dim or 0), eqn.params["strides"]
@@ -103,12 +103,12 @@ def _slice(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return [(value, dim if some == n else Split(int(dim), 1, over))]
 
 
-def _custom(work: Chunk, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _custom(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A function with its own derivative, on this chunk's part of a one-hot."""
     if permutations.of(eqn) is not None:
         return None
     dims = {x.shape: x.dim for x in inputs if x.dim is not None}
-    own = lambda x, dim: Placed(work.part(x, dim), dim, x.shape, x.active)
+    own = lambda x, dim: LocalValue(work.part(x, dim), dim, x.shape, x.active)
     inputs = [own(x, dims[x.shape]) if x.made is not None and x.shape in dims else x for x in inputs]
     return TENSOR[eqn.primitive.name](work, eqn, inputs)
 

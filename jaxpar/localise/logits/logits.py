@@ -28,7 +28,7 @@ from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
 from ...program import jaxpr as jx
 from ...program.walk import visit
 from ..context.split import Split
-from ..tensor.localiser import Placed
+from ..tensor.localiser import LocalValue
 from ..tensor.primitives import ELEMENTWISE, shape_of
 from .chunks import RULES, Chunk, StayWholeError
 
@@ -133,7 +133,7 @@ class _Region:
     moved: set[Any]
     after: set[Any]
     why: str
-    splits: list[Placed] = field(default_factory=list)
+    splits: list[LocalValue] = field(default_factory=list)
 
     @classmethod
     def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> _Region | None:
@@ -239,7 +239,8 @@ class _Region:
                 whole = [x.astype(v.aval.dtype) for v, x in zip(others, kept, strict=True)]
                 values = [(some, Split(dim)), (narrow, None), *((x, None) for x in whole)]
                 args = [
-                    Placed(x, at, v.aval.shape, v in self.moved) for v, (x, at) in zip(self.inputs, values, strict=True)
+                    LocalValue(x, at, v.aval.shape, v in self.moved)
+                    for v, (x, at) in zip(self.inputs, values, strict=True)
                 ]
                 self.splits = work.run(inner, args, linear=True)
                 return None, [x.value for x in self.splits]
@@ -256,7 +257,7 @@ class _Region:
         return dataclasses.replace(new, eqns=jx.live(new.eqns, new.outvars)), n  # of one-hots, no more than a chunk's
 
     @staticmethod
-    def _joined(ys: jax.Array, x: Placed) -> jax.Array:
+    def _joined(ys: jax.Array, x: LocalValue) -> jax.Array:
         """What all chunks have, [chunks, ...], as one."""
         if x.partial:
             value = _wide(ys).sum(0).astype(ys.dtype)

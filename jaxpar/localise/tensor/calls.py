@@ -15,30 +15,30 @@ import numpy as np
 from ...program import jaxpr as jx
 from ...program import kernels
 from ...program.walk import called
-from .localiser import Found, Localiser, Placed
+from .localiser import Found, Localiser, LocalValue
 from .primitives import rule
 
 
-def _again(x: Placed, value: Any) -> Placed:
+def _again(x: LocalValue, value: Any) -> LocalValue:
     """Another value in the place of this one, in another program."""
-    return Placed(value, x.dim, x.shape, x.active, x.weight, x.origin)
+    return LocalValue(value, x.dim, x.shape, x.active, x.weight, x.origin)
 
 
-def _as(work: Localiser, x: Placed, dim: int | None) -> jax.Array:
+def _as(work: Localiser, x: LocalValue, dim: int | None) -> jax.Array:
     return work.whole(x) if dim is None else work.part(x, dim)
 
 
 @rule("scan")
-def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _scan(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     parts, flat = jx.scan_parts(eqn), jx.flatten(eqn.params["jaxpr"])
     n, k = len(parts.consts), len(parts.carry)
     consts, init, xs = inputs[:n], inputs[n : n + k], inputs[n + k :]
 
-    def slices(x: Placed, value: Any) -> Placed:
+    def slices(x: LocalValue, value: Any) -> LocalValue:
         dim = None if not x.dim else x.dim - 1  # split over the steps: gathered
-        return Placed(value, dim, x.shape[1:], x.active, x.weight, x.origin)
+        return LocalValue(value, dim, x.shape[1:], x.active, x.weight, x.origin)
 
-    def body(carry: Sequence[Placed], values: Sequence[Any]) -> list[Placed]:
+    def body(carry: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
         fixed = [_again(x, x.value) for x in consts]  # edges of its own
         return work.run(flat, [*fixed, *carry, *map(slices, xs, values)])
 
@@ -59,15 +59,15 @@ def _scan(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 def _settled(
-    work: Localiser, init: Sequence[Placed], atoms: Sequence[Any], body: Callable[..., list[Placed]], *more: Any
-) -> tuple[list[Placed], list[Placed]]:
+    work: Localiser, init: Sequence[LocalValue], atoms: Sequence[Any], body: Callable[..., list[LocalValue]], *more: Any
+) -> tuple[list[LocalValue], list[LocalValue]]:
     """What a loop carries, as it is in every iteration, and what `body(carry, *more)` makes of it.
 
     Only after an iteration may it become split, active, or another on each rank; and then it stays so, so that this
     ends. `more` is abstract.
     """
     carried = [_again(x, x.value) for x in init]
-    found: list[Placed] = []
+    found: list[LocalValue] = []
 
     def step(values: Any, *more: Any) -> list[Any]:
         found[:] = body(list(map(_again, carried, values)), *more)
@@ -93,7 +93,7 @@ def _settled(
 
 
 @rule("while")
-def _while(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _while(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """What is carried as in a scan; the condition reads all of it. None where it may end on some ranks before others,
     which would wait for them in its collectives.
     """
@@ -133,13 +133,13 @@ def _by_row(eqn: Any, *values: jax.Array) -> list[jax.Array]:
 
 
 @rule("custom_linear_solve")
-def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Right-hand sides and solutions are split alike, as the solver leaves them; its four programs are rewritten."""
     lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     right, sides = inputs[at[-1] :], [_again(x, x.value) for x in inputs[at[-1] :]]
 
-    def run(program: Any, consts: Sequence[Placed], values: Sequence[Any]) -> list[Placed]:
+    def run(program: Any, consts: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
         return work.run(jx.flatten(program), [*map(_again, consts, values), *map(_again, sides, values[len(consts) :])])
 
     def solution(*values: Any) -> list[Any]:
@@ -151,7 +151,7 @@ def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     jax.eval_shape(solution, *_values([*solver, *right]))
     start = [_as(work, x, side.dim) for x, side in zip(right, sides, strict=True)]
 
-    def rewritten(program: Any, consts: Sequence[Placed]) -> Any:
+    def rewritten(program: Any, consts: Sequence[LocalValue]) -> Any:
         fun = lambda *values: [_as(work, x, y.dim) for x, y in zip(run(program, consts, values), sides, strict=True)]
         return jax.make_jaxpr(fun)(*_values(consts), *start)
 
@@ -162,10 +162,10 @@ def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule(*jx.REMATS)
-def _remat(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _remat(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     jaxpr, consts = jx.opened(eqn.params["jaxpr"])
     flat = jx.flatten(jec.ClosedJaxpr(jaxpr, consts))
-    outs: list[Placed] = []
+    outs: list[LocalValue] = []
 
     def fun(*values: Any) -> list[Any]:
         outs[:] = work.run(flat, [_again(x, v) for x, v in zip(inputs, values, strict=True)])
@@ -177,7 +177,7 @@ def _remat(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule(*jx.CUSTOM)
-def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _custom(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """A function with its own rule of differentiation keeps it: forward and backward are traced at the whole's shapes,
     and each is rewritten.
     """
@@ -200,7 +200,7 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
     pair, (_, pull) = jx.trace(forward, *avals)
     outs, saved = [], []
 
-    def placed(values: Sequence[Any]) -> list[Placed]:
+    def placed(values: Sequence[Any]) -> list[LocalValue]:
         return [_again(x, v) for x, v in zip(inputs, values, strict=True)]
 
     def only(*values: Any) -> list[Any]:
@@ -229,7 +229,7 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         cts = [work.cotangent(ct, out, s.shape) for ct, out, s, on in every if on]
         found = work.run(flat, [*known, *cts], linear=True)
         given = dict(zip(at, found, strict=True))
-        return tuple(work.handed(given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
+        return tuple(work.input_cotangent(given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
 
     function = jax.custom_vjp(only)
     values = [x.value for x in inputs]
@@ -239,7 +239,7 @@ def _custom(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule("jit", "pjit")
-def _kernel(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _kernel(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A fused kernel, on this rank's heads."""
     kernel = kernels.of(eqn)
     if kernel is None or not any(x.dim is not None and x.dim == d for x, d in zip(inputs, kernel.in_dims, strict=True)):
@@ -267,7 +267,7 @@ def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
 
 
 @rule("cond")
-def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _cond(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Each branch is rewritten. An output that some have whole, and others split along one dim, is split: of what is
     whole each rank takes its part. Whole outputs where branches disagree about the dim. None where ranks may take
     several branches, and would wait for each other in their collectives.
@@ -276,9 +276,9 @@ def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     if not work.alike(index):
         return None
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
-    found: list[list[Placed]] = []
+    found: list[list[LocalValue]] = []
 
-    def placed(values: Sequence[Any]) -> list[Placed]:
+    def placed(values: Sequence[Any]) -> list[LocalValue]:
         return [_again(x, v) for x, v in zip(operands, values, strict=True)]
 
     for flat in branches:
@@ -293,5 +293,5 @@ def _cond(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
     return list(zip(values, dims, strict=True))
 
 
-def _values(inputs: Sequence[Placed]) -> list[Any]:
+def _values(inputs: Sequence[LocalValue]) -> list[Any]:
     return [x.value for x in inputs]

@@ -29,7 +29,7 @@ from ...program import jaxpr as jx
 
 
 @dataclass
-class Placed:
+class LocalValue:
     """A value as one tensor rank has it.
 
     Attributes:
@@ -51,9 +51,9 @@ class Placed:
     active: bool = False
     weight: bool = False
     origin: str = ""
-    broadcast: tuple[Placed, tuple[int, ...]] | None = None
+    broadcast: tuple[LocalValue, tuple[int, ...]] | None = None
     partial: bool = False
-    made: tuple[Any, Sequence[Placed]] | None = field(default=None, repr=False)
+    made: tuple[Any, Sequence[LocalValue]] | None = field(default=None, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
@@ -64,7 +64,7 @@ class Placed:
 
 
 Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
-PrimitiveRule = Callable[["Localiser", Any, Sequence[Placed]], Found | None]
+PrimitiveRule = Callable[["Localiser", Any, Sequence[LocalValue]], Found | None]
 
 
 @dataclass
@@ -80,13 +80,13 @@ class Localiser:
 
     # -- edges ---------------------------------------------------------------------------------------------------------
 
-    def whole(self, x: Placed) -> jax.Array:
+    def whole(self, x: LocalValue) -> jax.Array:
         """For computation that every rank repeats."""
         if (dim := x.dim) is None:
             return x.value
-        return x.once("whole", lambda: edges.unsplit(x.value, dim, self.ranks))
+        return x.once("whole", lambda: edges.all_gather_replicated(x.value, dim, self.ranks))
 
-    def entered(self, x: Placed) -> jax.Array:
+    def entered(self, x: LocalValue) -> jax.Array:
         """All of it, for split computation."""
         if (dim := x.dim) is not None:
             return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
@@ -94,13 +94,13 @@ class Localiser:
             return x.value
         return x.once("entered", lambda: edges.enter(x.value, self.ranks))
 
-    def part(self, x: Placed, dim: int) -> jax.Array:
+    def part(self, x: LocalValue, dim: int) -> jax.Array:
         """This rank's part along a dim."""
         if x.dim == dim:
             return x.value
         return x.once(("part", dim), lambda: self._part(x, dim))
 
-    def _part(self, x: Placed, dim: int) -> jax.Array:
+    def _part(self, x: LocalValue, dim: int) -> jax.Array:
         if x.broadcast is not None:
             inner, dims = x.broadcast
             at = dims.index(dim) if dim in dims else -1
@@ -114,7 +114,7 @@ class Localiser:
         assert value.shape[dim] % self.ranks == 0, (value.shape, dim)
         return edges.take(value, dim, self.ranks)
 
-    def kept(self, x: Placed, nothing: Any = 0) -> jax.Array:
+    def kept(self, x: LocalValue, nothing: Any = 0) -> jax.Array:
         """The part of a split value, with `nothing` in the place of what other ranks have as well."""
         return x.value
 
@@ -124,17 +124,17 @@ class Localiser:
 
     def of_all(self, value: jax.Array) -> jax.Array:
         """What every rank has, [ranks, ...]."""
-        return edges.unsplit(value[None], 0, self.ranks)
+        return edges.all_gather_replicated(value[None], 0, self.ranks)
 
-    def alike(self, x: Placed) -> bool:
+    def alike(self, x: LocalValue) -> bool:
         """Whether the whole of a value is the same on all ranks."""
         return True
 
-    def cotangent(self, value: Any, out: Placed, shape: tuple[int, ...]) -> Placed:
+    def cotangent(self, value: Any, out: LocalValue, shape: tuple[int, ...]) -> LocalValue:
         """What a function's own derivative is given for one of its outputs."""
-        return Placed(value, out.dim, shape)
+        return LocalValue(value, out.dim, shape)
 
-    def handed(self, x: Placed, dim: int | None) -> jax.Array:
+    def input_cotangent(self, x: LocalValue, dim: int | None) -> jax.Array:
         """What a function's own derivative returns for one of its inputs, which is split along `dim`, or whole."""
         return self.whole(x) if dim is None else self.part(x, dim)
 
@@ -163,22 +163,22 @@ class Localiser:
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
-    def run(self, flat: jx.Flat, args: Sequence[Placed], linear: bool = False) -> list[Placed]:
+    def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program; `linear` where it is that of cotangents."""
-        env: dict[Any, Placed] = {}
-        env.update((v, Placed(x, None, v.aval.shape)) for v, x in zip(flat.constvars, flat.consts, strict=True))
+        env: dict[Any, LocalValue] = {}
+        env.update((v, LocalValue(x, None, v.aval.shape)) for v, x in zip(flat.constvars, flat.consts, strict=True))
         env.update(zip(flat.invars, args, strict=True))
         for eqn in flat.eqns:
             inputs = [self._read(env, v) for v in eqn.invars]
-            with jx.standing(eqn):
+            with jx.source_info_of(eqn):
                 env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
         return [self._read(env, v) for v in flat.outvars]
 
     @staticmethod
-    def _read(env: dict[Any, Placed], atom: Any) -> Placed:
-        return Placed(atom.val, None, jnp.shape(atom.val)) if jx.is_literal(atom) else env[atom]
+    def _read(env: dict[Any, LocalValue], atom: Any) -> LocalValue:
+        return LocalValue(atom.val, None, jnp.shape(atom.val)) if jx.is_literal(atom) else env[atom]
 
-    def equation(self, eqn: Any, inputs: Sequence[Placed]) -> list[Placed]:
+    def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
         name = eqn.primitive.name
         rule = self.rules.get(name) if any(x.dim is not None for x in inputs) else None
@@ -194,7 +194,7 @@ class Localiser:
         active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
         origin = next((x.origin for x in inputs if x.dim is not None), "")
         outs = [
-            Placed(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
+            LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
             for v, (value, dim) in zip(eqn.outvars, found, strict=True)
         ]
         if name == "broadcast_in_dim" and outs[0].dim is None:
@@ -227,7 +227,7 @@ def localise(
         for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
             leaf = i < len(dims)
             active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(Placed(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else ""))
+            args.append(LocalValue(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else ""))
         return [work.whole(x) for x in work.run(flat, args)]
 
     return fun, work.gathered

@@ -15,7 +15,7 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.factors import ELEMENTWISE as ELEMENTWISE
 from ...program.factors import Factor
-from .localiser import Found, Localiser, Placed, PrimitiveRule
+from .localiser import Found, Localiser, LocalValue, PrimitiveRule
 
 RULES: dict[str, PrimitiveRule] = {}
 
@@ -41,7 +41,7 @@ def without(dim: int | None, dims: Sequence[int]) -> int:
     return dim - sum(d < dim for d in dims)
 
 
-def followed(eqn: Any, inputs: Sequence[Placed], weights: bool = False) -> Factor | None:
+def followed(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> Factor | None:
     """The factor that is split: of what is no parameter, if that is; with `weights`, of the parameters."""
     split = [i for i, x in enumerate(inputs) if x.dim is not None]
     first = max(split, key=lambda i: (inputs[i].weight == weights, math.prod(inputs[i].shape) if weights else -i))
@@ -49,13 +49,13 @@ def followed(eqn: Any, inputs: Sequence[Placed], weights: bool = False) -> Facto
 
 
 @rule(*factors.FACTORS)
-def follow(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def follow(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """The equation on the parts."""
     factor = followed(eqn, inputs)
     return None if factor is None or factor.reduced else on_parts(work, eqn, inputs, factor)
 
 
-def on_parts(work: Localiser, eqn: Any, inputs: Sequence[Placed], factor: Factor) -> Found | None:
+def on_parts(work: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Factor) -> Found | None:
     """The equation on the parts of what has a factor, and all of what has not."""
     if factor.grouped and eqn.params[factor.grouped] % work.ranks:
         return None
@@ -65,20 +65,20 @@ def on_parts(work: Localiser, eqn: Any, inputs: Sequence[Placed], factor: Factor
 
 
 @rule("optimization_barrier", "psum", "pmax", "pmin", "ppermute", "pbroadcast")
-def _each(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _each(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Every input by itself; over other axes than `tensor`."""
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
 
 
 @rule("sharding_constraint")
-def _constraint(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _constraint(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """What a model asks of a mesh of its own says nothing here."""
     (x,) = inputs
     return [(x.value, x.dim)]
 
 
 @rule("reshape")
-def _reshape(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reshape(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A split dim stays split as the outermost of the dims that it becomes, or that it is merged with."""
     x, *_ = inputs
     factor, shape = followed(eqn, inputs), shape_of(eqn)

@@ -12,14 +12,14 @@ from jax import lax
 
 from ...collectives import edges
 from ...program import jaxpr as jx
-from .localiser import Found, Localiser, Placed
+from .localiser import Found, Localiser, LocalValue
 from .primitives import follow, followed, on_parts, rule, shape_of, without
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-def _reduce(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
@@ -57,7 +57,7 @@ def _nothing(eqn: Any) -> Any:
 
 
 @rule("argmax", "argmin")
-def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
+def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     (x,) = inputs
     (axis,) = eqn.params["axes"]
     (at,) = jx.bind(eqn, [x.value])
@@ -65,7 +65,7 @@ def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
         return [(at, without(x.dim, [axis]))]
     best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
     at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
-    every, places = (edges.unsplit(y[None], 0, work.ranks) for y in (best, at))
+    every, places = (edges.all_gather_replicated(y[None], 0, work.ranks) for y in (best, at))
     (rank,) = jx.bind(eqn, [every], axes=(0,))
     return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
 
@@ -74,7 +74,7 @@ def _arg(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found:
 
 
 @rule("dot_general", "conv_general_dilated")
-def _product(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
     and not alike, a parameter keeps its split, and else what is larger.
     """
@@ -94,7 +94,7 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | Non
 
 
 @rule("gather")
-def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None:
+def _gather(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     table, indices = inputs
     numbers = eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.collapsed_slice_dims:
@@ -107,7 +107,7 @@ def _gather(work: Localiser, eqn: Any, inputs: Sequence[Placed]) -> Found | None
 
 
 def _look_up(
-    work: Localiser, eqn: Any, table: Placed, indices: Placed, batch: Sequence[int]
+    work: Localiser, eqn: Any, table: LocalValue, indices: LocalValue, batch: Sequence[int]
 ) -> tuple[jax.Array, int | None]:
     """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
     others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
@@ -129,6 +129,6 @@ def _look_up(
         found = jnp.where(spread(missing), lax.stop_gradient(found), found)
     value, dim = work.summed(found, shape, table.weight, eqn)
     if mode == modes.FILL_OR_DROP:  # as jnp.take does with indices that are out of bounds
-        gone, fill = Placed(spread(missing), None, shape), eqn.params["fill_value"]
+        gone, fill = LocalValue(spread(missing), None, shape), eqn.params["fill_value"]
         value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
     return value, dim

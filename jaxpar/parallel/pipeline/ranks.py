@@ -18,7 +18,7 @@ from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, after, before
 from .distributed_prologue import SharedPrologues
-from .unstaged_params import Outside
+from .unstaged_params import UnstagedParams
 
 
 class _Masked:
@@ -63,7 +63,7 @@ class Engine(Cut):
         values as `values`.
     """
 
-    access: Outside
+    access: UnstagedParams
     leaves: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
     summed: Sequence[int]

@@ -17,13 +17,13 @@ from ...slicing.pieces import Access
 from ...slicing.program import Program
 
 
-def outside(program: Program) -> frozenset[int]:
+def unstaged(program: Program) -> frozenset[int]:
     """The leaves that are used, and in no layer stack."""
     return frozenset(i for i, sliced in enumerate(program.uses) if sliced and not any(sliced))
 
 
 @dataclass(frozen=True)
-class Outside:
+class UnstagedParams:
     """Access of the ticks. `access` is the strategy's, `which` the leaves that its ticks find whole."""
 
     access: Access

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxpar as jp
-from jaxpar.layout.dims.tensor import tensor_dims, unsplit
+from jaxpar.layout.dims.tensor import tensor_dims, undivided_leaves
 from jaxpar.model.paths import name_of
 from jaxpar.models import gpt, llama, mlp, named
 
@@ -373,7 +373,7 @@ def test_large_leaves_that_stay_whole_are_reported() -> None:
         ("attn/qkv/kernel", (128, 384)),
         ("gate_up_proj/kernel", (128, 384)),
     ]
-    notes = unsplit(leaves, tensor_dims(leaves, 4), 4)
+    notes = undivided_leaves(leaves, tensor_dims(leaves, 4), 4)
     assert list(notes) == ["position", "attn/qkv/kernel", "gate_up_proj/kernel"]
     assert notes["position"] == "whole on every tensor rank: no rule splits it"
     assert "several projections side by side" in notes["attn/qkv/kernel"]
@@ -388,7 +388,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     assert tensor_dims(leaves, 2) == tensor_dims(leaves, 2, own={"embedding": 0, **split}) == split
     named: Leaves = [("table", (2049, 8)), ("up", (8, 64))]
     assert tensor_dims(named, 2, names={"table": ("vocab", "embed"), "up": ("embed", "mlp")}) == {"up": 1}
-    notes = unsplit(leaves, split, 2)
+    notes = undivided_leaves(leaves, split, 2)
     assert notes["embedding"].endswith("tensor=2 does not divide the 2049 on dim 0; pad them to 2050 to split it")
     assert "the 2049 on dim 1" in notes["head/kernel"]
     for asked in ({"embedding": 0}, {"head/kernel": -1}):

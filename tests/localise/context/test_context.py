@@ -116,7 +116,7 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     sent = sum(one.sent for one in written if one.axes in (("context",), ("4 of context",)) and one.kind in kinds)
     layers = 2
     assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
-    assert [way.name for way in step.tracing.ways] == [way]
+    assert [way.name for way in step.tracing.attention_modes] == [way]
 
 
 @pytest.mark.parametrize("way", ["gather", "ring"])
@@ -152,7 +152,7 @@ def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
     count = 8 if "tensor" in text else int(text[8])
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
     step.traced(cells.batch_of(4))
-    (found,) = step.tracing.ways
+    (found,) = step.tracing.attention_modes
     assert found.name == way
     assert why in found.why
 

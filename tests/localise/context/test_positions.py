@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpar.localise.context import RULES, split_sequence
-from jaxpar.localise.context.attention_mode import AXIS, GATHER, Way
+from jaxpar.localise.context.attention_mode import AXIS, GATHER, AttentionMode
 from jaxpar.program import jaxpr as jx
 
 RANKS, ROWS, LENGTH, DIM = 2, 2, 16, 8
@@ -82,7 +82,7 @@ def _total(name: str) -> Callable[..., Any]:
     return total
 
 
-WAYS = {"plain": GATHER, "zigzag": Way("ring", "for its order")}
+WAYS = {"plain": GATHER, "zigzag": AttentionMode("ring", "for its order")}
 
 
 @pytest.fixture(scope="module", params=WAYS)
