@@ -58,7 +58,8 @@ class Strategy:
         "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
         F, I, W and messages and this limit of activations; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
-        2021, section 2.2.2): a smaller bubble, more messages. Schedules of a V, as "zb-v", have two.
+        2021, section 2.2.2): a smaller bubble, more messages. "auto" is what the schedule needs: 2 of a V, as
+        "zb-v", else 1.
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
         without one stack (`parallel/flat/`); or "auto", the first where the parameters have a stack, as far as their
         names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
@@ -111,7 +112,7 @@ class Strategy:
     zero: int = 3
     pipe: int = 1
     schedule: Any = "1f1b"  # a name, or a `Schedule`
-    chunks: int = 1
+    chunks: Any = "auto"  # an int, once it is made
     stages: str | Sequence[str | int] = "auto"
     expert: int = 1
     context: int = 1
@@ -153,13 +154,16 @@ class Strategy:
             )
         if not _is_int(self.zero) or self.zero not in (1, 2, 3):
             raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
+        chunks = self._fewest_chunks if self.chunks == "auto" else self.chunks
+        object.__setattr__(self, "chunks", chunks)
         for name in ("microbatches", "chunks"):
             count, free = getattr(self, name), name == "microbatches"
             if not _is_int(count) or not (1 <= count <= MOST or (free and count == -1)):
                 four = ", or -1 for four a rank of the pipeline" if free else ""
                 raise ValueError(f"{name}={count!r} is not a count; use a whole number from 1 to {MOST:,}{four}")
-        if self.chunks > 1 and self.pipe == 1:
-            raise ValueError(f"chunks={self.chunks} without a pipeline; give pipe= a size, or leave chunks out")
+        if chunks > 1 and self.pipe == 1:
+            what = f"chunks={chunks}" if chunks != self._fewest_chunks else f"schedule={self.schedule}"
+            raise ValueError(f"{what} without a pipeline; give pipe= a size, or leave {what.partition('=')[0]} out")
         if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or _is_int(x) for x in self.stages):
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))  # as in text
         if self.stages != "auto" and self.pipe == 1:
@@ -255,6 +259,13 @@ class Strategy:
         return known
 
     @property
+    def _fewest_chunks(self) -> int:
+        """The number of chunks that a schedule has where none is given."""
+        if isinstance(self.schedule, str):
+            return SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
+        return getattr(self.schedule, "chunks", 1)
+
+    @property
     def cuts(self) -> tuple[str, ...]:
         """The paths at which `stages` cuts, or its counts of blocks as text; () where it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
@@ -270,7 +281,8 @@ class Strategy:
         parts = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == skip or value == field.default:
+            default = self._fewest_chunks if field.name == "chunks" else field.default
+            if field.name == skip or value == default:
                 continue
             value = {True: "true", False: "false"}[value] if isinstance(value, bool) else value
             parts.append(f"{field.name}={getattr(value, 'label', getattr(value, '__name__', value))}")

@@ -54,16 +54,9 @@ def heading(strategy: str, rest: str) -> str:
     return textwrap.fill(f"{strategy.replace(',', ', ')}: {rest}", WIDTH, subsequent_indent="  ")
 
 
-def table(rows: Sequence[Sequence[str]], align: str, whole: int | None = None) -> str:
-    """Rows in columns, aligned by "<" and ">"; the column `whole` gives way where a row would be too long, by dots."""
+def table(rows: Sequence[Sequence[str]], align: str) -> str:
+    """Rows in columns, aligned by "<" and ">", each as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if whole is not None:
-        widths[whole] = min(widths[whole], WIDTH - sum(widths) + widths[whole] - 2 * (len(widths) - 1))
     return "\n".join(
-        "  ".join(f"{_cut(cell, w):{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else "..." + cell[3 - width :]

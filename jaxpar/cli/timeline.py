@@ -20,7 +20,7 @@ from ..make import make_train_step
 from ..models import named
 from ..parallel.pipeline.schedules import Schedule
 from ..strategy import Strategy
-from ..tables import SCHEDULES
+from ..tables import SCHEDULES, recipe_of
 
 _WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
 
@@ -34,8 +34,8 @@ class TimelineOptions:
     microbatches: int = 8
     """parts of a replica's rows that pass through the ranks one after the other"""
     schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
-    chunks: int = 1
-    """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others"""
+    chunks: int | None = None
+    """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others; else as many as it needs"""
     table: Path | None = None
     """draw this table, in lines of torch's cells as --csv writes them, instead of one by name"""
     model: str | None = None
@@ -59,7 +59,8 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
     if options.table:
         schedule = Schedule.from_csv(options.table.read_text().splitlines(), options.table.stem)
     else:
-        schedule = Schedule(options.schedule, options.pipe, options.microbatches, options.chunks)
+        chunks = options.chunks or getattr(recipe_of(options.schedule), "chunks", 1)  # an unknown one is refused there
+        schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
     size = None if options.model is None else _slot_of(options, schedule)
     console = console or Console(highlight=False)
     for line in draw(schedule, console.width, console.color_system is not None):

@@ -44,6 +44,7 @@ class Recipe(NamedTuple):
       placement: which stages a rank's chunks are.
       near: whether `jp.plan` tries it in place of the schedule of the fastest pipeline that it has found: it is faster
         where microbatches are few, and slower where they are many.
+      chunks: the fewest of a rank.
     """
 
     words: str
@@ -51,6 +52,7 @@ class Recipe(NamedTuple):
     planned: bool = True
     placement: Placement = "loop"
     near: bool = False
+    chunks: int = 1
 
 
 SCHEDULES = {
@@ -60,10 +62,10 @@ SCHEDULES = {
     "1f1b-halves": Recipe("1f1b in p activations, its backwards in halves", one_f_one_b_halves, planned=False),
     "zb-h1": Recipe("1f1b whose bubble is filled with gradients of weights", zb_h1, planned=False, near=True),
     "zb-h2": Recipe("the same with twice the memory", zb_h2, planned=False),
-    "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, False, "V", near=True),
-    "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V"),
-    "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V"),
-    "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V"),
+    "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, False, "V", near=True, chunks=2),
+    "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V", chunks=2),
+    "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V", chunks=2),
+    "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V", chunks=2),
     "auto": Recipe("the fewest slots that a search finds", auto, planned=False, placement="V"),
 }
 

@@ -24,6 +24,7 @@ from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
 
 H100 = KINDS["H100"]
+SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for programs of simulated devices
 
 # TFLOP/s of batch, m, n, k in bfloat16 on an H100: github.com/openxla/xla, matmul_interpolator_data.h, sm_90 (2025).
 MEASURED = """
@@ -308,7 +309,7 @@ def predicted() -> tuple[Prediction, str, Any, Any]:
     step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=8")
     batch = model.example(16, 24)
     program = step.compile(batch)
-    return predict(program, step, batch, H100, model.flops(16, 24)), program.as_text(), step, batch
+    return predict(program, step, batch, SIMULATED, model.flops(16, 24)), program.as_text(), step, batch
 
 
 def test_a_prediction_adds_up(predicted: Any) -> None:
@@ -338,23 +339,25 @@ def test_every_number_of_a_prediction_can_be_traced(predicted: Any) -> None:
 
 def test_faster_hardware_is_faster(predicted: Any) -> None:
     found, text, step, batch = predicted
-    assert predict(text, step, batch, H100).seconds == found.seconds
-    assert predict(text, step, batch, dataclasses.replace(H100, memory_bandwidth=5e12)).seconds < found.seconds
-    at_once = dataclasses.replace(H100, collective_latency=0.0)  # else each takes what the smallest does
+    assert predict(text, step, batch, SIMULATED).seconds == found.seconds
+    assert predict(text, step, batch, dataclasses.replace(SIMULATED, memory_bandwidth=5e12)).seconds < found.seconds
+    at_once = dataclasses.replace(SIMULATED, collective_latency=0.0)  # else each takes what the smallest does
     assert predict(text, step, batch, at_once).seconds < found.seconds
-    wider = dataclasses.replace(H100, link_bandwidth=900e9)
-    (slow, _), (fast, _) = (collective_seconds("all-gather", 10**9, Reach(8, 1, 8), one) for one in (H100, wider))
+    wider = dataclasses.replace(SIMULATED, link_bandwidth=900e9)
+    (slow, _), (fast, _) = (collective_seconds("all-gather", 10**9, Reach(8, 1, 8), one) for one in (SIMULATED, wider))
     assert fast < slow
 
 
 def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
     _, text, step, batch = predicted
+    with pytest.raises(ValueError, match=r"compiled for CPU devices, and H100.*mesh=target"):
+        predict(text, step, batch, H100)
     with pytest.raises(ValueError, match=r"cpu has no memory_bandwidth.*'8xH100'"):
         predict(text, step, batch, Hardware(kind="cpu", device_kind="cpu"))
     with pytest.raises(ValueError, match=r"new has no link_bandwidth.*8 devices on 1 hosts"):
-        predict(text, step, batch, dataclasses.replace(H100, kind="new", link_bandwidth=None))
+        predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", link_bandwidth=None))
     with pytest.raises(ValueError, match=r"new has no peak for float32 \(tf32\)"):
-        predict(text, step, batch, dataclasses.replace(H100, kind="new", peaks={}))
+        predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", peaks={}))
 
 
 def test_attention_of_xla_is_named_on_gpus() -> None:

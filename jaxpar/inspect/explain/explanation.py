@@ -176,7 +176,7 @@ def _words(found: Explanation) -> str:
 
 
 def text(found: Explanation) -> str:
-    """What `explain` found, in 80 columns."""
+    """What `explain` found, its sentences in 80 columns."""
     axes = ", ".join(f"{axis}={n}" for axis, n in found.axes.items()) or "no axes"
     hosts = f" on {found.hosts} hosts" if found.hosts > 1 else ""
     parts = [
@@ -242,7 +242,7 @@ def _ledger(found: Explanation) -> str:
         f"exposed: {size(found.exposed)} of {size(total)}, sent while nothing is computed\n"
         "sent: on the wire; of a buffer (n-1)/n among n, for an all-reduce twice that"
     )
-    return f"{table(rows, '<<<>>>>>', whole=1)}\n{beside}"
+    return f"{table(rows, '<<<>>>>>')}\n{beside}"
 
 
 def _checks(found: Explanation) -> str:
@@ -259,7 +259,7 @@ def _checks(found: Explanation) -> str:
             counts = [str(c.expected_count), written]
             rows.append([f"  {c.kind}", "+".join(c.axes), *counts, size(c.expected_sent), size(c.found_sent), ratio])
     said = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
-    return f"{table(rows, '<<>>>>>', whole=1)}\n{said}"
+    return f"{table(rows, '<<>>>>>')}\n{said}"
 
 
 def _wrapped(notes: dict[str, str]) -> Iterable[str]:

@@ -3,6 +3,7 @@
 What runs when is read from `table()` alone, by a checker of its own (`simulate`), which the library's is compared with.
 """
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 
 from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.strategy import Strategy
 from jaxpar.tables import SCHEDULES
 from jaxpar.tables.checker import check_table
 from jaxpar.tables.greedy import OpCosts
@@ -445,3 +447,16 @@ def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
 def test_errors(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(*arguments)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, recipe in SCHEDULES.items() if recipe.chunks > 1])
+def test_a_strategy_has_the_chunks_that_its_schedule_needs(kind: str) -> None:
+    """`schedule=zb-v` alone was refused for want of `chunks=2`."""
+    strategy = Strategy.parse(f"pipe=2,microbatches=8,schedule={kind}")
+    assert strategy.chunks == 2
+    assert "chunks" not in str(strategy)
+    assert Strategy.parse(str(strategy)) == strategy == dataclasses.replace(strategy, chunks=2)
+    Schedule.of(kind, 2, 8, strategy.chunks)
+    assert "chunks=1" in str(dataclasses.replace(strategy, chunks=1))
+    with pytest.raises(ValueError, match=f"schedule={kind} without a pipeline; give pipe= a size, or leave schedule"):
+        Strategy(schedule=kind)
