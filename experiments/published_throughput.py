@@ -5,7 +5,7 @@ python experiments/published_throughput.py
 python experiments/published_throughput.py --only MaxText --kernels 20
 python experiments/published_throughput.py --programs runs/programs --held-out
 
-They are compiled for GPUs that are not there (`pip install "jaxpar[cuda12]"`), from our own models, with the batch,
+They are compiled for GPUs that are not there (`pip install "jax[cuda12]"`), from our own models, with the batch,
 sharding and recomputation that was published. Nothing in the model was fitted to them. All of them take an hour or
 two; `--programs` keeps the compiled ones, so that a change of the model alone is judged in minutes.
 """

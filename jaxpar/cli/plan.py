@@ -27,7 +27,7 @@ class PlanOptions:
 
     model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama3-8b"
     target: str = "8xH100"
-    """devices to plan for: 8xH100, 32x8xH100, v5e:4x4, 64xcluster.toml"""
+    """devices to plan for: 8xH100, 32x8xH100, 64xcluster.toml"""
     batch: int = 8
     """rows of the global batch"""
     seq: int = 4096

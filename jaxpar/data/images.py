@@ -2,7 +2,7 @@
 
 Both are a `jaxpar.data.Source`, read by grain: batches are {"image": float32 [B, H, W, C] from -1 to 1, "label": int32
 [B]}, global, in an order that is shuffled anew in every epoch, and batch i is a function of (seed, i) alone. They need
-the extra `jaxpar[images]`.
+the packages of the extra `images`.
 
 Dims: B rows, H height, W width (the same), C channels.
 """
@@ -185,4 +185,4 @@ def _needed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name := module.split(".")[0], name)
-        raise ValueError(f'images need {package}, which is not installed: pip install "jaxpar[images]"') from error
+        raise ValueError(f"images need {package}, which is not installed: pip install {package}") from error

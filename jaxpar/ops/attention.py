@@ -46,7 +46,7 @@ def attention(
     - float32 and float64: cuDNN takes bfloat16 and float16;
     - a head_dim that is no multiple of 8, or over 128; over 256 where the program is traced beside a GPU of compute
       capability 9.0 or more;
-    - where JAX has no cuDNN: `pip install "jaxpar[cuda12]"` brings it.
+    - where JAX has no cuDNN: `pip install "jax[cuda12]"` brings it.
 
     cuDNN needs compute capability 8.0: on older GPUs ask for "xla". It has no forward-mode derivatives.
 

@@ -381,5 +381,5 @@ def test_targets_are_checked() -> None:
 
 def test_missing_compiler_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'jax_cuda12_plugin is not installed; pip install "jaxpar\[cuda12\]"'):
+    with pytest.raises(ImportError, match=r'jax_cuda12_plugin is not installed; pip install "jax\[cuda12\]=='):
         gpu_topology("8xH100")

@@ -53,7 +53,7 @@ MODEL = stack()
 
 def here(hardware: Hardware = H100, devices: int = 8) -> Target:
     """CPU devices, which are compiled for, with another's numbers."""
-    return dataclasses.replace(target(f"cpu:{devices}"), hardware=hardware)
+    return dataclasses.replace(target(f"cpu:{devices}"), hardware=dataclasses.replace(hardware, device_kind="cpu"))
 
 
 def a_plan(strategies: Any, cache: Any = False, **options: Any) -> Plan:
@@ -265,11 +265,6 @@ def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:
         _ = none.best
 
 
-def test_a_target_without_numbers_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match="KINDS"):
-        jp.plan(MODEL, BATCH, "cpu:8", strategies=["ddp"], cache=False)
-
-
 def test_nothing_possible_says_why() -> None:
     with pytest.raises(ValueError, match=r"no strategy can be.*needs 3 devices"):
         a_plan(["data=3"])
@@ -384,3 +379,12 @@ def test_405b_on_16384_gpus() -> None:
     assert line.fits
     assert set(line.links) == {"link", "network"}
     assert all(got == pytest.approx(want, rel=0.01) for *_, want, got in line.sent if want > 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("v5p:2x2x1", "programs compiled for TPUs"), ("cpu:8", "CPU devices have no peaks")]
+)
+def test_targets_are_refused_before_their_compiler_is_missed(name: str, why: str) -> None:
+    """TPUs asked for a compiler of 300 MB first, and were refused then."""
+    with pytest.raises(ValueError, match=f"target='{name}': {why}.*such as '8xH100'"):
+        jp.plan(MODEL, BATCH, name)

@@ -147,9 +147,9 @@ def test_names_that_are_wrong(name: str, error: str) -> None:
 
 def test_missing_compilers_say_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'jax_cuda12_plugin is not installed; pip install "jaxpar\[cuda12\]"'):
+    with pytest.raises(ImportError, match=r'jax_cuda12_plugin is not installed; pip install "jax\[cuda12\]=='):
         target("4xB200")
-    with pytest.raises(ImportError, match=r'libtpu is not installed; pip install "jaxpar\[tpu\]"'):
+    with pytest.raises(ImportError, match=r'libtpu is not installed; pip install "jax\[tpu\]=='):
         target("v5e:4x4")
 
 
@@ -163,13 +163,13 @@ def test_simulated_devices_run() -> None:
 
 
 def test_load_takes_the_rest_from_another(write: Write, no_compiler_needed: list[dict[str, Any]]) -> None:
-    path = write('kind = "mine"\nlike = "H100"\nmemory_bytes = 102_000_000_001\nper_host = 4\npeaks = {bf16 = 9e14}\n')
+    path = write('kind = "mine"\nlike = "H100"\nmemory_bytes = 40e9\nper_host = 4\npeaks = {bf16 = 9e14}\n')
     mine, base = load(path), KINDS["H100"]
-    assert (mine.kind, mine.memory_bytes, mine.per_host) == ("mine", 102_000_000_001, 4)
+    assert (mine.kind, mine.memory_bytes, mine.per_host) == ("mine", 40_000_000_000, 4)
     assert (mine.peak("bf16"), mine.peak("fp8")) == (9e14, base.peak("fp8"))
     assert (mine.link_bandwidth, mine.device_kind) == (base.link_bandwidth, base.device_kind)
     assert mine.config == base.config
-    assert "device_memory_size: 102000000001\n" in mine.target_config
+    assert "device_memory_size: 40000000000\n" in mine.target_config
     by_name, by_value = target(f"12x{path}"), target("12xmine", mine)
     assert (by_name.hosts, by_name.per_host, by_name.hardware) == (3, 4, mine)
     assert by_value.hardware is mine

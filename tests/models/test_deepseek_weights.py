@@ -13,7 +13,7 @@ from jaxpar.models.deepseek import Config, DeepSeek, from_hf, to_hf
 from jaxpar.models.deepseek.weights import DEEPSEEK
 
 pytestmark = pytest.mark.xdist_group("torch")
-pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
+pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
 
 # No two sizes alike.
 SIZES = {

@@ -13,7 +13,7 @@ from jaxpar.models.mixtral import Config, Mixtral, from_hf, to_hf
 from jaxpar.models.mixtral.weights import MIXTRAL
 
 pytestmark = pytest.mark.xdist_group("torch")
-pytest.importorskip("safetensors", reason='needs safetensors: pip install "jaxpar[hf]"')
+pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
 
 # No two sizes alike, and head_dim is not dim / heads.
 SIZES = {"vocab": 61, "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "ffn": 36, "context": 96}

@@ -168,9 +168,7 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
         if other["platform"] == "cpu" and other["gpu"]:
             set_ = os.environ.get("JAX_PLATFORMS")
             hint = (
-                f"unset JAX_PLATFORMS, which is {set_!r}"
-                if set_
-                else 'pip install "jaxpar[cuda12]", of one jax version'
+                f"unset JAX_PLATFORMS, which is {set_!r}" if set_ else f'pip install "jax[cuda12]=={jax.__version__}"'
             )
             return Diagnosis("devices", found, f"{about} has an NVIDIA GPU, and jax uses its CPU", hint)
         for name in ("count", "kind"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from ...model.batches import check_rows, rows_of
 from ...model.model import Model
 from ...strategy import Strategy, as_strategy
 from ...text import size
+from ..compiled.compiler_remarks import unread
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
@@ -76,18 +78,21 @@ def plan(
     Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
     in the cache.
 
-    Raises ValueError where the target's bandwidths and peaks are not known, and where no strategy can be.
+    Raises ValueError where the target's bandwidths and peaks are not known or its programs not read (CPUs, TPUs), and
+    where no strategy can be.
     """
     if not isinstance(model, Model):
         raise ValueError(
             f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(...)"
         )
     Strategy(precision=precision)
+    if isinstance(target, str) and (kind := re.fullmatch(r"(\w+):[\dx]+", target)):  # before a compiler is missed
+        why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
+        raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
     target = target if isinstance(target, Target) else target_of(target)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
-            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100', "
-            "or dataclasses.replace(target, hardware=jaxpar.inspect.targets.hardware.KINDS['H100'])"
+            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
         )
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top={top!r}: use a whole number from 1")

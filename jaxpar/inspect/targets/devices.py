@@ -19,8 +19,8 @@ from .hardware import peak_flops as peak_flops
 from .kinds import load, nearest
 
 _MOST = 1 << 17  # devices of a target
-INSTALL = 'pip install "jaxpar[cuda12]"'
-INSTALL_TPU = 'pip install "jaxpar[tpu]"'
+INSTALL = f'pip install "jax[cuda12]=={jax.__version__}"'
+INSTALL_TPU = f'pip install "jax[tpu]=={jax.__version__}"'
 
 
 @dataclass(frozen=True)

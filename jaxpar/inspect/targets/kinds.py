@@ -13,6 +13,7 @@ from ...files import text_of
 from .hardware import DTYPES, KINDS, Hardware, peaks_of
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Hardware)}
+_WHOLE = ("memory_bytes", "per_host")
 
 
 def load(path: str | pathlib.Path) -> Hardware:
@@ -39,6 +40,7 @@ def load(path: str | pathlib.Path) -> Hardware:
         raise ValueError(f"{path}: like={like!r} is no known kind{nearest(str(like))}")
     for name, value in given.items():
         _check(path, name, value)
+    given |= {name: int(given[name]) for name in _WHOLE if name in given}  # 40e9 is a float
     if "kind" not in given:
         raise ValueError(f'{path} gives no kind; name it, as in kind = "H100-96GB"')
     if "config" in given and "{" not in given["config"]:
@@ -119,8 +121,8 @@ def _check(path: pathlib.Path, name: str, value: Any) -> None:
     if name != "peaks" and isinstance(value, dict):
         raise ValueError(f"{path}: {name}={value!r} must be a number above 0")
     for key, number in numbers.items():
-        whole = key in ("memory_bytes", "per_host")
-        if isinstance(number, bool) or not isinstance(number, int if whole else int | float) or not number > 0:
+        whole = key in _WHOLE
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0 or (whole and number % 1):
             raise ValueError(f"{path}: {key}={number!r} must be a {'whole ' if whole else ''}number above 0")
 
 

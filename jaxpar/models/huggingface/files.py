@@ -173,5 +173,4 @@ def _needed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        install = "torch" if package == "torch" else '"jaxpar[hf]"'
-        raise ValueError(f"these weights need {package}, which is not installed: pip install {install}") from error
+        raise ValueError(f"these weights need {package}, which is not installed: pip install {package}") from error
