@@ -29,7 +29,7 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
     active = [x for x, on in zip(ins, inexact, strict=False) if on]
     given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
-    if _JAX in info or all(x.given for x in active) or "coupled" in {x.kind for x in (*active, *given)}:
+    if r.backward or _JAX in info or all(x.given for x in active) or "coupled" in {x.kind for x in (*active, *given)}:
         return []
     if id(eqn) not in r.pulled:
         r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))
@@ -37,7 +37,9 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     if program is None:
         return [Note.at(eqn, "the derivative of a function cannot be read", certain=False)]
     consts = r.constants(program.consts, other.consts if other is not None else ())
-    found = r.run(program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)])
+    found = replace(r, backward=True).run(
+        program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)]
+    )
     notes = [note for x, ct in zip(active, found, strict=True) if not x.given for note in _judged(eqn, x, ct)]
     before = reasons([*ins, *outs])
     return [replace(n, backward=True) for n in notes if n not in before]

@@ -17,7 +17,7 @@ import numpy as np
 from .generic import LINEAR, exponent
 from .labels import Labels
 from .reader import CANCEL, RULES, PrimitiveRule, Reader, rule, shapes
-from .values import Pairs, Value, coupled
+from .values import PICKS, Pairs, Value, coupled
 
 _SCALES = {*"""
 mul div neg convert_element_type copy stop_gradient broadcast_in_dim expand_dims reshape squeeze transpose
@@ -28,6 +28,9 @@ mul div neg convert_element_type copy stop_gradient broadcast_in_dim expand_dims
 def _cancelled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value] | Value:
     name, held = eqn.primitive.name, [x for x in ins if x.kind != "whole"]
     x, *more = held
+    if name == "gather" and x is ins[0] and not more and ins[1].number is None:  # they may go back to where they were
+        notes = {replace(n, certain=False) if n.what == PICKS else n for n in x.notes}
+        return replace(coupled(ins), notes=ins[1].notes.union(notes))
     if x.inner is not None:
         if name == "square" or exponent(eqn, ins) == 2 or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
             return x.inner

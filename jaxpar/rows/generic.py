@@ -214,7 +214,7 @@ def torn(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
     name = eqn.primitive.name
     if not known:
         return coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
-    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", True
+    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name != "reduce"  # by any function
     if name in ("sort", "approx_top_k") and len(ins) > 1:  # as where tokens are sorted by their experts and put back
         said, certain = said.replace(";", ", of no effect if results go back to their rows; else"), False
     return coupled(ins, Note.at(eqn, said, certain))

@@ -79,11 +79,19 @@ def reshaped(array: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
     return np.broadcast_to(array, full).reshape([*shape, *array.shape[len(old) :]])
 
 
-def alike(rows: np.ndarray, values: np.ndarray) -> bool:
-    """Whether all rows have the same values, each in the order of its elements."""
+def alike(rows: np.ndarray, values: np.ndarray, twin: np.ndarray | None = None) -> bool:
+    """Whether all rows have the same values, each in the order of its elements. Where these are all one number, they
+    must be so for twice the rows too (`twin`): `arange(n) < 2` is true of all rows where a block has two.
+    """
+    dims = [d for d in range(rows.ndim) if rows.shape[d] > 1 and values.ndim == rows.ndim]
+    one = lambda array: all((array == array.take([0], d)).all() for d in dims)
+    if dims and twin is not None and twin.ndim == rows.ndim and one(values) and not one(twin):
+        return False
     shape = np.broadcast_shapes(rows.shape, values.shape)
     rows, values = np.broadcast_to(rows, shape).ravel(), np.broadcast_to(values, shape).ravel()
     order, n = np.argsort(rows, kind="stable"), len(np.unique(rows))
+    if not n:
+        return True
     if len(rows) % n:
         return False
     of, values = rows[order].reshape(n, -1), values[order].reshape(n, -1)

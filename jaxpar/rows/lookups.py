@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,25 +13,32 @@ from .generic import Met, generic
 from .labels import Labels, alike, counted, ordinals
 from .reader import Reader, column_notes, rule, shapes
 from .shapes import of_rows
-from .values import FROM_ALL, Note, Value, coupled, mixed, others, partial, picks, position
+from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, partial, picks, position
 
 Outs = list[Value] | Value
 
 
-def _columns(at: Value, dims: Sequence[int], shape: Sequence[int]) -> dict[int, np.ndarray]:
-    """The indices into each dim of an operand that are known, [shape of the indices without the last dim]."""
-    known = dict(at.columns)
+def _columns(at: Value, dims: Sequence[int], shape: Sequence[int], side: int = 0) -> dict[int, np.ndarray]:
+    """The indices into each dim of an operand that are known, [shape of the indices without the last dim]; `side` 1:
+    those of the twin, where they are more than one number.
+    """
     if at.kind == "whole" and at.number is not None:
-        full = np.broadcast_to(at.number.array, shape)
-        return {d: full[..., c] for c, d in enumerate(dims)}
-    arrays = {d: known[c].array for c, d in enumerate(dims) if c in known}
-    return {d: np.broadcast_to(a[..., 0] if a.ndim else a, shape[:-1]) for d, a in arrays.items()}
+        found = {d: (at.number.pair[side], c) for c, d in enumerate(dims)}
+    else:
+        known = dict(at.columns)
+        found = {d: (known[c].pair[side], 0) for c, d in enumerate(dims) if c in known}
+    if side:
+        return {d: a[..., c] for d, (a, c) in found.items() if np.ndim(a)}
+    return {d: np.broadcast_to(a[..., c] if np.ndim(a) else a, shape[:-1]) for d, (a, c) in found.items()}
 
 
-def _unlike(eqn: Any, at: Value, of: np.ndarray, columns: Mapping[int, np.ndarray], dims: Sequence[int]) -> list[Note]:
-    """What is to be said of indices into `dims`, within rows, that are not the same for each row, [places] as `of`."""
+def _unlike(eqn: Any, at: Value, of: np.ndarray, into: Sequence[int], dims: Sequence[int]) -> list[Note]:
+    """What is to be said of indices `into` dims, some of them `dims` within rows, that are not the same for each row,
+    [places] as `of`.
+    """
+    columns, twins = (_columns(at, into, shapes(eqn)[1], side) for side in (0, 1))
     varied = at.kind == "whole" and bool(at.varies | at.at.dims)
-    if all(alike(of, columns[d]) if d in columns else not varied for d in dims):
+    if all(alike(of, columns[d], twins.get(d)) if d in columns else not varied for d in dims):
         return []
     what = f"{eqn.primitive.name} at what depends on a row's place in its block; put it into the batch"
     return [Note.at(eqn, what, certain=False)]
@@ -42,6 +49,8 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, at), n, (into, indices) = ins, eqn.params["dimension_numbers"], shapes(eqn)
     if at.kind in ("sum", "running") or (at.kind == "rows" and (at.plus or x.kind in ("sum", "running"))):
         return mixed(eqn, ins, "a lookup at")
+    if r.looped and x.kind in ("sum", "running"):
+        return mixed(eqn, ins, certain=False)  # of what a loop adds up at each row's place, it may take the row's
     mapped = x.at.dims & {*n.start_index_map} if x.kind == "rows" else frozenset()
     if not mapped:
         found = generic(r, eqn, twin, ins)
@@ -52,15 +61,16 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
         # Indices that come with the rows may point into their own, as those of graphs that are laid one after another
         # do. Those of a loop may go through all rows.
         certain = at.kind == "whole" and not r.looped
-        return coupled(ins, Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain))
+        return coupled(ins, Note.at(eqn, PICKS, certain))
     places = tuple(np.clip(columns[d], 0, into[d] - 1) if d in mapped else 0 for d in range(len(into)))
     rows, inner = x.at.array[places], ordinals(x.at.array)[places]
     if at.kind == "rows" and at.at != Labels(rows[..., None]):
-        return coupled(ins, Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}"))
+        return coupled(ins, Note.at(eqn, PICKS))
     widened = lambda array: np.expand_dims(array, n.offset_dims)
-    note = Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", not r.looped)
+    note = Note.at(eqn, PICKS, not r.looped)
     found = of_rows(eqn, x, widened(rows), widened(inner), pick=note)
-    return found.noted(*_unlike(eqn, at, rows, columns, [d for d in n.start_index_map if d not in mapped]))
+    rest = [d for d in n.start_index_map if d not in mapped]
+    return found.noted(*_unlike(eqn, at, rows, n.start_index_map, rest))
 
 
 @rule("dynamic_slice")
@@ -156,7 +166,7 @@ def _row_by_row(eqn: Any, x: Value, at: Value, new: Value) -> Value | None:
         y = first.plain(at=labels, plus=x.plus or new.plus, pick=picks([x, new]), power=sum_power(x, new))
         inner = [e for e in n.scatter_dims_to_operand_dims if e != d]
         places = position(eqn, x, y, into) if x.kind == "whole" else []
-        return y.noted(*places, *_unlike(eqn, at, of, columns, inner))
+        return y.noted(*places, *_unlike(eqn, at, of, n.scatter_dims_to_operand_dims, inner))
     return None
 
 
@@ -164,6 +174,8 @@ def _added_up(r: Reader, eqn: Any, x: Value, at: Value, new: Value) -> Value:
     """A sum over rows, each of which is added where its own indices say."""
     if (found := _owners(eqn, at, new)) is None:
         return others(eqn, [x, at, new], "updates by")
+    if at.kind == "rows" and at.notes:  # each may have places of its own
+        return coupled([x, at, new])
     (first, of), into = found, shapes(eqn)[0]
     places = frozenset(range(of.ndim)) & (at.varies | at.at.dims)
     rows = replace(first, at=Labels(of), power=new.power)

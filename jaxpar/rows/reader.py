@@ -61,6 +61,7 @@ class Reader:
       axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
       exact: whether there is a twin.
       looped: whether this is the body of a loop.
+      backward: whether this is a derivative, which the loss's own derivative does not go through.
       terms, numbers: equations by primitive and terms of their operands, and the terms of their results.
       pulled: what has been read of functions with derivatives of their own.
     """
@@ -70,6 +71,7 @@ class Reader:
     twin_axes: Mapping[str, int]
     exact: bool
     looped: bool = False
+    backward: bool = False
     terms: dict[Any, list[tuple[Any, int]]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     pulled: dict[Any, Any] = field(default_factory=dict)
@@ -244,8 +246,8 @@ def column_notes(eqn: Any, x: Value) -> list[Note]:
     """What is to be said of indices that are rows, where a column that is known is not the same for each."""
     found, what = [], f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
     for _, number in x.columns:
-        column = number.array[..., 0] if number.array.ndim else number.array
-        found += [] if alike(x.at.array[..., 0], column) else [Note.at(eqn, what, certain=False)]
+        column, *twin = (a[..., 0] if np.ndim(a) else a for a in number.pair if a is not None)
+        found += [] if alike(x.at.array[..., 0], np.asarray(column), *twin) else [Note.at(eqn, what, certain=False)]
     return found
 
 

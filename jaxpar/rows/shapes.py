@@ -76,6 +76,8 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, p
     strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1  # of pairs, which no block may part
     pick = pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
     found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
+    if not at.size:
+        return coupled([x], pick)
     if not alike(at, inner):
         what = "takes of each row what depends on its place in its block"
         return found.noted(Note.at(eqn, what, certain=False))

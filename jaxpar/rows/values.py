@@ -39,6 +39,7 @@ SMALL = 1e-4  # a constant below this beside a sum guards a division; what it ad
 UNNAMED = "a function of JAX"  # in place of a line, where none is the user's
 GATHER = "give it jp.all_rows(x) for one of them"
 FROM_ALL = "compute it from jp.all_rows(x)"
+PICKS = f"picks rows by computed indices; {FROM_ALL}"
 SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
 NUMBER = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
 
@@ -182,8 +183,8 @@ def position(eqn: Any, whole: Value, rows: Value, shape: Sequence[int], what: st
     if not dims or rows.routed:  # tokens in an order of their own have what is at the place that they were sent to
         return []
     labels = whole.at.array + (whole.at.array.max() + 1) * numbered(shape, whole.varies & dims)
-    known = whole.number.array if whole.number is not None else None
-    if alike(rows.at.array, labels) or (known is not None and known.ndim == len(shape) and alike(rows.at.array, known)):
+    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == len(shape) else None
+    if alike(rows.at.array, labels) or (known is not None and alike(rows.at.array, *known)):
         return []
     said = "with a value that depends on a row's place in its block; put it into the batch"
     return [whole.pick or Note.at(eqn, what or f"{eqn.primitive.name} {said}", certain=False)]

@@ -727,6 +727,41 @@ def test_one_row_in_a_block() -> None:
         traced(of(masked_mean), batch=batch)
 
 
+def test_two_rows_in_a_block() -> None:
+    """A number that is the same for two rows, and not for four, was taken for the same for all."""
+
+    def first_two(w: jax.Array, batch: Batch) -> jax.Array:
+        return jnp.where(jnp.arange(len(batch["x"]))[:, None] < 2, batch["x"] @ w, 0).mean()
+
+    (message,) = traced(of(first_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
+    assert "a row's place in its block" in message
+
+
+def test_a_derivative_that_calls_its_function() -> None:
+    """It was read within itself, until Python's stack ended."""
+
+    @jax.custom_vjp
+    def softmax(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x)
+
+    def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return softmax(x), softmax(x)
+
+    softmax.defvjp(forward, lambda y, ct: (y * (ct - (y * ct).sum(-1, keepdims=True)),))
+    assert traced(of(lambda w, batch: jnp.square(softmax(batch["x"] @ w)).mean())) == []
+
+
+def test_an_end_without_rows() -> None:
+    """Where a block has no more rows than are left out, this was a ZeroDivisionError."""
+
+    def but_two(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        return jnp.concatenate([jnp.tanh(x[:2]), x[2:]]).mean()
+
+    with pytest.raises(ValueError, match="takes some of the rows"):
+        traced(of(but_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
+
+
 @pytest.mark.parametrize("make", ["nnx", "linen"])
 def test_the_adapters_take_rows(make: str) -> None:
     def loss(module: Any, batch: Batch) -> jax.Array:
