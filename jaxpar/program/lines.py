@@ -16,7 +16,7 @@ import optax
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (flax, optax)), _HERE)
 _MODELS = os.path.join(_HERE, "models", "")  # jaxpar's own are models like any other
-_TRACE = os.path.join(_HERE, "jaxprs", "jaxpr.py")  # calls the user's program; further out are lines that call a step
+_TRACE = os.path.join(_HERE, "program", "jaxpr.py")  # calls the user's program; further out are lines that call a step
 
 
 def user_line(source: Any) -> str:

@@ -1,7 +1,7 @@
 """Whether a loss couples the rows of its batch: what spreading them over replicas and microbatches would change."""
 
-from . import apart as apart
 from . import calls as calls
+from . import cancel as cancel
 from . import lookups as lookups
-from . import mixes as mixes
+from . import loops as loops
 from .check import check_coupling as check_coupling

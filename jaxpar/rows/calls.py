@@ -1,18 +1,18 @@
-"""What equations that hold programs, and collectives, make of rows and of sums over rows."""
+"""What calls, branches and collectives make of rows and of sums over rows."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..ops import permutations
 from ..program import jaxpr as jx
-from .elementwise import mixed
-from .reader import ALWAYS, Reader, rule, shapes
-from .values import ROUTED, STEP, Note, Value, combine, coupled, reasons
-
-_ROUNDS = 12
+from .arithmetic import joined
+from .backward import backward_notes
+from .labels import NOWHERE, Labels, numbered
+from .reader import ALWAYS, Reader, rule
+from .values import ODD, ROUTED, Note, Value, coupled, mixed, reasons
 
 
 def _param(eqn: Any, *names: str) -> Any:
@@ -24,7 +24,11 @@ def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Valu
     if (found := _routed(eqn, ins)) is not None:
         return found
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-    return r.inner(_param(eqn, *names), _param(twin, *names), ins)
+    outs = r.inner(_param(eqn, *names), _param(twin, *names), ins)
+    if eqn.primitive.name not in jx.CUSTOM:
+        return outs
+    notes = backward_notes(r, eqn, twin, ins, outs)
+    return [x.noted(*notes) for x in outs]
 
 
 def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
@@ -32,22 +36,22 @@ def _routed(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
     if (route := permutations.of(eqn)) is None:
         return None
     x = ins[0]
-    if x.kind != "rows" or x.dim != 0 or x.span != 1:
+    rows, tokens = [y for y in ins if y.kind != "whole"], lambda y: Labels(y.at.array.ravel())
+    if any(y.kind != "rows" or y.plus or y.power for y in rows) or x.kind != "rows" or x.routed or not x.at.dims <= {0}:
         return None
-    others = [y for y in ins if y.kind != "whole"]
-    if any(y.kind != "rows" or y.plus or (y.place != x.place and y.first != ROUTED) for y in others):
+    if any(not y.routed and tokens(y) != tokens(x) for y in rows):
         return None
     note = [Note.at(eqn, route.couples, route.certain)] if route.couples else []
-    powers = {y.power for y in ins}
     outs = []
     for kind, v in zip(route.outs, eqn.outvars, strict=True):
         shape = v.aval.shape
         if kind == "whole":
             outs.append(Value(varies=frozenset(range(len(shape)))))
             continue
-        routed = Value("rows", span=2, count=shape[0] * shape[1], first=ROUTED) if kind == "routed" else x
-        found = replace(routed, power=0 if powers <= {0} else None, columns=frozenset())
-        outs.append(found.noted(*reasons(ins), *note))
+        at = x.at.array.reshape(-1, *[1] * (len(shape) - 1))
+        if kind == "routed":
+            at = ROUTED + numbered(shape, {0, 1})
+        outs.append(x.plain(at=Labels(at)).noted(*reasons(ins), *note))
     return outs
 
 
@@ -61,124 +65,35 @@ def _solve(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
 
 
 @rule("cond", table=ALWAYS)
-def _cond(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+def _cond(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     index, *operands = ins
     twins = twin.params["branches"] if twin is not None else [None] * len(eqn.params["branches"])
     found = [r.inner(b, t, operands) for b, t in zip(eqn.params["branches"], twins, strict=True)]
     if eqn.params.get("branches_platforms"):  # the same function, and a fused kernel of one platform says nothing
-        return min(found, key=lambda outs: len(reasons(outs)))
-    outs = [combine(eqn, branch) for branch in zip(*found, strict=True)]
-    if index.kind == "whole":
-        return [x.noted(*index.notes) for x in outs]
-    if index.kind == "sum":
-        return [mixed(eqn, [index, *outs], "a branch chosen by")] * len(outs)
-    return [coupled([index, *outs])] * len(outs)
+        return min(found, key=lambda outs: (len(reasons(outs)), [x.kind for x in outs].count("coupled")))
+    return [
+        chosen(eqn, index, functools.reduce(functools.partial(joined, eqn), outs)) for outs in zip(*found, strict=True)
+    ]
 
 
-@rule("while", table=ALWAYS)
-def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    p, q = eqn.params, twin.params if twin is not None else {}
-    n, k = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    body = lambda carry: replace(r, looped=True).inner(p["body_jaxpr"], q.get("body_jaxpr"), [*ins[n:k], *carry])
-    carry, _ = _settled(eqn, list(ins[k:]), body, False)
-    (goes_on,) = r.inner(p["cond_jaxpr"], q.get("cond_jaxpr"), [*ins[:n], *carry])
-    if goes_on.kind == "rows":  # of vmap: it goes on until all rows have ended, and keeps those that have
-        return [replace(goes_on, power=None, notes=x.notes) if x.kind == "whole" else x for x in carry]
-    if goes_on.kind == "extreme":
-        note = Note.at(eqn, "a loop that ends when all rows of a block have ended", certain=False)
-        return [x.noted(note) if x.kind != "whole" else x for x in carry]
-    if goes_on.kind == "coupled":  # its notes say by what, and whether that is certain
-        return [coupled([goes_on, *carry])] * len(carry)
-    if goes_on.kind != "whole":
-        return [mixed(eqn, [goes_on, *carry], "a loop whose end depends on")] * len(carry)
-    return carry
-
-
-def _settled(eqn: Any, carry: list[Value], body: Any, over_rows: bool) -> tuple[list[Value], list[Value]]:
-    """A loop's carry as it is in any step, and the outputs of the body then."""
-    unknown = {"scalar": None, "counts": None, "eye": None, "valid": None, "root": None, "pairs": None}
-    carry, outs = [replace(x, **unknown) for x in carry], []
-    for _ in range(_ROUNDS):
-        outs = body(carry)
-        new = [_carried(eqn, old, out, over_rows) for old, out in zip(carry, outs, strict=False)]
-        if new == carry:
-            return carry, outs
-        carry = new
-    return [coupled([x], Note.at(eqn, "a loop that jaxpar cannot follow", certain=False)) for x in carry], outs
-
-
-def _carried(eqn: Any, old: Value, out: Value, over_rows: bool) -> Value:
-    if over_rows and out.kind == "rows" and not out.span and old.kind != "coupled":
-        # One row in each step: they are added up, or nothing but the last one would be left.
-        out = Value("sum", power=out.power, notes=out.notes)
-    if old.kind == "rows" and out.kind == "whole" and not out.zero:
-        return old.noted(*out.notes)
-    joined = combine(eqn, [old, out]) if old.kind != out.kind or old.kind == "whole" else out
-    if old.kind == out.kind == "sum":
-        joined = replace(old, power=old.power if old.power == out.power else None)
-    if old.kind == out.kind == "rows" and (old.place != out.place):
-        joined = combine(eqn, [old, out])
-    joined = replace(joined, scalar=None, counts=None, columns=frozenset(), eye=None, valid=None, root=None, pairs=None)
-    return joined.noted(*old.notes, *out.notes)
-
-
-@rule("scan", table=ALWAYS)
-def _scan(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    parts, other = jx.scan_parts(eqn), jx.scan_parts(twin) if twin is not None else None
-    n, k = len(parts.consts), len(parts.carry)
-    consts, init, xs = ins[:n], list(ins[n : n + k]), ins[n + k :]
-    over = [x for x in xs if x.kind == "rows" and 0 in x.dims]
-    slices = [_step(x, shape[1:]) for x, shape in zip(xs, shapes(eqn)[n + k :], strict=True)]
-    body = lambda carry: replace(r, looped=True).inner(
-        parts.body, other.body if other else None, [*consts, *carry, *slices]
-    )
-    carry, outs = _settled(eqn, init, body, bool(over))
-    if over:  # its steps have gone through all rows
-        carry = [replace(x, first=None) if x.kind == "sum" else x for x in carry]
-    return [*carry, *(_stacked(eqn, x, over[0] if over else None) for x in outs[k:])]
-
-
-def _step(x: Value, shape: Sequence[int]) -> Value:
-    """A scanned value as one step sees it."""
-    x = replace(x, scalar=None, counts=None, columns=frozenset(), eye=None, valid=None, root=None, pairs=None)
-    if x.kind == "whole":
-        return replace(x, varies=frozenset(d - 1 for d in x.varies if d))
-    if x.kind != "rows":
-        return x
-    if 0 not in x.dims:
-        return replace(x, dim=x.dim - 1)
-    if x.span == 1:
-        return replace(x, dim=0, span=0, outer=1, first=STEP, count=1)
-    count = 1
-    for d in range(x.span - 1):
-        count *= shape[d]
-    return replace(x, dim=0, span=x.span - 1, outer=1, count=count, first=STEP)
-
-
-def _stacked(eqn: Any, x: Value, over: Value | None) -> Value:
-    """What each step gives, stacked; `over` are the rows that the steps go through, if they do."""
-    if x.kind == "whole":
-        return replace(x, varies=frozenset({0, *(d + 1 for d in x.varies)}), scalar=None, counts=None, eye=None)
-    x = replace(x, valid=None, root=None, pairs=None)
-    if x.kind != "rows":
-        return x
-    if x.first != STEP:
-        return replace(x, dim=x.dim + 1) if over is None else coupled([x], Note.at(eqn, "rows in a scan over rows"))
-    if over is None or x.dim != 0 or x.outer != 1:
-        return coupled([x], Note.at(eqn, "a scan over rows that turns them", certain=False))
-    return replace(x, span=x.span + 1, outer=over.outer, count=over.count, first=over.first)
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
+def chosen(eqn: Any, by: Value, x: Value) -> Value:
+    """A value that is what it is by a condition (or an index)."""
+    if by.kind == "whole" or x.kind == "coupled":
+        return x.noted(*by.notes)
+    if by.kind == "rows" and x.kind in ("whole", "rows"):
+        ndim = max(x.at.array.ndim, by.at.array.ndim)
+        at = Labels(by.at.array.reshape(by.at.array.shape + (1,) * (ndim - by.at.array.ndim)))
+        return joined(eqn, by.plain(at=at, power=x.power), x)
+    return coupled([by, x]) if by.kind == "coupled" else mixed(eqn, [by, x], "a choice by")
 
 
 @rule(*jx.REDUCTIONS, "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", table=ALWAYS)
-def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
+def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     over = {axes} if isinstance(axes, str) else set(axes)
-    if not over & r.axes:
+    if not over & {*r.axes}:
         return list(ins)
-    if eqn.primitive.name not in jx.REDUCTIONS or not r.axes <= over:
+    if eqn.primitive.name not in jx.REDUCTIONS or not {*r.axes} <= over:
         note = Note.at(eqn, f"{eqn.primitive.name} over some of the axes that spread rows", certain=False)
         return [coupled([x], note) for x in ins]
     return [_of_all(x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
@@ -186,10 +101,12 @@ def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequenc
 
 def _of_all(x: Value, ndim: int) -> Value:
     """What is the same on all replicas: it was reduced over, or gathered from, all rows."""
+    if x.kind == "running" or (x.kind == "sum" and x.at is not NOWHERE):
+        return coupled([x], *([x.pick] if x.pick else []))
     notes = frozenset() if x.kind in ("sum", "extreme") else x.notes
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
 
 
 @rule("axis_index", table=ALWAYS)
 def _axis_index(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    return Value(power=None)
+    return Value(power=ODD).noted(Note.at(eqn, "depends on which replica has the rows", certain=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import jax
 from ..model.model import Mean, Replicated
 from ..program import jaxpr as jx
 from ..strategy import Strategy
+from .arithmetic import named
+from .labels import NOWHERE, Labels, numbered
 from .reader import Reader
-from .values import Note, Value, named, product_power
+from .values import FROM_ALL, NUMBER, Note, Value
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
@@ -37,12 +40,17 @@ def check_coupling(
     rows = _rows(rest)
     try:
         pair, n, over = _pair(flat, rest, rows, trace, axes)
-    except Exception:  # the user's code, at a number of rows that it may not know
+    except Exception as error:  # the user's code, at a number of rows that it may not know
         found = _read(flat, None, out, rest, rows, axes)
-        if any(found.values()):
-            found = _read(flat, None, out, rest, rows, axes, exact=True)
+        said = f"what it makes of how many rows a block has is not known: it cannot be traced with twice {rows} rows "
+        note = Note(
+            "the loss",
+            f"{said}({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})",
+            False,
+        )
+        found = {name: [*notes, note] for name, notes in found.items()}
     else:
-        found = _read(*pair, out, rest, n, over, exact=True)
+        found = _read(*pair, out, rest, n, over)
     _report(found, axes, strategy)
 
 
@@ -86,22 +94,27 @@ def _is_replicated(x: Any) -> bool:
 
 
 def _read(
-    flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, rows: int, axes: Mapping[str, int], exact: bool = False
+    flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, rows: int, axes: Mapping[str, int]
 ) -> dict[str, list[Note]]:
     """The notes that reach each result of the loss."""
-    reader = Reader(rows, frozenset(axes), exact)
+    name, replicas = next(iter(axes.items()), ("data", 0))
+    reader = Reader(rows, axes, {**axes, name: replicas // 2}, twin is not None)
     variables, batch, key = rest
 
-    def whole(tree: Any) -> list[Value]:
-        return [Value(varies=frozenset(range(len(x.shape)))) for x in jax.tree.leaves(tree)]
+    def whole(tree: Any, keyed: bool = False, given: bool = True) -> list[Value]:
+        leaves = [frozenset(range(len(x.shape))) for x in jax.tree.leaves(tree)]
+        return [Value(varies=dims, keyed=keyed, given=given) for dims in leaves]
 
     fed: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
-        fed += whole(x) if _is_replicated(x) else [Value("rows", count=rows)]
-    inputs = [*whole(variables), *fed, *whole(key)]
-    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
-    consts = reader.constants(flat.consts, twin.consts if twin is not None else None)
-    values = reader.run(flat, twin, consts, [*params, *inputs], flat.consts)
+        fed += (
+            whole(x) if _is_replicated(x) else [Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})), given=True)]
+        )
+    inputs = [*whole(variables), *fed, *whole(key, keyed=True)]
+    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]], given=False)
+    consts = reader.constants(flat.consts, twin.consts if twin is not None else ())
+    terms = [replace(x, term=("input", i)) for i, x in enumerate([*params, *inputs])]
+    values = reader.run(flat, twin, consts, terms)
     sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
     return {name: _result(name, flat, values, mean) for name, mean in sums.items()}
 
@@ -109,27 +122,28 @@ def _read(
 def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> list[Note]:
     """What is wrong with one result: the notes on its way, or powers of the number of rows that do not fit."""
     total, count = values[mean.total], values[mean.count]  # type: ignore[index]
-    notes = total.notes | count.notes
-    if any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
+    line = _line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
+    notes = {*total.notes, *count.notes}
+    for x in (total, count):
+        if x.kind == "rows" or x.at is not NOWHERE:
+            notes.add(x.pick or Note(line, f"takes some of the rows; {FROM_ALL}"))
+    if name != "loss":
+        notes = {n for n in notes if not n.backward}
+    powers = [x.power - (x.kind == "whole") for x in (total, count)]
+    fits = powers[0] == powers[1] or total.zero or total.unknown or count.unknown
+    if fits or any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
         return sorted(notes, key=lambda n: n.line)
-    powers = [None if x.power is None else x.power - (x.kind == "whole") for x in (total, count)]
-    if product_power(powers[0], powers[1], -1) not in (None, 0) and not total.zero:
-        what = "the loss" if name == "loss" else f"metric {name!r}"
-        if any(p is not None and math.isnan(p) for p in powers):
-            said = f"{what} depends on how many rows a block has, fewer than the batch; use a number that is given"
-            return [*notes, Note(_line(flat, flat.outvars[mean.total]), said)]  # type: ignore[call-overload]
-        kinds = " and ".join(_kind(p) for p in powers)
-        plain = count.kind == "whole" and count.scalar == 1
-        said = (
-            f"{what} is {_kind(powers[0])}; divide by the number of rows, or return jp.Mean(total, count)"
-            if plain
-            else f"{what} is jp.Mean of {kinds}; give two sums over rows"
-        )
-        return [*notes, Note(_line(flat, flat.outvars[mean.total]), said)]  # type: ignore[call-overload]
-    return sorted(notes, key=lambda n: n.line)
+    what = "the loss" if name == "loss" else f"metric {name!r}"
+    if any(map(math.isnan, powers)):
+        said = f"{what} is {NUMBER}"
+    elif count.kind == "whole" and count.scalar == 1:
+        said = f"{what} is {_kind(powers[0])}; divide by the number of rows, or return jp.Mean(total, count)"
+    else:
+        said = f"{what} is jp.Mean of {' and '.join(map(_kind, powers))}; give two sums over rows"
+    return [*notes, Note(line, said)]
 
 
-def _kind(power: float | None) -> str:
+def _kind(power: float) -> str:
     return "a mean over rows, or the same for all" if power == -1 else named(power)
 
 

@@ -1,242 +1,184 @@
-"""What matmuls, convolutions and lookups make of rows and of sums over rows."""
+"""What lookups and updates at indices make of rows: where indices are known, the rows that they meet."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .elementwise import FROM_ALL, mixed
-from .reader import Reader, rule, shape_of, shapes
-from .shapes import shape_rule
-from .values import GATHER, Note, Pairs, Value, combine, coupled, position, product_power, reasons, reshaped
+from .arithmetic import combine, sum_power
+from .generic import Met, generic
+from .labels import Labels, alike, counted, ordinals
+from .reader import Reader, column_notes, rule, shapes
+from .shapes import of_rows
+from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, partial, picks, position
+
+Outs = list[Value] | Value
 
 
-def _product(eqn: Any, ins: Sequence[Value]) -> Value | None:
-    """Of two values whose product is linear in one: what it is where that one is a sum; None to go on."""
-    a, b = ins
-    if "sum" in (a.kind, b.kind):
-        if a.kind == b.kind or "rows" in (a.kind, b.kind):
-            return mixed(eqn, ins, "a product with")
-        return replace(a if a.kind == "sum" else b, power=product_power(a.power, b.power))
-    if a.kind == b.kind == "rows" and (a.plus or b.plus):
-        return mixed(eqn, ins, "a product with")
-    return None
-
-
-@shape_rule("dot_general")
-def _dot(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    contracted, batch = eqn.params["dimension_numbers"]
-    ndims = [len(s) for s in shapes(eqn)]
-    free = [[d for d in range(ndims[i]) if d not in (*contracted[i], *batch[i])] for i in (0, 1)]
-    places = [[*batch[0], *free[0]], [*batch[1], *[-1] * len(free[0]), *free[1]]]
-    to = [[places[i].index(d) if d in places[i] else None for d in range(ndims[i])] for i in (0, 1)]
-    if (found := _product(eqn, ins)) is not None:
-        return found
-    a, b = ins
-    power = product_power(a.power, b.power)
-    if a.kind == b.kind == "whole":
-        varies = frozenset(n for i, x in enumerate(ins) for d in x.varies if (n := to[i][d]) is not None)
-        growth = r.growth(eqn, twin, [(0, d) for d in contracted[0]])
-        return Value(varies=varies, power=product_power(power, growth))
-    both = a.kind == b.kind == "rows"
-    sides = [i for i in (0, 1) if ins[i].kind == "rows"]
-    summed = [all(d in contracted[i] for d in ins[i].dims) and ins[i].span > 0 for i in sides]
-    if both:
-        alike = (a.span, a.outer, a.count, a.first) == (b.span, b.outer, b.count, b.first)
-        met = all(
-            _role(contracted, batch, 0, d) == _role(contracted, batch, 1, e)
-            for d, e in zip(a.dims, b.dims, strict=False)
-        )
-        if not (alike and met and (all(_role(contracted, batch, 0, d) is not None for d in a.dims) or not a.span)):
-            found = coupled(ins, Note.at(eqn, f"a product of rows with other rows; {GATHER}"))
-            here, there = (to[i][ins[i].dim] if ins[i].span == 1 == ins[i].outer else None for i in (0, 1))
-            if not alike or here is None or there is None:
-                return found
-            own = replace(a, dim=here, power=power, columns=frozenset(), notes=reasons(ins))
-            return replace(found, pairs=Pairs(own, there))
-    side = sides[0]
-    x, other = ins[side], ins[1 - side]
-    if any(summed):
-        if x.first is not None and x.first >= 0:
-            return coupled(ins, Note.at(eqn, f"a sum over some of the rows; {FROM_ALL}"))
-        found = Value("sum", power=power, size=math.prod(shapes(eqn)[0][d] for d in contracted[0]), notes=x.notes)
-        if not both and any(other.varies & {contracted[1 - side][contracted[side].index(d)]} for d in x.dims):
-            return found.noted(
-                Note.at(eqn, "weights rows by their place in the block; put the weights into the batch", False)
-            )
-        return found
-    moved = x.moved(to[side])
-    if moved is None:
-        return coupled(ins, Note.at(eqn, "a product may tear rows apart", certain=False))
-    if not both:  # what the other has along the dims of the rows, if they are dims of both
-        theirs = to[1 - side]
-        moved = position(eqn, Value(varies=frozenset(n for d in other.varies if (n := theirs[d]) is not None)), moved)
-    return replace(moved, power=power, plus=any(v.plus for v in ins))
-
-
-@rule(*(f"dot_product_attention{kind}_fwd{end}" for kind in ("", "_fp8") for end in ("", "_wrapper")))
-def _attention(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    """cuDNN's, of [rows, positions, heads, head_dim] or [rows, heads, ...]."""
-    rows = [x for x in ins if x.kind == "rows"]
-    alike = all(x.kind == "whole" or (x.place == rows[0].place and not x.plus) for x in ins)
-    return replace(rows[0], power=None) if rows and alike and list(rows[0].dims) == [0] else None
-
-
-def _role(contracted: Any, batch: Any, side: int, dim: int) -> tuple[str, int] | None:
-    """What a dim of one operand is to the product; None if it stays a dim of the operand alone."""
-    if dim in contracted[side]:
-        return "contracted", list(contracted[side]).index(dim)
-    return ("batch", list(batch[side]).index(dim)) if dim in batch[side] else None
-
-
-@rule("conv_general_dilated")
-def _convolution(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    if (found := _product(eqn, ins)) is not None:
-        return found
-    (a, b), numbers = ins, eqn.params["dimension_numbers"]
-    power = product_power(a.power, b.power)
-    rows, features = numbers.lhs_spec[:2]
-    if b.kind == "whole" and list(a.dims) == [rows] and eqn.params["batch_group_count"] == 1:
-        return replace(a, dim=numbers.out_spec[0], power=power)
-    # A kernel for each row: vmap makes groups of features of them.
-    own = a.kind == b.kind == "rows" and list(a.dims) == [features] and list(b.dims) == [numbers.rhs_spec[0]]
-    if own and a.outer == b.outer == 1 and a.count == b.count and eqn.params["feature_group_count"] % a.count == 0:
-        return replace(a, dim=numbers.out_spec[1], power=power)
-    return None
-
-
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
-def _offsets(shape: Sequence[int], gone: Sequence[int], dims: Sequence[int]) -> list[int | None]:
-    """For each dim of the operand, the dim of the slices (or updates) that it is."""
-    kept = [d for d in range(len(shape)) if d not in gone]
-    return [int(dims[kept.index(d)]) if d in kept else None for d in range(len(shape))]
-
-
-@shape_rule("gather")
-def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    (table, at), numbers = ins, eqn.params["dimension_numbers"]
-    into, out = shapes(eqn)[0], shape_of(eqn)
-    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
-    to = _offsets(into, (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), numbers.offset_dims)
-    if table.kind == at.kind == "whole":
-        varies = {batch[d] for d in at.varies if d < len(batch)} | {n for d in table.varies if (n := to[d]) is not None}
-        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        varies |= {batch[e] for d, e in pairs if d in table.varies}
-        return Value(varies=frozenset(varies), power=table.power, zero=table.zero)
-    if table.kind == "sum":
-        return table if at.kind == "whole" else mixed(eqn, ins, "a lookup, by row, in")
-    if at.kind == "sum":
-        return mixed(eqn, ins, "a lookup at")
-    if at.plus:
-        return mixed(eqn, ins, "a lookup at rows that hold")
-    if table.kind == "whole":
-        moved = at.moved([batch[d] if d < len(batch) else None for d in range(len(shapes(eqn)[1]))])
-        if moved is None:
-            return coupled(ins, Note.at(eqn, "a lookup whose indices are rows", certain=False))
-        place = Note.at(eqn, "a lookup by a row's place in its block; put the place into the batch", certain=False)
-        return replace(moved, power=table.power).noted(*[place] * bool(at.columns))
-    return _of_rows(r, eqn, table, at, batch, to, _sizes(eqn, into))
-
-
-def _sizes(eqn: Any, into: Sequence[int]) -> list[int]:
-    """Dims of the operand that slices have whole."""
-    return [d for d, n in enumerate(eqn.params["slice_sizes"]) if n == into[d]]
-
-
-def _of_rows(
-    r: Reader, eqn: Any, x: Value, at: Value, batch: Sequence[int], to: Sequence[int | None], whole: Sequence[int]
-) -> Value:
-    """What is looked up in rows."""
-    numbers = eqn.params["dimension_numbers"]
-    if at.kind == "whole" and all(d in whole and to[d] is not None for d in x.dims):
-        return x.moved(to) or coupled([x, at], Note.at(eqn, "a lookup may tear rows apart", certain=False))
-    found = _met(x, at, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
-    alike = at.kind == "whole" or at.outer == x.outer  # where rows are merged with what is within them, too
-    if found is not None and x.span == 1 and alike and shape_of(eqn)[batch[found]] == shapes(eqn)[0][x.dim]:
-        return replace(x, dim=batch[found], columns=frozenset())
-    if x.count == 1 and at.kind == "rows" and all(to[d] is not None for d in x.dims) and (moved := x.moved(to)):
-        return moved  # a single row, which take_along_axis has whole
-    if at.kind == "whole" and (places := _own_places(r, eqn, x)) is not None and (moved := places.moved(batch)):
-        return moved
-    # Indices that come with the rows may point into their own, as those of graphs that are laid one after another do.
-    # Those of a loop may go through all rows.
-    certain = at.kind == "whole" and not r.looped
-    return coupled([x, at], Note.at(eqn, f"picks rows by computed indices; {FROM_ALL}", certain))
-
-
-def _own_places(r: Reader, eqn: Any, x: Value) -> Value | None:
-    """Rows along the dims of indices that are known to be row 0 some times, then row 1 as often, and so on, wherever
-    in a row: `x[np.repeat(np.arange(n), k), i, j]`, as of the pairs of DLRM's features.
+def _columns(at: Value, dims: Sequence[int], shape: Sequence[int], side: int = 0) -> dict[int, np.ndarray]:
+    """The indices into each dim of an operand that are known, [shape of the indices without the last dim]; `side` 1:
+    those of the twin, where they are more than one number.
     """
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], shapes(eqn)
-    mapped, times = list(numbers.start_index_map), math.prod(indices[:-1]) // max(x.count, 1)
-    if x.span != 1 or x.outer != 1 or x.first is not None or x.dim not in mapped or times * x.count == 0:
-        return None
-    if x.dim not in numbers.collapsed_slice_dims or times * x.count != math.prod(indices[:-1]):
-        return None
-    if (values := r.numbers(eqn.invars[1])) is None:
-        return None
-    rows = values[..., mapped.index(x.dim)].reshape(-1) // (operand[x.dim] // x.count)
-    if not np.array_equal(rows, np.repeat(np.arange(x.count), times)):
-        return None
-    return reshaped(replace(x, dim=0), (x.count, times), indices[:-1])
+    if at.kind == "whole" and at.number is not None:
+        found = {d: (at.number.pair[side], c) for c, d in enumerate(dims)}
+    else:
+        known = dict(at.columns)
+        found = {d: (known[c].pair[side], 0) for c, d in enumerate(dims) if c in known}
+    if side:
+        return {d: a[..., c] for d, (a, c) in found.items() if np.ndim(a)}
+    return {d: np.broadcast_to(a[..., c] if np.ndim(a) else a, shape[:-1]) for d, (a, c) in found.items()}
 
 
-def _met(x: Value, at: Value, batching: Sequence[int], of_indices: Sequence[int], mapped: Sequence[int]) -> int | None:
-    """The dim of the indices that goes with the rows of an operand: row i is looked up at indices i."""
-    if x.dim in batching:
-        dim = of_indices[list(batching).index(x.dim)]
-        return dim if at.kind == "whole" or at.dim == dim else None
-    if x.dim in mapped and list(mapped).index(x.dim) in at.columns:
-        dim = at.counts if at.kind == "whole" else at.dim
-        return dim
+def _unlike(eqn: Any, at: Value, of: np.ndarray, into: Sequence[int], dims: Sequence[int]) -> list[Note]:
+    """What is to be said of indices `into` dims, some of them `dims` within rows, that are not the same for each row,
+    [places] as `of`.
+    """
+    columns, twins = (_columns(at, into, shapes(eqn)[1], side) for side in (0, 1))
+    varied = at.kind == "whole" and bool(at.varies | at.at.dims)
+    if all(alike(of, columns[d], twins.get(d)) if d in columns else not varied for d in dims):
+        return []
+    what = f"{eqn.primitive.name} at what depends on a row's place in its block; put it into the batch"
+    return [Note.at(eqn, what, certain=False)]
+
+
+@rule("gather")
+def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
+    (x, at), n, (into, indices) = ins, eqn.params["dimension_numbers"], shapes(eqn)
+    if at.kind in ("sum", "running") or (at.kind == "rows" and (at.plus or x.kind in ("sum", "running"))):
+        return mixed(eqn, ins, "a lookup at")
+    if r.looped and x.kind in ("sum", "running"):
+        return mixed(eqn, ins, certain=False)  # of what a loop adds up at each row's place, it may take the row's
+    mapped = x.at.dims & {*n.start_index_map} if x.kind == "rows" else frozenset()
+    if not mapped:
+        found = generic(r, eqn, twin, ins)
+        notes = column_notes(eqn, at) if x.kind == "whole" else ()
+        return [y.noted(*notes) for y in found]
+    columns, window = _columns(at, n.start_index_map, indices), [eqn.params["slice_sizes"][d] for d in mapped]
+    if x.at.dims != mapped or not mapped <= {*columns} or {*window} != {1}:
+        # Indices that come with the rows may point into their own, as those of graphs that are laid one after another
+        # do. Those of a loop may go through all rows.
+        certain = at.kind == "whole" and not r.looped
+        return coupled(ins, Note.at(eqn, PICKS, certain))
+    places = tuple(np.clip(columns[d], 0, into[d] - 1) if d in mapped else 0 for d in range(len(into)))
+    rows, inner = x.at.array[places], ordinals(x.at.array)[places]
+    if at.kind == "rows" and at.at != Labels(rows[..., None]):
+        return coupled(ins, Note.at(eqn, PICKS))
+    widened = lambda array: np.expand_dims(array, n.offset_dims)
+    note = Note.at(eqn, PICKS, not r.looped)
+    found = of_rows(eqn, x, widened(rows), widened(inner), pick=note)
+    rest = [d for d in n.start_index_map if d not in mapped]
+    return found.noted(*_unlike(eqn, at, rows, n.start_index_map, rest))
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
+    (x, *starts), sizes, into = ins, eqn.params["slice_sizes"], shapes(eqn)[0]
+    if any(s.kind in ("sum", "running") for s in starts):
+        return mixed(eqn, ins, "a slice that starts at")
+    cut = [d for d in x.at.dims if sizes[d] != into[d]] if x.kind == "rows" else []
+    if any(starts[d].scalar is None for d in cut):
+        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=not r.looped))
+    if not cut:
+        return generic(r, eqn, twin, ins)
+    first = {d: int(np.clip(starts[d].scalar or 0, 0, into[d] - sizes[d])) for d in cut}
+    window = tuple(slice(first[d], first[d] + sizes[d]) if d in cut else slice(None) for d in range(len(into)))
+    return of_rows(eqn, x, x.at.array[window], ordinals(x.at.array)[window])
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
+    x, update, *starts = ins
+    met, kinds = Met(eqn), {x.kind, update.kind}
+    if kinds & {"sum", "running"}:
+        if "running" in kinds or {s.kind for s in starts} != {"whole"}:
+            return mixed(eqn, ins, certain="running" not in kinds)  # a loop may write each row at its place
+        return combine(r, eqn, [x, update])
+    if any(y.kind == "rows" and met.up(k, y.at.array) is None for k, y in enumerate(ins)):
+        certain = x.kind == "rows" and not r.looped
+        return coupled(ins, Note.at(eqn, f"writes rows at other places; {FROM_ALL}", certain))
+    return generic(r, eqn, twin, ins)
+
+
+@rule("scatter", *(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")))
+def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
+    (x, at, new), name, met = ins, eqn.primitive.name, Met(eqn)
+    if at.kind in ("sum", "running") or at.plus:
+        # As jnp.repeat(experts, counts) marks where the tokens of each begin. An order may be undone, as by sorting.
+        return mixed(eqn, ins, "an update at indices that hold", not x.kind == new.kind == "whole")
+    if {x.kind, new.kind} & {"sum", "running"}:
+        kinds = {y.kind for y in ins}
+        return (
+            mixed(eqn, ins, certain="running" not in kinds)
+            if kinds & {"rows", "running"}
+            else combine(r, eqn, [x, new])
+        )
+    free = all(met.up(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
+    if at.kind == "whole" and free:
+        found = generic(r, eqn, twin, ins)
+        return [replace(y, power=sum_power(x, new)) for y in found]
+    if (found := _row_by_row(eqn, x, at, new)) is not None:
+        return found
+    if x.kind == "whole" and name.replace("-", "_") in ("scatter_add", "scatter_sub"):
+        return _added_up(r, eqn, x, at, new)
+    certain = x.kind == "rows" and at.kind == "whole" and not r.looped
+    return coupled(ins, Note.at(eqn, f"{name} of rows at computed indices; {FROM_ALL}", certain))
+
+
+def _owners(eqn: Any, at: Value, new: Value) -> tuple[Value, np.ndarray] | None:
+    """The rows of updates, or of the indices that say where whole ones go, at each place of the indices; None where
+    these are not the same, or are of other dims.
+    """
+    n, (_, indices, _) = eqn.params["dimension_numbers"], shapes(eqn)
+    found = []
+    if new.kind == "rows":
+        if new.at.dims & {*n.update_window_dims}:
+            return None
+        found.append((new, new.at.array.squeeze(tuple(n.update_window_dims))))
+    if at.kind == "rows":
+        found.append((at, at.at.array[..., 0]))
+    if len({Labels(rows) for _, rows in found}) > 1:
+        return None
+    return found[0][0], np.broadcast_to(found[0][1], indices[:-1])
+
+
+def _row_by_row(eqn: Any, x: Value, at: Value, new: Value) -> Value | None:
+    """Row i updated by row i: along a dim of the operand that updates have too (of vmap), or that is met by indices
+    that are known.
+    """
+    n, (into, indices, _) = eqn.params["dimension_numbers"], shapes(eqn)
+    if {"rows"} & {at.kind, new.kind} == set() or (found := _owners(eqn, at, new)) is None:
+        return None
+    first, of = found
+    columns = _columns(at, n.scatter_dims_to_operand_dims, indices)
+    batch = zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)
+    for d, column in [*columns.items(), *((d, np.indices(of.shape)[i]) for d, i in batch)]:
+        if column.size == 0 or column.min() < 0 or column.max() >= into[d]:
+            continue
+        owners = np.full(into[d], -1)
+        owners[column] = of
+        labels = Labels(owners.reshape([-1 if e == d else 1 for e in range(len(into))]))
+        met = x.kind == "whole" or x.at == labels
+        if not met or (owners < 0).any() or (owners[column] != of).any() or not alike(of, np.zeros(1)):
+            continue  # another dim may be that of rows
+        y = first.plain(at=labels, plus=x.plus or new.plus, pick=picks([x, new]), power=sum_power(x, new))
+        inner = [e for e in n.scatter_dims_to_operand_dims if e != d]
+        places = position(eqn, x, y, into) if x.kind == "whole" else []
+        return y.noted(*places, *_unlike(eqn, at, of, n.scatter_dims_to_operand_dims, inner))
     return None
 
 
-@shape_rule(*(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")), "scatter")
-def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    (x, at, new), numbers = ins, eqn.params["dimension_numbers"]
-    adds = eqn.primitive.name.replace("-", "_") in ("scatter_add", "scatter_sub")
-    into, _, given = shapes(eqn)
-    if at.kind == "sum" or at.plus:
-        # As jnp.repeat(experts, counts) marks where the tokens of each begin. An order may be undone, as in `_sort`.
-        certain = not x.kind == new.kind == "whole"
-        return mixed(eqn, ins, "an update at indices that hold", certain)
-    batch = [d for d in range(len(given)) if d not in numbers.update_window_dims]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    to = _offsets(into, gone, numbers.update_window_dims)
-    if x.kind == at.kind == new.kind == "whole":
-        varies = {d for d, n in enumerate(to) if n in new.varies} | set(numbers.scatter_dims_to_operand_dims)
-        power = x.power if x.power == new.power or new.zero else new.power if x.zero else None
-        return Value(varies=x.varies | varies | set(numbers.operand_batching_dims), power=power)
-    if "sum" in (x.kind, new.kind):
-        return combine(eqn, [x, new]) if at.kind == "whole" and "rows" not in (x.kind, new.kind) else mixed(eqn, ins)
-    rows = [v for v in (x, new) if v.kind == "rows"]
-    window = next((d for d in range(len(into)) if new.kind == "rows" and new.span == 1 and to[d] == new.dim), None)
-    own = to[x.dim] if x.kind == "rows" and x.span == 1 else None
-    if at.kind == "whole" and own is not None and given[own] == into[x.dim]:
-        return x if new.kind == "whole" or window == x.dim else None  # all rows, at the same place in each
-    if at.kind == "whole" and x.kind == "whole" and window is not None and given[new.dim] == into[window]:
-        return replace(new, dim=window)
-    # Row i is updated at indices i.
-    paired = [*zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)]
-    steered = numbers.scatter_dims_to_operand_dims
-    lead = at.counts if at.kind == "whole" else at.dim
-    paired += [(steered[c], lead) for c in at.columns if lead is not None]
-    for operand, dim in paired:
-        mine = Value("rows", dim=operand, outer=(v := (rows or [at])[0]).outer, count=v.count, first=v.first)
-        fits = x.kind == "whole" or x.place == mine.place
-        if fits and (at.kind == "whole" or at.dim == dim) and (new.kind == "whole" or new.dim == batch[dim]):
-            power = combine(eqn, [replace(v, dim=0) for v in (x, new)]).power
-            return replace(mine, plus=any(v.plus for v in rows), power=power)
-    by_index = at.kind == "rows" or (new.kind == "rows" and new.dim in batch)
-    if adds and x.kind == "whole" and by_index:  # rows are added up where their indices say
-        return combine(eqn, [x, Value("sum", power=new.power)])
-    certain = x.kind == "rows" and at.kind == "whole" and not r.looped
-    return coupled(ins, Note.at(eqn, f"{eqn.primitive.name} of rows at computed indices; {FROM_ALL}", certain))
+def _added_up(r: Reader, eqn: Any, x: Value, at: Value, new: Value) -> Value:
+    """A sum over rows, each of which is added where its own indices say."""
+    if (found := _owners(eqn, at, new)) is None:
+        return others(eqn, [x, at, new], "updates by")
+    if at.kind == "rows" and at.notes:  # each may have places of its own
+        return coupled([x, at, new])
+    (first, of), into = found, shapes(eqn)[0]
+    places = frozenset(range(of.ndim)) & (at.varies | at.at.dims)
+    rows = replace(first, at=Labels(of), power=new.power)
+    notes = position(eqn, Value(varies=places), rows, of.shape) if at.kind == "whole" else column_notes(eqn, at)
+    members = counted(of, range(of.ndim), r.rows)
+    return combine(r, eqn, [x, partial(rows, members.reshape([1] * len(into) + [-1])).noted(*notes)])

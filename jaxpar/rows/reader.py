@@ -1,48 +1,45 @@
 """Reads a traced loss, equation by equation, and says what each value has to do with rows.
 
-It runs nothing: an abstract interpretation over `values.Value`, by the rule of each primitive (`shapes.py`, `mixes.py`,
-`calls.py`). An equation without a rule that rows go into may couple them.
+An abstract interpretation over `values.Value`: it runs nothing but what follows from sizes alone. `program/factors.py`
+says which dims of an equation's operands and results are one index; what is no factor has a rule of its own here. An
+equation that nothing is known of, and that rows go into, may couple them.
 
-Powers of the number of rows n do not stand in one trace, in which n is a plain number. Read alone, a program is read
-kindly: a division by n, or by the number of elements that were added up, makes a mean. Where that leaves a doubt, it is
-read beside its `twin`, the same loss traced on twice the rows: the ratio of two constants, or of two sizes, is 2^power.
+One trace does not show powers of the number of rows n, which is a plain number in it. It is read beside its `twin`, the
+same loss on twice the rows: the ratio of two literals, or of two sizes, is 2^power.
 """
 
 from __future__ import annotations
 
+import collections
+import difflib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
-import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
 
 from ..program import jaxpr as jx
-from .values import ODD, Note, Value, coupled, reasons
+from ..program.equal import differing
+from .labels import NOWHERE, alike
+from .numbers import computed, constant
+from .values import NUMBER, ODD, UNNAMED, Note, Value, coupled, picks, reasons
 
-PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value | None"]
-RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows and sums over rows
-WHOLE: dict[str, PrimitiveRule] = {}  # what it makes of whole values alone
-ALWAYS: dict[str, PrimitiveRule] = {}  # whatever it is given: calls and collectives
-APART: dict[str, PrimitiveRule] = {}  # what it makes of coupled values that come apart again
-_EYES = frozenset(("eq", "convert_element_type", "copy"))  # what leaves a diagonal where it is
-_VALID = _EYES | {"ne", "is_finite", "not", "reduce_sum", "reshape", "broadcast_in_dim", "squeeze", "transpose"}
-_LARGE = 1 << 16  # elements of a constant that nobody wants to look through
-_LARGEST = 1 << 24  # and of one that is looked through where rows may be coupled otherwise
+PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value"]
+Rule = TypeVar("Rule", bound=PrimitiveRule)
+RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows, sums and whole values
+ALWAYS: dict[str, PrimitiveRule] = {}  # of coupled ones too: calls and collectives
+CANCEL: dict[str, PrimitiveRule] = {}  # of coupled ones that may cancel
+_LONG = 1_000_000  # pairs of equations, to look for those of one program in another
 
 
-def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[PrimitiveRule], PrimitiveRule]:
-    """Registers a function as the rule of some primitives: (reader, equation, its twin or None, inputs) -> outputs,
-    one value if they are all alike, or None where it knows no better than that rows may be coupled.
+def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of some primitives: (reader, equation, its twin or None, inputs) -> outputs, or
+    one value if they are all alike.
     """
-
-    def register(fun: PrimitiveRule) -> PrimitiveRule:
-        table.update(dict.fromkeys(names, fun))
-        return fun
-
-    return register
+    return lambda fun: table.update(dict.fromkeys(names, fun)) or fun
 
 
 def shapes(eqn: Any) -> list[tuple[int, ...]]:
@@ -50,187 +47,219 @@ def shapes(eqn: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
 
 
-def shape_of(eqn: Any) -> tuple[int, ...]:
-    """The shape of the first output."""
-    return tuple(getattr(eqn.outvars[0].aval, "shape", ()))
+def shape_of(eqn: Any, out: int = 0) -> tuple[int, ...]:
+    """The shape of an output."""
+    return tuple(getattr(eqn.outvars[out].aval, "shape", ()))
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One reading: `rows` in a block, the mesh axes over which blocks are spread, whether programs have twins, and
-    whether the program is the body of a loop; where its variables come from: an equation, or an array.
+    """One reading of a loss.
+
+    Attributes:
+      rows: how many a block has.
+      axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
+      exact: whether there is a twin.
+      looped: whether this is the body of a loop.
+      backward: whether this is a derivative, which the loss's own derivative does not go through.
+      terms, numbers: equations by primitive and terms of their operands, and the terms of their results.
+      pulled: what has been read of functions with derivatives of their own.
     """
 
     rows: int
-    axes: frozenset[str] = frozenset()
-    exact: bool = False
+    axes: Mapping[str, int]
+    twin_axes: Mapping[str, int]
+    exact: bool
     looped: bool = False
-    origins: Mapping[Any, Any] = field(default_factory=dict)
+    backward: bool = False
+    terms: dict[Any, list[tuple[Any, int]]] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    pulled: dict[Any, Any] = field(default_factory=dict)
 
-    def run(
-        self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value], arrays: Sequence[Any] = ()
-    ) -> list[Value]:
-        """The outputs of a jaxpr (or a `jx.Flat`); `arrays` are what its constants are, where that is known."""
-        twins = list(twin.eqns) if twin is not None else []
-        names = [e.primitive.name for e in program.eqns]
-        if names != [e.primitive.name for e in twins]:
-            twin = None
-        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
-        origins = dict(zip(program.constvars, arrays, strict=False)) | {v: e for e in program.eqns for v in e.outvars}
-        reader = replace(self, origins=origins)
+    def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        """The outputs of a jaxpr (or a `jx.Flat`)."""
+        known = [x if x.term is not None else replace(x, term=next(self.numbers)) for x in (*consts, *inputs)]
+        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], known, strict=True))
+        twins, other = paired(program.eqns, twin.eqns, self.rows) if twin is not None else ({}, None)
         for i, eqn in enumerate(program.eqns):
-            other = twins[i] if twin is not None else None
-            ins = [self.read(env, v, other and other.invars[k]) for k, v in enumerate(eqn.invars)]
-            env.update(zip(eqn.outvars, reader.equation(eqn, other, ins), strict=True))
-        outs = twin.outvars if twin is not None else [None] * len(program.outvars)
-        return [self.read(env, v, w) for v, w in zip(program.outvars, outs, strict=True)]
+            ins = [self.read(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
+            env.update(zip(eqn.outvars, self.equation(eqn, twins.get(i), ins), strict=True))
+        what = "is another program for twice the rows, so that what it makes of their number is not known"
+        notes = [Note.at(other, what, certain=False)] if other is not None else []
+        outs = enumerate(program.outvars)
+        return [self.read(env, v, k, twin.outvars if twin is not None else ()).noted(*notes) for k, v in outs]
 
     def inner(self, jaxpr: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr that an equation holds, closed or not."""
         opened, consts = jx.opened(jaxpr)
         other, others = jx.opened(twin) if twin is not None else (None, ())
-        values = self.constants(consts, others if twin is not None else None)
-        return self.run(opened, other, values, inputs, consts)
+        return self.run(opened, other, self.constants(consts, others), inputs)
 
-    def read(self, env: Mapping[Any, Value], atom: Any, twin: Any) -> Value:
-        """The value of a variable or literal."""
+    def read(self, env: Mapping[Any, Value], atom: Any, k: int, twins: Sequence[Any]) -> Value:
+        """The value of a variable or literal, the k-th of some, beside those of the twin."""
         if not jx.is_literal(atom):
             return env[atom]
-        return self.constant(atom.val, twin.val if twin is not None and jx.is_literal(twin) else None)
+        twin = twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None
+        return replace(self.constant(atom.val, twin), term=(str(atom.aval), repr(atom.val)))
 
-    def numbers(self, atom: Any) -> np.ndarray | None:
-        """What a value is, where it comes from sizes and constants alone, such as indices; None where it does not, is
-        large, or comes out of a call.
-        """
-        needed, waiting = set[Any](), [atom]
-        while waiting:
-            if jx.is_literal(v := waiting.pop()) or v in needed:
-                continue
-            if (made := self.origins.get(v)) is None:
-                return None
-            if isinstance(made, jec.JaxprEqn):
-                large = any(math.prod(getattr(out.aval, "shape", ())) > _LARGEST for out in made.outvars)
-                if large or made.effects or made.primitive.name in ALWAYS:
-                    return None
-                waiting += made.invars
-            needed.add(v)
-        found: dict[Any, Any] = {}
-        read = lambda v: v.val if jx.is_literal(v) else found[v]
-        with jax.ensure_compile_time_eval():
-            for v, made in self.origins.items():  # as the program has them
-                if v in needed and v not in found:
-                    outs = [(v, made)]
-                    if isinstance(made, jec.JaxprEqn):
-                        outs = zip(made.outvars, jx.bind(made, [*map(read, made.invars)]), strict=True)
-                    found.update(outs)
-            return np.asarray(read(atom))
-
-    def constants(self, values: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
+    def constants(self, values: Sequence[Any], twins: Sequence[Any]) -> list[Value]:
         """The values of arrays that a trace closed over."""
-        others = twins if twins is not None and len(twins) == len(values) else [None] * len(values)
-        return [self.constant(x, other) for x, other in zip(values, others, strict=True)]
+        found = twins if len(twins) == len(values) else [None] * len(values)
+        return [replace(self.constant(x, y), term=("array", id(x))) for x, y in zip(values, found, strict=True)]
 
     def constant(self, x: Any, twin: Any) -> Value:
         """A number or array that stands in the program."""
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):
-            return Value()
-        size = math.prod(np.shape(x))
-        anywhere = frozenset(range(np.ndim(x)))
-        if size > _LARGE:
-            return Value(varies=anywhere)
-        array = np.asarray(x)
-        if not np.issubdtype(array.dtype, np.number):
-            never = array.dtype == bool and size > 0 and not array.any()  # as of indices that numpy counts: `i < 0`
-            return Value(varies=frozenset() if never else anywhere, zero=never)
+        number = constant(x, twin)
+        if number is None:
+            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset(), given=True)
+        if number.uniform:
+            return self.powered(Value(number=number, given=True))
+        array = number.array
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
-        scalar = float(array.flat[0].real) if size and not varies else None
-        zero = bool(size) and not varies and (scalar == 0 or scalar != scalar)
-        power = 0 if not self.exact or zero else self._power(x, twin, scalar is not None)
-        counts = 0 if array.ndim == 1 < array.size and np.array_equal(array, np.arange(array.size)) else None
-        return Value(varies=varies, scalar=scalar, zero=zero, power=power, counts=counts)
+        return Value(varies=varies, number=number, given=True)
 
-    def _power(self, x: Any, twin: Any, uniform: bool) -> float | None:
-        if twin is None:
-            return None
-        a, b = np.asarray(x), np.asarray(twin)
-        if not uniform or not b.size or (b != b.flat[0]).any():
-            return 0 if a.shape != b.shape or np.array_equal(a, b) else None
-        if a.flat[0] == b.flat[0]:
+    def powered(self, x: Value) -> Value:
+        """A whole value with the power that its two numbers show."""
+        assert x.number is not None
+        one, two = x.number.pair
+        if x.zero:
+            return replace(x, power=0)
+        if two is None:
+            return x if self.exact else replace(x, power=_likely(float(np.real(one)), self.rows))
+        power = 0 if one == two else doubled(float(np.real(two)) / float(np.real(one)))
+        return replace(x, power=ODD if power is None else power)
+
+    def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float:
+        """The power of n that the product of some sizes has: (input, dim) each."""
+        if twin is None or not dims:
             return 0
-        power = doubled(float(b.flat[0].real) / float(a.flat[0].real)) if a.flat[0].real else None
+        sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
+        power = doubled(math.prod(b for _, b in sizes) / max(math.prod(a for a, _ in sizes), 1))
         return ODD if power is None else power
 
-    def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float | None:
-        """The power of n that the product of some sizes has: (input, dim) each."""
-        if not self.exact:
-            return 0
-        if twin is None:
-            return None
-        sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
-        return doubled(math.prod(b for _, b in sizes) / max(math.prod(a for a, _ in sizes), 1))
-
-    def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         """What comes out of one equation."""
-        name = eqn.primitive.name
-        ins = [_broadcastable(x, shape) for x, shape in zip(ins, shapes(eqn), strict=True)]
-        notes = reasons(ins)
-        if name in ALWAYS and (found := ALWAYS[name](self, eqn, twin, ins)) is not None:
-            return found if not isinstance(found, Value) else [found] * len(eqn.outvars)
-        kinds = {x.kind for x in ins}
-        if "coupled" in kinds:
-            rule = APART.get(name) if any(x.root or x.pairs for x in ins) else None
-            if rule and (apart := rule(self, eqn, twin, ins)) is not None:
-                return [apart] if isinstance(apart, Value) else apart
-            found = coupled(ins)
-        elif "extreme" in kinds:
-            return [self._extreme(eqn, ins, kinds)] * len(eqn.outvars)
-        elif kinds <= {"whole"}:
-            rule = WHOLE.get(name)
-            found = rule(self, eqn, twin, ins) if rule else None
-            if found is None:
-                powers = {x.power for x in ins if not x.zero}
-                found = [
-                    Value(
-                        varies=frozenset(range(len(getattr(v.aval, "shape", ())))), power=0 if powers <= {0} else None
-                    )
-                    for v in eqn.outvars
-                ]
+        name, kinds = eqn.primitive.name, {x.kind for x in ins}
+        if name in ALWAYS:
+            fun = ALWAYS[name]
+        elif "coupled" in kinds:
+            fun = CANCEL.get(name, CANCEL[""])
         else:
-            rule = RULES.get(name)
-            found = rule(self, eqn, twin, ins) if rule else None
-            if found is None:
-                found = coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
-        outs = [found] * len(eqn.outvars) if isinstance(found, Value) else found
-        outs = [_known(x, name) for x in outs]
-        return [x if notes <= x.notes else x.noted(*notes) for x in outs]
+            fun = _extreme if "extreme" in kinds else RULES.get(name, RULES[""])
+        outs = fun(self, eqn, twin, ins)
+        outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
+        term = self._term(eqn, ins)
+        outs = [x if x.term is not None else replace(x, term=(term, i)) for i, x in enumerate(outs)]
+        if name in ALWAYS:
+            return [_located(eqn, x) for x in outs]
+        if kinds & {"coupled", "extreme"}:  # what couples them may have cancelled
+            ins = [replace(x, notes=frozenset()) for x in ins]
+        return self._finished(eqn, twin, ins, outs)
 
-    def _extreme(self, eqn: Any, ins: Sequence[Value], kinds: set[str]) -> Value:
-        """What comes of a maximum over rows."""
-        if kinds <= {"extreme", "whole"}:
-            if eqn.primitive.name != "stop_gradient":
-                return next(x for x in ins if x.kind == "extreme")
-            # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
-            pending = [Note(n.line, n.what, certain=False) for x in ins for n in x.notes]
-            return Value(power=None, varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
+    def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
+        """What becomes of any equation's results: notes go on, numbers are made."""
+        notes = [*reasons(ins), *_differing(eqn, twin, self.exact)]
+        if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
+            notes += [note for x in ins for note in column_notes(eqn, x)]
+        keyed, given = any(x.keyed for x in ins), all(x.given for x in ins)
+        numbers, found = computed(eqn, twin, [x.number for x in ins]), []
+        for x, number, v in zip(outs, numbers, eqn.outvars, strict=True):
+            x = replace(x.noted(*notes), number=x.number or number, given=given)
+            if not jnp.issubdtype(v.aval.dtype, jnp.inexact) or eqn.primitive.name == "stop_gradient":
+                x = replace(x, notes=frozenset(n for n in x.notes if not n.backward))  # no gradient goes through it
+            if x.kind == "whole":
+                x = replace(x, keyed=keyed, pick=None if keyed else x.pick or picks(ins))
+                if x.number is not None and x.number.uniform:
+                    x = replace(x, varies=frozenset(), at=NOWHERE)
+                    if any(y.power or (y.number is not None and not y.number.uniform) for y in ins):
+                        x = self.powered(x)
+            found.append(x)
+        return found
+
+    def _term(self, eqn: Any, ins: Sequence[Value]) -> int:
+        known = self.terms.setdefault((eqn.primitive, *(x.term for x in ins)), [])
+        typed = lambda e: [(v.aval.dtype, v.aval.ndim) if hasattr(v.aval, "ndim") else v.aval for v in e.outvars]
+        for other, term in known if ins else ():
+            if typed(eqn) == typed(other) and differing(eqn, other, False) is None:
+                return term
+        known.append((eqn, next(self.numbers)))
+        return known[-1][1]
+
+
+def _extreme(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    """What comes of a maximum over rows."""
+    if not {x.kind for x in ins} <= {"extreme", "whole"}:
         return coupled(ins)
+    if eqn.primitive.name != "stop_gradient":
+        return next(x for x in ins if x.kind == "extreme").noted(*reasons(ins))
+    # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
+    pending = [replace(n, certain=False) for x in ins for n in x.notes]
+    return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
 
 
-def _known(x: Value, name: str) -> Value:
-    """What is known of single elements, as long as an equation says so."""
-    if x.eye is None and x.valid is None:
+def _located(eqn: Any, x: Value) -> Value:
+    """A result of an inner program, of whose lines none may be the user's."""
+    if not any(n.line == UNNAMED for n in x.notes) or not (line := jx.where(eqn)):
         return x
-    return replace(x, eye=x.eye if name in _EYES else None, valid=x.valid if name in _VALID else None)
+    return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
 
 
-def _broadcastable(x: Value, shape: Sequence[int]) -> Value:
-    """A value that does not vary along dims of size 1, which have one element for all that they may be spread over."""
-    varies = frozenset(d for d in x.varies if shape[d] > 1)
-    return x if varies == x.varies else replace(x, varies=varies)
+def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
+    """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
+    if twin is None:
+        return
+    for name, value in eqn.params.items():
+        other = twin.params.get(name)
+        if isinstance(value, tuple) and name in ("start_indices", "limit_indices", "padding_config"):
+            same = [d for d, (n, m) in enumerate(zip(shapes(eqn)[0], shapes(twin)[0], strict=True)) if n == m]
+            value, other = [value[d] for d in same], [other[d] for d in same]
+        elif not isinstance(value, int | float | str):
+            continue
+        if value != other and value == value:  # NaN where indices are outside of an array
+            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain)
+
+
+def paired(eqns: Sequence[Any], twins: Sequence[Any], rows: int) -> tuple[dict[int, Any], Any]:
+    """For equations, by number, those of the same program for twice the rows; and the first that makes it another
+    program. It may have more of them where Python goes through rows: a multiple of each.
+    """
+    kinds = [[(e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4])) for e in es] for es in (eqns, twins)]
+    a, b = kinds
+    if a == b:
+        return dict(enumerate(twins)), None
+    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    last = alike(zip(reversed(a), reversed(b), strict=False))
+    first = alike(zip(a[: len(a) - last], b[: len(b) - last], strict=False))
+    found = {i: i for i in range(first)} | {len(a) - i: len(b) - i for i in range(1, last + 1)}
+    left = a[first : len(a) - last], b[first : len(b) - last]
+    if len(left[0]) * len(left[1]) <= _LONG:
+        for i, j, n in difflib.SequenceMatcher(None, *left, autojunk=False).get_matching_blocks():
+            found |= {first + i + k: first + j + k for k in range(n)}
+    more = collections.Counter(kind[0] for kind in b)
+    more.subtract(kind[0] for kind in a)
+    unmatched = [eqn for i, eqn in enumerate(eqns) if i not in found]
+    extra = [eqn for j, eqn in enumerate(twins) if more[eqn.primitive] % rows]
+    return {i: twins[j] for i, j in found.items()}, next(iter([*unmatched, *extra]), None)
+
+
+def column_notes(eqn: Any, x: Value) -> list[Note]:
+    """What is to be said of indices that are rows, where a column that is known is not the same for each."""
+    found, what = [], f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
+    for _, number in x.columns:
+        column, *twin = (a[..., 0] if np.ndim(a) else a for a in number.pair if a is not None)
+        found += [] if alike(x.at.array[..., 0], np.asarray(column), *twin) else [Note.at(eqn, what, certain=False)]
+    return found
 
 
 def doubled(ratio: float) -> float | None:
     """The k for which a ratio is 2^k; None unless it is a multiple of 1/2."""
-    if ratio <= 0 or not math.isfinite(ratio):
+    if not math.isfinite(ratio) or ratio <= 0:
         return None
     power = round(2 * math.log2(ratio)) / 2
-    return power if math.isclose(ratio, 2**power, rel_tol=1e-3) else None
+    return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else None
+
+
+def _likely(x: float, rows: int) -> float:
+    """The power of a number that may be a multiple of the rows, or one over that, where there is no twin to tell."""
+    multiple = lambda x: x >= rows and math.isclose(x / rows, round(x / rows), rel_tol=1e-5)
+    return 1 if multiple(x) else -1 if x and multiple(1 / x) else 0

@@ -1,166 +1,201 @@
-"""What equations that move dims about make of rows and of sums over rows."""
+"""What equations that take rows apart, lay them side by side or number them make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-from ..program import factors
-from .elementwise import FROM_ALL, together
-from .reader import WHOLE, Reader, rule, shape_of, shapes
-from .values import GATHER, Note, Value, combine, coupled, reshaped, spread
+import numpy as np
 
-_SAME = """
-device_put from_edtype layout_constraint mesh_cast optimization_barrier pvary random_wrap reduced_vary_cast relayout
-reshard sharding_constraint to_edtype with_memory_space_constraint
-""".split()
+from .arithmetic import combine
+from .generic import Met, generic, torn
+from .labels import NOWHERE, Labels, alike, blocks, numbered, ordinals, reshaped
+from .numbers import LARGEST
+from .reader import Reader, rule, shape_of, shapes
+from .values import FROM_ALL, Note, Value, coupled, mixed, others, partial, picks, position
 
-
-def along(eqn: Any, x: Value, to: Sequence[int | None]) -> Value:
-    """A value whose dims have other numbers: of the dims that are gone, none has rows."""
-    if x.kind == "sum":
-        return x
-    if x.kind == "whole":
-        counts = None if x.counts is None else to[x.counts]
-        return replace(x, varies=frozenset(n for d in x.varies if (n := to[d]) is not None), counts=counts)
-    if (moved := x.moved(to)) is not None:
-        return moved
-    if x.first is not None and x.first >= 0:
-        return coupled([x], Note.at(eqn, f"takes some of the rows; {FROM_ALL}"))
-    return coupled([x], Note.at(eqn, f"{eqn.primitive.name} may tear rows apart", certain=False))
-
-
-def shape_rule(*names: str) -> Any:
-    """Registers a rule for whole values, too."""
-    return lambda fun: rule(*names, table=WHOLE)(rule(*names)(fun))
-
-
-@shape_rule("broadcast_in_dim")
-def _broadcast(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    x, to = ins[0], list(eqn.params["broadcast_dimensions"])
-    found = along(eqn, x, to)
-    if x.counts is not None and shape_of(eqn)[-1:] == (1,) and to[x.counts] != len(shape_of(eqn)) - 1:
-        found = replace(found, columns=frozenset([0]))
-    return replace(found, columns=frozenset()) if x.kind == "rows" else found
-
-
-@shape_rule("reshape")
-def _reshape(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    x, (old, *_), new = ins[0], shapes(eqn), shape_of(eqn)
-    if x.kind == "sum":
-        return x
-    if x.kind == "whole":
-        return replace(x, varies=spread(x.varies, old, new), counts=None)
-    if not x.span:
-        return x
-    if eqn.params["dimensions"] is not None or not new:
-        return coupled([x], Note.at(eqn, "reshape takes the one row of a block"))
-    found = reshaped(x, old, new)
-    last = found.dim + found.span
-    if r.exact and twin is not None and last < len(new):
-        # Where sizes leave it open which of two dims has the rows, it is the one that grows with them.
-        grown = [b > a for a, b in zip(new, shape_of(twin), strict=True)]
-        found = replace(found, span=found.span + (grown[last] and not any(grown[d] for d in found.dims)))
-    return found
-
-
-@shape_rule("transpose", "squeeze", "unstack")
-def _moved(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    if eqn.primitive.name == "unstack" and ins[0].kind == "rows" and eqn.params["axis"] in ins[0].dims:
-        return coupled(ins, Note.at(eqn, f"takes rows one by one; {FROM_ALL}"))
-    to = {f.ins[0]: f.outs[0] for f in factors.of(eqn)}
-    return along(eqn, ins[0], [to.get(d) for d in range(len(shapes(eqn)[0]))])
-
-
-@shape_rule("expand_dims")
-def _expand(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    gone = [d % len(shape_of(eqn)) for d in eqn.params["dimensions"]]
-    return along(eqn, ins[0], [d for d in range(len(shape_of(eqn))) if d not in gone])
-
-
-def without(ndim: int, gone: Sequence[int]) -> list[int | None]:
-    """What dims are called when some are gone."""
-    return [None if d in gone else d - sum(g < d for g in gone) for d in range(ndim)]
-
-
-@shape_rule(*_SAME)
-def _each(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    return list(ins)
-
-
-@shape_rule("random_bits", "random_split", "random_unwrap")
-def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    """Keys of rows give numbers of rows; a key gives numbers that are alike for all."""
-    return replace(ins[0], varies=frozenset(), counts=None)
-
-
-@rule("random_fold_in", "random_seed", "random_gamma", "rng_bit_generator", "threefry2x32", table=WHOLE)
-def _random_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    return Value()
-
-
-@rule("iota", table=WHOLE)
-def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    dim = eqn.params["dimension"]
-    return Value(varies=frozenset([dim]), counts=dim)
-
-
-@shape_rule("concatenate", "stack", "pad")
-def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
-    name, dim = eqn.primitive.name, eqn.params.get("dimension", eqn.params.get("axis"))
-    sizes = [s[dim] for s in shapes(eqn)] if name == "concatenate" else []
-    if name == "stack":
-        n = len(shapes(eqn)[0])
-        ins = [along(eqn, x, [d + (d >= dim) for d in range(n)]) for x in ins]
-    if name == "pad":
-        padded = {d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-        ins = [ins[0], replace(ins[1], varies=frozenset())]
-    else:
-        padded = {dim}
-    rows = [x for x in ins if x.kind == "rows"]
-    if all(x.kind == "whole" for x in ins):
-        found = combine(eqn, ins)
-        last = name == "concatenate" and dim == len(shape_of(eqn)) - 1
-        counts = next((x.counts for x in ins if x.columns), None) if last and 1 in sizes else None
-        columns = _columns(ins, sizes, counts)
-        return replace(found, varies=found.varies | padded, scalar=None, columns=columns, counts=counts)
-    if rows and padded & set(rows[0].dims):
-        return _joined(r, eqn, ins, sizes, dim) if name == "concatenate" else None
-    if rows and not any(x.kind == "sum" for x in ins):
-        # Columns of indices that count rows: the lookup says whether they meet the rows that they count.
-        found = together(eqn, [replace(x, varies=frozenset()) if x.columns and x.kind == "whole" else x for x in ins])
-        power = found.power if len({x.power for x in ins if not x.zero}) == 1 else None
-        last = name == "concatenate" and dim == len(shape_of(eqn)) - 1 and found.kind == "rows"
-        columns = _columns(ins, sizes, found.dim) if last else frozenset()
-        return replace(found, columns=columns, power=power)
-    return combine(eqn, ins)
-
-
-def _columns(ins: Sequence[Value], sizes: Sequence[int], dim: int | None) -> frozenset[int]:
-    """Which columns of joined indices count along a dim: of `x[jnp.arange(3)[None], labels[:, None]]` none does along
-    the rows of the labels.
-    """
-    if dim is None:
-        return frozenset()
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    counting = [x.kind == "rows" or x.counts == dim for x in ins]
-    parts = zip(ins, starts, counting, strict=True)
-    return frozenset(start + c for x, start, counts in parts if counts for c in x.columns)
-
-
-def _joined(r: Reader, eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value | None:
-    """Rows laid after rows: the same ones again, or pieces of them in their order."""
-    if any(x.kind != "rows" or x.span != 1 or x.dim != dim or x.plus != ins[0].plus for x in ins):
-        return None
-    inner = {size // (x.outer * x.count) for x, size in zip(ins, sizes, strict=True)}
-    if len(inner) == 1 and len({(x.count, x.first) for x in ins}) == 1:
-        return replace(
-            ins[0], outer=sum(x.outer for x in ins), power=combine(eqn, [replace(x, outer=1) for x in ins]).power
+# What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
+_PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
+    "rev": lambda e, x: [np.flip(x, tuple(d for d in e.params["dimensions"] if x.shape[d] > 1))],
+    "slice": lambda e, x: [x[_window(e, x)]],
+    "tile": lambda e, x: [
+        np.tile(
+            x,
+            [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=False)]
+            + [1] * (x.ndim - len(e.params["reps"])),
         )
-    firsts = [x.first or 0 for x in ins]
-    ends = [f + x.count for f, x in zip(firsts, ins, strict=True)]
-    if len(inner) == 1 and all(x.outer == 1 for x in ins) and firsts[1:] == ends[:-1]:
-        count = ends[-1] - firsts[0]
-        return replace(ins[0], count=count, first=None if count == r.rows else firsts[0])
-    return coupled(ins, Note.at(eqn, f"puts rows into another order; {GATHER}"))
+    ],
+    "split": lambda e, x: (
+        np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"])
+        if x.shape[e.params["axis"]] > 1
+        else [x] * len(e.outvars)
+    ),
+    "unstack": lambda e, x: [x.take(i % x.shape[e.params["axis"]], e.params["axis"]) for i in range(len(e.outvars))],
+    "reshape": lambda e, x: [_reshaped(e, x)],
+}
+
+
+def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
+    p = eqn.params
+    cut = zip(
+        p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(p["start_indices"]), x.shape, strict=False
+    )
+    return tuple(slice(None) if n == 1 else slice(*which) for *which, n in cut)
+
+
+def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
+    (old, *_), order = shapes(eqn), eqn.params["dimensions"]
+    if order is not None:
+        x, old = x.transpose(*order, *range(len(order), x.ndim)), [old[d] for d in order]
+    return reshaped(x, old, shape_of(eqn))
+
+
+@rule(*_PIECES)
+def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
+    if x.kind == "whole":
+        return _of_whole(r, eqn, twin, ins)
+    if x.kind not in ("rows", "sum") or (name != "reshape" and all(to[d] is not None for d in x.at.dims)):
+        return generic(r, eqn, twin, ins)
+    if x.at is NOWHERE:
+        return [x.plain(number=x.number)] * len(eqn.outvars)
+    outs = _PIECES[name](eqn, x.at.array)
+    if x.kind == "sum":
+        return [partial(x, at) for at in outs]
+    places = _PIECES[name](eqn, ordinals(x.at.array))
+    return [of_rows(eqn, x, at, inner, j) for j, (at, inner) in enumerate(zip(outs, places, strict=True))]
+
+
+def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, pick: Note | None = None) -> Value:
+    """Rows x after an equation has moved, or picked, elements: of which rows they are, and which of each row's."""
+    name, labels = eqn.primitive.name, Labels(at)
+    said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, "takes some of the rows")
+    strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1  # of pairs, which no block may part
+    pick = pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
+    found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
+    if not at.size:
+        return coupled([x], pick)
+    if not alike(at, inner):
+        what = "takes of each row what depends on its place in its block"
+        return found.noted(Note.at(eqn, what, certain=False))
+    if name not in ("slice", "split", "unstack"):
+        return found
+    # The term of a row is that of any other that is picked in the same way.
+    bounds = zip(eqn.params.get("start_indices", ()), eqn.params.get("limit_indices", ()), strict=True)
+    within = tuple(bound for d, bound in enumerate(bounds) if d not in x.at.dims)
+    return replace(found, term=(name, x.term, within))
+
+
+def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    """Of dims that become one, some may differ and others not: elements are numbered, and numbers go where they go."""
+    (x, *_), name, (old, *_) = ins, eqn.primitive.name, shapes(eqn)
+    groups = blocks(old, shape_of(eqn)) if name == "reshape" else [([d], [d]) for d in range(len(old))]
+    if name != "reshape" and (name != "tile" or not (x.varies | x.at.dims)):
+        return generic(r, eqn, twin, ins)
+    at, varies = x.at.array if x.at.dims else np.zeros((1,) * len(old), np.int64), set[int]()
+    for before, after in groups:
+        large = {d for d in before if old[d] > 1}
+        every = large <= x.varies and not large & x.at.dims and name == "reshape"
+        if every or math.prod(old[d] for d in before) > LARGEST or eqn.params.get("dimensions") is not None:
+            varies.update(d for d in after if large and shape_of(eqn)[d] > 1)
+        elif here := large & x.varies:
+            at = at + (at.max() + 1) * numbered(old, here)
+    labels = Labels(_PIECES[name](eqn, at)[0])
+    return x.plain(at=labels if labels.dims else NOWHERE, varies=frozenset(varies))
+
+
+@rule("concatenate", "stack")
+def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
+    if all(x.kind == "whole" for x in ins):
+        return generic(r, eqn, twin, ins)
+    if any(x.kind in ("sum", "running") for x in ins):
+        found = combine(r, eqn, [x for x in ins if not x.zero])
+        return mixed(eqn, ins) if found.at is not NOWHERE else found
+    rows = [x for x in ins if x.kind == "rows"]
+    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
+    same = all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims)
+    if same:
+        return _beside(r, eqn, twin, ins, dim, rows, labels[0])
+    if len(rows) < len(ins) or any(x.routed for x in rows):
+        return torn(eqn, ins)
+    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
+    joint = [max(a.shape[d] for a in labels) for d in range(len(shape_of(eqn)))]
+    full = [
+        np.broadcast_to(a, [n if d == dim else k for d, k in enumerate(joint)])
+        for a, n in zip(labels, sizes, strict=True)
+    ]
+    at = np.concatenate(full, dim)
+    terms = list(dict.fromkeys(x.term for x in rows))
+    functions = [ordinals(a) * len(terms) + terms.index(x.term) for a, x in zip(full, rows, strict=True)]
+    power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
+    x = replace(rows[0], power=power, plus=any(x.plus for x in rows))
+    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(at.ndim)]))
+    note = Note.at(eqn, f"puts rows into another order; {FROM_ALL}")
+    found = of_rows(eqn, x, at, np.concatenate(functions, dim), 0, note)
+    return replace(found, pick=None) if found.at == ordered else found
+
+
+def _beside(
+    r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], dim: int, rows: Sequence[Value], at: np.ndarray
+) -> list[Value] | Value:
+    """What is laid side by side in each row; of indices, columns that are known."""
+    shape, columns, start, notes = shape_of(eqn), [], 0, []
+    found = rows[0].plain(at=Labels(at), plus=any(x.plus for x in rows), pick=picks(rows))
+    last = dim == len(shape) - 1 and not np.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
+    for x, s in zip(ins, shapes(eqn), strict=True):
+        if (
+            x.kind == "whole"
+            and last
+            and x.number is not None
+            and s
+            and s[-1] == 1
+            and eqn.primitive.name == "concatenate"
+        ):
+            columns.append((start, x.number))  # the lookup says whether they meet the rows that they count
+        elif x.kind == "whole":
+            up = Value(
+                varies=frozenset(d + (d >= dim and eqn.primitive.name == "stack") for d in x.varies | x.at.dims),
+                pick=x.pick,
+            )
+            notes += position(eqn, up, found, shape)
+        start += s[dim] if eqn.primitive.name == "concatenate" else 1
+    powers = {x.power for x in ins if not x.zero}
+    return replace(found, columns=tuple(columns), power=powers.pop() if len(powers) == 1 else math.nan).noted(*notes)
+
+
+@rule("pad")
+def _pad(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    padded = {d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)}
+    if ins[0].kind == "rows" and padded & ins[0].at.dims:
+        return coupled(ins, Note.at(eqn, f"pads rows; {FROM_ALL}", certain=False))
+    return generic(r, eqn, twin, ins)
+
+
+@rule("iota", "rng_uniform")
+def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    return Value(
+        varies=frozenset([eqn.params["dimension"]] if "dimension" in eqn.params else range(len(shape_of(eqn))))
+    )
+
+
+@rule("random_bits", "random_split", "random_unwrap", "random_wrap", "random_fold_in", "random_seed", "random_clone",
+      "random_gamma", "rng_bit_generator", "threefry2x32")  # fmt: skip
+def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    """Keys of rows give numbers of rows. The block's own key gives each row its own, a key that all blocks have gives
+    each block the same.
+    """
+    if any(x.kind != "whole" for x in ins):
+        rows = [x for x in ins if x.kind == "rows"]
+        ndim = len(shape_of(eqn))
+        if len(rows) < sum(x.kind != "whole" for x in ins):
+            return mixed(eqn, ins)
+        at = [Labels(x.at.array.reshape([*x.at.array.shape, *[1] * ndim][:ndim])) for x in rows]
+        return rows[0].plain(at=at[0]) if len({*at}) == 1 else others(eqn, ins)
+    keyed = any(x.keyed for x in ins)
+    pick = Note.at(eqn, "draws with a key that is the same in all blocks; use the key that the loss is given", False)
+    every = [frozenset() if keyed else frozenset(range(len(shape_of(eqn, j)))) for j in range(len(eqn.outvars))]
+    return [Value(varies=dims, pick=None if keyed else pick) for dims in every]

@@ -16,6 +16,7 @@ import collections
 import itertools
 import json
 import os
+import platform
 import queue
 import subprocess
 import sys
@@ -30,6 +31,10 @@ NUMBERS = 25  # of a process, after which another takes its place: compiled prog
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # as in the tests: half of a program's compilation
     FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if platform.machine() == "x86_64":
+    # No fused multiply-add: with it, and without LLVM's optimizations, a maximum that is computed again where it is
+    # compared with what it was the maximum of is another by a bit, and its gradient 0 / 0, on one device or on several.
+    FLAGS += " --xla_cpu_max_isa=AVX"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"{FLAGS} --xla_cpu_collective_call_terminate_timeout_seconds=300",

@@ -28,24 +28,25 @@ def couples(program: Program) -> bool:
         cast = lambda tree: {k: v.astype("float64") if v.dtype == "float32" else v for k, v in tree.items()}
         loss = program.loss()
 
-        def sums(params: Any, rows: Any) -> tuple[Any, Any]:
+        def part(params: Any, rows: Any, every: Any) -> tuple[Any, Any]:
+            """A block's part of the loss, of whose rows (or counts) all blocks have `every`; and its own."""
             found = loss(params, rows)
             found = found[0] if isinstance(found, tuple) else found
-            return (found.total, found.count) if isinstance(found, jp.Mean) else (found, 1.0)
+            n = len(next(iter(rows.values())))
+            total, count = (found.total, found.count) if isinstance(found, jp.Mean) else (found * n, 1.0 * n)
+            return total / every, count
 
         def together(params: Any, batch: Any) -> list[Any]:
             results = []
             for n in BLOCKS:
-                total, count, grads = 0.0, 0.0, None
-                for k in range(n):
-                    rows = jax.tree.map(lambda x, n=n, k=k: x.reshape(n, -1, *x.shape[1:])[k], batch)
-                    (some, of), by = grad(params, rows)
-                    total, count = total + some, count + of
-                    grads = by if grads is None else jax.tree.map(np.add, grads, by)
-                results.append(jax.tree.map(lambda x, c=count: np.asarray(x / c), [total, *jax.tree.leaves(grads)]))
+                blocks = [jax.tree.map(lambda x, n=n, k=k: x.reshape(n, -1, *x.shape[1:])[k], batch) for k in range(n)]
+                # What a derivative of the loss's own does with a cotangent may not be linear: it is that of all blocks.
+                every = sum(grad(params, rows, 1.0)[0][1] for rows in blocks)
+                parts = [(value, by) for (value, _), by in (grad(params, rows, every) for rows in blocks)]
+                results.append(jax.tree.leaves(jax.tree.map(lambda *xs: np.asarray(sum(xs)), *parts)))
             return results
 
-        grad = jax.jit(jax.value_and_grad(sums, has_aux=True))
+        grad = jax.jit(jax.value_and_grad(part, has_aux=True))
         worst = 0.0
         try:
             for draw in range(DRAWS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from . import couplings, features, losses, positions
+from . import couplings, features, losses, operations, positions
 from .around import around, blocks
 from .parity import STRATEGIES
 from .programs import Block, Draw, Recipe, Sizes, draw_rules
@@ -13,7 +13,7 @@ from .registry import COUPLING, FEATURES, INNOCENT, POSITIONS, spelled
 
 # What may stand around blocks that look at the rows of their block.
 _AROUND_ROWS = ("scanned", "listed", "recomputed", "called", "differentiated")
-_ = features, positions  # their blocks are registered
+_ = features, operations, positions  # their blocks are registered
 
 
 def program(seed: int, number: int) -> tuple[Recipe, list[tuple[str, int]]]:

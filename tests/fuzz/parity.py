@@ -106,7 +106,8 @@ def refusal(error: BaseException) -> bool:
 
 
 def category(said: str) -> str:
-    """A message without the names, numbers and lines of one program."""
+    """A message without the names, numbers and lines of one program; of couplings the first that is named."""
+    said = said.split("\n- ")[1] if "couple" in said and "\n- " in said else said
     text = re.sub(r"(<program \w+>|\S+\.py)[:\d]*", "LINE", said)
     text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^]]*\]|\([^)]*\)|[\d,]*\d[\d.e,-]*", "_", text)
     return " ".join(text.split())[:110]

@@ -175,10 +175,8 @@ class Program:
 
     def loss(self) -> Callable[[Any, Any], Any]:
         """`loss(p, b)`; tracebacks and jaxpar's messages show its lines."""
-        name, scope = (
-            f"<program {zlib.crc32(self.source.encode()):08x}>",
-            {"jax": jax, "jnp": jnp, "jp": jp, "lax": lax, "np": np},
-        )
+        name = f"<program {zlib.crc32(self.source.encode()):08x}>"
+        scope: dict[str, Any] = {"jax": jax, "jnp": jnp, "jp": jp, "lax": lax, "np": np}
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
         exec(compile(self.source, name, "exec"), scope)
         return scope["loss"]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from . import coupled, generate, parity
+from .couplings import FAR_FETCHED
 from .minimise import minimal
 from .parity import Invalid, Outcome
 from .printed import runnable
@@ -88,6 +89,7 @@ def losses(seed: int, number: int, failed: Callable[..., None]) -> None:
         return
     # A coupling by its text that no number shows, as a maximum that is never reached, is neither.
     row = "coupled" if truth else "innocent" if innocent else "coupled, unfelt"
+    row += ", far-fetched" * (row == "innocent" and FAR_FETCHED in recipe.names())
     category = parity.category(found.said) if found.kind == parity.REFUSED else found.said[:300]
     say(part="losses", row=row, kind=found.kind, said=category)
     wrong = found.kind == parity.CRASHED or (found.kind == coupled.SILENT and truth)

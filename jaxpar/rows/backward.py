@@ -1,0 +1,94 @@
+"""Whether the derivative that a function brings with it couples rows: the backward is a part of the program.
+
+The derivative of anything else follows from what it computes. Of a `custom_vjp` or `custom_jvp` it is another program,
+read like any: a row's cotangent must follow from that row's own, and a whole value's must be their sum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from ..program import jaxpr as jx
+from .labels import NOWHERE
+from .reader import Reader
+from .values import NUMBER, Note, Value, reasons
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__))  # whose own derivatives are those of what it computes
+
+
+def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Note]:
+    """What is to be said of the derivative of an equation's function."""
+    info = jx.opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))[0].debug_info.func_src_info or ""
+    inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
+    active = [x for x, on in zip(ins, inexact, strict=False) if on]
+    given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
+    if r.backward or _JAX in info or all(x.given for x in active) or "coupled" in {x.kind for x in (*active, *given)}:
+        return []
+    if id(eqn) not in r.pulled:
+        r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))
+    _, program, other = r.pulled[id(eqn)]
+    if program is None:
+        return [Note.at(eqn, "the derivative of a function cannot be read", certain=False)]
+    consts = r.constants(program.consts, other.consts if other is not None else ())
+    found = replace(r, backward=True).run(
+        program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)]
+    )
+    notes = [note for x, ct in zip(active, found, strict=True) if not x.given for note in _judged(eqn, x, ct)]
+    before = reasons([*ins, *outs])
+    return [replace(n, backward=True) for n in notes if n not in before]
+
+
+def _pull(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | None:
+    """The program from an equation's operands and its results' cotangents to its operands'."""
+    inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    invars = [jec.Var(v.aval) for v in eqn.invars]
+    outvars = [jec.Var(v.aval) for v in eqn.outvars]
+    fun, n = jx.run([eqn.replace(invars=invars, outvars=outvars)], invars, outvars), len(invars)
+
+    def pulled(*values: Any) -> Any:
+        def active(*given: Any) -> list[Any]:
+            it = iter(given)
+            full = [next(it) if inexact(v) else x for v, x in zip(invars, values[:n], strict=True)]
+            return [y for v, y in zip(outvars, fun(*full), strict=True) if inexact(v)]
+
+        _, pull = jax.vjp(active, *(x for v, x in zip(invars, values[:n], strict=True) if inexact(v)))
+        return pull(list(values[n:]))
+
+    avals: list[Any] = [v.aval for v in (*invars, *(v for v in outvars if inexact(v)))]
+    return jx.trace(pulled, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), axes=dict(axes))[0]
+
+
+def _cotangent(x: Value) -> Value:
+    """The loss's cotangent of a value: a sum over rows, of which each knows its own part, is linear in it."""
+    if x.kind == "rows":
+        return x.plain(power=-x.power, plus=False, notes=frozenset(), pick=None)
+    return Value("sum" if x.kind == "whole" else "whole", power=-x.power)
+
+
+def _judged(eqn: Any, x: Value, ct: Value) -> list[Note]:
+    """What is wrong with the cotangent of a value."""
+    notes = sorted(ct.notes - x.notes, key=lambda n: n.line)
+    if ct.zero or any(n.certain for n in notes):
+        return notes
+    fits = {"rows": ("rows", "whole"), "whole": ("sum", "rows"), "sum": ("whole",)}.get(x.kind, (ct.kind,))
+    power = -x.power
+    if (
+        ct.kind not in fits
+        or ct.plus
+        or (ct.kind == "rows" == x.kind and ct.at != x.at)
+        or (ct.kind == "sum" and ct.at is not NOWHERE)
+    ):
+        what = (
+            "the derivative of a function gives rows a gradient that follows from others' too, or a sum to each block"
+        )
+        return notes or [Note.at(eqn, what)]
+    if ct.power != power:
+        return notes or [Note.at(eqn, f"the derivative of a function is {NUMBER}")]
+    return notes

@@ -1,0 +1,271 @@
+"""What any equation makes of rows, by its factors: which dims of its operands and results are one index.
+
+A factor that has rows and survives leaves them rows; one that is summed makes sums over rows of them. Along what is no
+factor, rows are mixed. All operands meet where each factor is a dim: there their rows must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..program import factors
+from .labels import NOWHERE, Labels, counted, moved
+from .reader import Reader, rule, shape_of, shapes
+from .values import (
+    FROM_ALL,
+    NUMBER,
+    ODD,
+    Note,
+    Pairs,
+    Value,
+    coupled,
+    mixed,
+    others,
+    partial,
+    picks,
+    position,
+    reasons,
+    some_rows,
+)
+
+# What is linear in all its operands but those that say where.
+LINEAR = {*"""
+add add_any all_to_all broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum device_put
+dynamic_slice dynamic_update_slice expand_dims fft gather imag layout_constraint mesh_cast neg optimization_barrier pad
+pvary real reduce_precision reduce_sum reduce_window_sum reduced_vary_cast relayout reshape reshard rev scatter
+scatter-add select_n sharding_constraint slice split squeeze stack stop_gradient sub tile transpose unstack
+with_memory_space_constraint
+""".split()}  # fmt: skip
+PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
+# f(c x) = c f(x) for c > 0, and f(c x) = c^k f(x).
+_SCALED = LINEAR | {*"""
+abs cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min rem select_and_gather_add
+select_and_scatter_add sort
+""".split()}  # fmt: skip
+_COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
+_DEGREES = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "cholesky": 0.5}
+_DEGREES |= dict.fromkeys(_COMPARED | {"argmax", "argmin", "atan2", "sign"}, 0)
+_EXTREMES = {"max": "maximum", "min": "minimum", "or": "any", "and": "all"}
+_SAID = {"approx_top_k": "sort", "fft": "Fourier transform"}
+_STILL = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of what a loop adds up
+
+
+class Met:
+    """Where the operands of an equation meet: each of its factors is a dim.
+
+    Attributes:
+      factors, sizes: in order.
+      known: whether anything is known of the primitive.
+      ins: for each dim of each operand its factor, or None.
+      outs: for each result and factor its dim, or None.
+    """
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn, self.factors, self.known = eqn, factors.of(eqn), eqn.primitive.name in factors.FACTORS
+        number = lambda k, d: next((i for i, f in enumerate(self.factors) if f.ins[k] == d), None)
+        self.ins = [[number(k, d) for d in range(len(s))] for k, s in enumerate(shapes(eqn))]
+        self.outs = [[f.outs[j] for f in self.factors] for j in range(len(eqn.outvars))]
+        every = [*shapes(eqn), *(shape_of(eqn, j) for j in range(len(eqn.outvars)))]
+        size = lambda f: max(s[d] for s, d in zip(every, (*f.ins, *f.outs), strict=True) if d is not None)
+        self.sizes = [eqn.params[f.grouped] if f.grouped else size(f) for f in self.factors]
+
+    def up(self, k: int, array: np.ndarray) -> np.ndarray | None:
+        """What labels operand k; None where it differs along what is no factor."""
+        for d, i in enumerate(self.ins[k]):
+            if array.shape[d] > 1 and i is None:
+                return None
+            if i is not None and array.shape[d] not in (1, self.sizes[i]):  # each group has one
+                groups = np.moveaxis(array, d, -1)
+                groups = groups.reshape(*groups.shape[:-1], self.sizes[i], -1)
+                if (groups != groups[..., :1]).any():
+                    return None
+                array = np.moveaxis(groups[..., 0], -1, d)
+        return moved(array, self.ins[k], len(self.factors))
+
+    def down(self, j: int, array: np.ndarray) -> np.ndarray:
+        """What labels result j."""
+        shape = shape_of(self.eqn, j)
+        array = moved(array, self.outs[j], len(shape))
+        for d, n in enumerate(shape):
+            if array.shape[d] not in (1, n):
+                array = np.repeat(array, n // array.shape[d], axis=d)
+        return array
+
+    def whole(self, k: int, x: Value) -> Value:
+        """A whole operand."""
+        at, to = self.up(k, x.at.array) if x.at.dims else None, self.ins[k]
+        varies = frozenset(i for d in x.varies | (x.at.dims if at is None else set()) if (i := to[d]) is not None)
+        same = x.scalar is not None or to == [*range(len(self.factors))]
+        return replace(x, at=NOWHERE if at is None else Labels(at), varies=varies, number=x.number if same else None)
+
+    def places(self, ins: Sequence[Value], x: Value) -> list[Note]:
+        """What is to be said of whole operands that rows meet."""
+        summed = any(out[i] is None for out in self.outs for i in x.at.dims)
+        what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
+        wholes = [self.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
+        return [note for y in wholes for note in position(self.eqn, y, x, self.sizes, what)]
+
+    def result(self, r: Reader, j: int, x: Value) -> Value:
+        """Rows, where all meet, as they are in result j."""
+        name, gone = self.eqn.primitive.name, [i for i in x.at.dims if self.outs[j][i] is None]
+        how = {self.factors[i].reduced for i in gone}
+        if not gone:
+            return replace(x, at=Labels(self.down(j, x.at.array)))
+        if x.routed:
+            what = f"{name} over the tokens of experts, which are of many rows; {FROM_ALL}"
+            return coupled([x], Note.at(self.eqn, what))
+        if how == {"sum"}:
+            return partial(x, self.down(j, counted(x.at.array, gone, r.rows)), some_rows(self.eqn))
+        if len(how) == 1 and how <= {*_EXTREMES}:
+            note = Note.at(self.eqn, f"{_EXTREMES[how.pop()]} over rows; {FROM_ALL}")
+            return Value("extreme", notes=x.notes | {note})
+        return coupled([x], Note.at(self.eqn, f"{name} over rows; {FROM_ALL}"))
+
+
+@rule("")
+def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
+    """The rule of what has none of its own."""
+    met, name, results = Met(eqn), eqn.primitive.name, range(len(eqn.outvars))
+    alike = lambda x: [x] * len(results)
+    rows = {k: x for k, x in enumerate(ins) if x.kind == "rows"}
+    if any(x.kind in ("sum", "running") for x in ins):
+        return _of_sums(r, eqn, twin, ins, met)
+    if not rows:
+        return [_of_whole(r, eqn, twin, ins, met, j) for j in results]
+    plus = any(x.plus for x in rows.values())
+    if plus and name not in LINEAR and (name not in PRODUCTS or len(rows) > 1):
+        return alike(mixed(eqn, ins, "a product with" if name in PRODUCTS else f"{name} of rows that hold"))
+    found = {k: met.up(k, x.at.array) for k, x in rows.items()}
+    labels = {k: Labels(at) for k, at in found.items() if at is not None}
+    if len(labels) < len(rows):
+        return alike(torn(eqn, ins, met.known))
+    if len({*labels.values()}) > 1:
+        return alike(_paired(r, eqn, twin, ins, met, labels))
+    (k, x), *_ = rows.items()
+    x = x.plain(at=labels[k], plus=plus, pick=picks(rows.values()))
+    places = met.places(ins, x)
+    if plus and places and name in PRODUCTS:
+        return alike(mixed(eqn, ins, "a product, row by row, with"))
+    return [met.result(r, j, powered(r, eqn, twin, ins, met, x.noted(*places), j)) for j in results]
+
+
+def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, j: int) -> Value:
+    """Result j of whole operands. Along what is no factor, it may differ in any case."""
+    to, found = met.outs[j], Value()
+    varies = {d for d in range(len(shape_of(eqn, j))) if not met.known or d not in to}
+    more = 0.0
+    for k, x in enumerate(ins):
+        up = met.whole(k, x)
+        kept = up.at is not NOWHERE and all(to[i] is not None for i in up.at.dims)
+        if kept and found.at in (NOWHERE, (at := Labels(met.down(j, up.at.array)))):
+            found = replace(found, at=at)
+        for i in up.varies if kept else up.varies | up.at.dims:
+            if (d := to[i]) is not None:
+                varies.add(d)
+            else:  # more numbers than of fewer rows would be others
+                more = more or r.growth(eqn, twin, [(k, met.ins[k].index(i))])
+    found = powered(r, eqn, twin, ins, met, found, j)
+    return replace(found, varies=frozenset(varies), power=ODD if more else found.power)
+
+
+def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: Value, j: int = 0) -> Value:
+    """Result j with its power of the number of rows, and what is to be said where it has none."""
+    name, inexact = eqn.primitive.name, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    data = [y for y, v in zip(ins, eqn.invars, strict=True) if inexact(v) or not inexact(eqn.outvars[j])]
+    first, *more = [y.power for y in data if not y.zero] or [0]
+    summed = [i for i, f in enumerate(met.factors) if f.reduced == "sum" and (x.kind != "rows" or i not in x.at.dims)]
+    side = lambda i: next((k, d) for k, d in enumerate(met.factors[i].ins) if d is not None)
+    growth = r.growth(eqn, twin, [side(i) for i in summed])
+    alike = all(p == first for p in more) or (len(ins) > 1 and eqn.invars[0] is eqn.invars[1])
+    rounded = not inexact(eqn.outvars[j]) and any(map(inexact, eqn.invars))
+    if growth and x.kind != "whole":
+        x = x.noted(Note.at(eqn, "sums over as many numbers as a block has rows", certain=False))
+    degree = _DEGREES.get(name, 1 if name in _SCALED and not rounded else exponent(eqn, ins))
+    if name in PRODUCTS:
+        power = sum(y.power for y in ins) + growth
+    elif not any((first, *more)):
+        power = growth
+    elif name in ("div", "triangular_solve"):
+        power = (ins[0].power - ins[1].power) * (1 if name == "div" else -1)
+    elif name in ("sort", "top_k"):
+        power = ins[j].power if name == "sort" else 0 if j else first
+    elif degree is not None and alike:
+        power = first * degree + growth if degree else 0
+    elif (name in LINEAR and not rounded) or any(y.unknown for y in ins) or all(y.number is not None for y in ins):
+        power = ODD  # a function of it will be named; or it has been; or it is known as a number
+    else:
+        return replace(x, power=ODD).noted(Note.at(eqn, f"{name} of {NUMBER}", r.exact))
+    return replace(x, power=power if power == power else ODD)
+
+
+def exponent(eqn: Any, ins: Sequence[Value]) -> float | None:
+    """The known exponent of a power."""
+    name = eqn.primitive.name
+    return eqn.params["y"] if name == "integer_pow" else ins[1].scalar if name == "pow" and not ins[1].power else None
+
+
+def torn(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
+    """What mixes rows along a dim of theirs."""
+    name = eqn.primitive.name
+    if not known:
+        return coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
+    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name != "reduce"  # by any function
+    if name in ("sort", "approx_top_k") and len(ins) > 1:  # as where tokens are sorted by their experts and put back
+        said, certain = said.replace(";", ", of no effect if results go back to their rows; else"), False
+    return coupled(ins, Note.at(eqn, said, certain))
+
+
+def _paired(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, labels: Mapping[int, Labels]) -> Value:
+    """Rows with other rows."""
+    found = others(eqn, ins, "a product of" if eqn.primitive.name in PRODUCTS else "")
+    kept = all(met.outs[0][i] is not None for at in labels.values() for i in at.dims)
+    if len(labels) != 2 or not kept or any(x.plus for x in ins):
+        return found
+    one, other = (Labels(met.down(0, at.array)) for at in labels.values())
+    own = ins[next(iter(labels))].plain(at=one, notes=reasons(ins))
+    return replace(found, pairs=Pairs(powered(r, eqn, twin, ins, met, own), other))
+
+
+def _of_sums(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met) -> list[Value]:
+    name, outs = eqn.primitive.name, []
+    x, *more = [y for y in ins if y.kind in ("sum", "running")]
+    linear = name in LINEAR | PRODUCTS or (name == "div" and ins[0] is x)
+    if more or any(y.kind == "rows" for y in ins) or not linear or (name == "pad" and not ins[1].zero):
+        found = _guarded(eqn, ins) or mixed(eqn, ins, "a product with" if name in PRODUCTS else "")
+        return [found] * len(eqn.outvars)
+    at = met.up(ins.index(x), x.at.array) if x.at is not NOWHERE else None
+    dims = frozenset() if at is None else Labels(at, 1).dims
+    wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
+    places = any(dims & (y.varies | y.at.dims) for y in wholes)
+    if x.kind == "running" and name in _STILL:
+        return [x if x.inner is None else replace(x, inner=generic(r, eqn, twin, [x.inner])[0])]
+    if x.kind == "running" or places or (at is None and x.at is not NOWHERE):
+        return [mixed(eqn, ins)] * len(eqn.outvars)
+    for j in range(len(eqn.outvars)):
+        y = powered(r, eqn, twin, ins, met, x.plain(), j)
+        if at is not None:
+            gone = tuple(i for i, d in enumerate(met.outs[j]) if d is None)
+            summed = all(at.shape[i] == 1 or met.factors[i].reduced == "sum" for i in gone)
+            y = partial(y, met.down(j, at.sum(gone, keepdims=True)), x.pick) if summed else mixed(eqn, ins)
+        outs.append(y)
+    return outs
+
+
+def _guarded(eqn: Any, ins: Sequence[Value]) -> Value | None:
+    """What is made of a sum over rows to keep a division by it from zero, as `maximum(count, 1)` does; or its root."""
+    name, rest = eqn.primitive.name, [y.scalar for y in ins if y.kind != "sum"]
+    x = next((y for y in ins if y.kind == "sum"), ins[0])
+    if x.kind != "sum" or x.at is not NOWHERE:
+        return None
+    if name == "sqrt":
+        return replace(mixed(eqn, ins), inner=x)
+    compared = name in _COMPARED and all(y == 0 for y in rest)
+    if not compared and not (name == "max" and len(rest) == 1 and rest[0] is not None and rest[0] <= 1):
+        return None
+    what = f"{name} of a sum over rows, which a block without terms would change; jp.Mean needs no guard"
+    return (Value() if compared else x.plain()).noted(Note.at(eqn, what, certain=False))

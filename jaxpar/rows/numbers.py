@@ -1,0 +1,93 @@
+"""Values that follow from sizes and literals alone, such as indices, masks and counts: computed where a rule asks.
+
+Each is a pair, of the program and of its twin on twice the rows: from the two it shows how a value depends on how many
+rows a block has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..program import factors
+from ..program import jaxpr as jx
+
+LARGEST = 1 << 22  # elements of what is computed, or looked through
+_EACH = {*factors.ELEMENTWISE}
+_SAME = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "tile", "copy",
+         "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice", "stop_gradient"}  # fmt: skip
+_NEVER = {"random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split", "random_unwrap",
+          "random_clone", "threefry2x32", "rng_bit_generator", "rng_uniform"}  # fmt: skip
+
+
+class Number:
+    """An array, or the one number that all its elements are (`uniform`): a pair, or what equations make of others."""
+
+    def __init__(self, pair: Any, eqns: Any = (None, None), of: Sequence[Number] = (), out: int = 0) -> None:
+        self._pair, self._eqns, self._of, self._out = pair, eqns, of, out
+        by_element = pair is None and (eqns[0].primitive.name in _EACH or eqns[0].primitive.name == "reduce_sum")
+        self.uniform = np.ndim(pair[0]) == 0 if pair is not None else by_element and all(x.uniform for x in of)
+
+    @property
+    def pair(self) -> tuple[Any, Any]:
+        """In the program, and in its twin, or None. What it follows from comes first, and not by a call within a call:
+        programs are long.
+        """
+        waiting = [self]
+        while waiting:
+            one = waiting[-1]
+            if missing := [x for x in one._of if x._pair is None]:
+                waiting += missing
+                continue
+            if one._pair is None:
+                one._pair = (one._computed(0), one._computed(1))
+            waiting.pop()
+        return self._pair
+
+    @property
+    def array(self) -> np.ndarray:
+        """In the program."""
+        return np.asarray(self.pair[0])
+
+    def _computed(self, side: int) -> Any:
+        eqn, values = self._eqns[side], [x._pair[side] for x in self._of]
+        if eqn is None or len(eqn.invars) != len(values) or any(x is None for x in values):
+            return None
+        if self.uniform and eqn.primitive.name == "reduce_sum":
+            shape = eqn.invars[0].aval.shape
+            return values[0] * math.prod(shape[d] for d in eqn.params["axes"])
+        avals = [v.aval for v in eqn.invars]
+        shapes = [() if self.uniform else a.shape for a in avals]
+        values = [np.broadcast_to(x, s).astype(a.dtype) for x, s, a in zip(values, shapes, avals, strict=True)]
+        with jax.ensure_compile_time_eval():
+            return np.asarray(jx.bind(eqn, values)[self._out])
+
+
+def constant(x: Any, twin: Any) -> Number | None:
+    """That of a constant of the program; None of what is large, or no number."""
+    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):
+        return None
+    if math.prod(np.shape(x)) > LARGEST or not any(jnp.issubdtype(jnp.result_type(x), t) for t in (bool, jnp.number)):
+        return None
+    pair = [None if a is None else np.asarray(a) for a in (x, twin)]
+    if all(a is None or (a.size and (a == a.flat[0]).all()) for a in pair):
+        pair = [None if a is None else a.flat[0] for a in pair]
+    return Number(tuple(pair))
+
+
+def computed(eqn: Any, twin: Any, of: Sequence[Number | None]) -> list[Number | None]:
+    """Those of an equation's results; None where one of its operands has none, or it is large."""
+    known = [x for x in of if x is not None]
+    name = eqn.primitive.name
+    if len(known) < len(of) or eqn.effects or name in _NEVER or (not of and name != "iota"):
+        return [None] * len(eqn.outvars)
+    if name in _SAME and known[0].uniform:
+        return [known[0]]
+    found = [Number(None, (eqn, twin), known, i) for i in range(len(eqn.outvars))]
+    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+    return [x if x.uniform or max(sizes) <= LARGEST else None for x in found]

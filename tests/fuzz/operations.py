@@ -1,0 +1,202 @@
+"""Blocks by the lists of operations in JAX's documentation: what the other blocks do not use."""
+
+from __future__ import annotations
+
+from .programs import Draw
+from .registry import POSITIONS, kind
+
+
+@kind(POSITIONS)
+def by_lax(g: Draw) -> str:
+    """Of jax.lax, called with all that it asks for."""
+    D, T, a = g.D, g.T, g.pick(1, 2)
+    n = (0, T, D)[a]
+    w, at, k = g.param(D, D), g.param(n), g.pick(1, 2)
+    return g.pick(
+        f"y = lax.mul(x, lax.broadcast_in_dim({at}, (x.shape[0], {T}, {D}), ({a},)))",
+        f"y = lax.add(x, lax.broadcast({at if a == 2 else g.param(D)}, (x.shape[0], {T})))",
+        f"y = lax.sub(x, lax.expand_dims(lax.reduce_max(x, axes=({a},)), ({a},)))",
+        f"y = lax.div(x, lax.expand_dims(1 + lax.reduce_sum(lax.abs(x), axes=({a},)), ({a},)))",
+        f"y = x * lax.expand_dims(lax.reduce_min(x, axes=({a},)), ({a},))",
+        f"y = x * lax.expand_dims(lax.reduce_prod(1 + 0.1 * lax.tanh(x), axes=({a},)), ({a},))",
+        f"y = lax.select(lax.broadcast_in_dim(lax.reduce_or(lax.gt(x, 1.0), axes=({a},)), x.shape, (0, {3 - a})), x, lax.neg(x))",
+        f"y = lax.select(lax.broadcast_in_dim(lax.reduce_and(lax.lt(x, 1.5), axes=({a},)), x.shape, (0, {3 - a})), x, lax.sin(x))",
+        f"y = x * lax.convert_element_type(lax.reduce_xor(lax.convert_element_type(x > 0, 'int32'), axes=({a},)), x.dtype)[{':, None' if a == 1 else '..., None'}]",
+        f"y = x * lax.expand_dims(lax.convert_element_type(lax.argmax(x, {a}, 'int32'), x.dtype), ({a},)) / {n}",
+        f"y = lax.gather(x, b['order'][..., None], lax.GatherDimensionNumbers((2,), (1,), (1,), (0,), (0,)), (1, 1, {D}))",
+        f"i = jnp.array({g.random.sample(range(n), n)})\ny = lax.gather(x, i[:, None], lax.GatherDimensionNumbers(({'0, 2' if a == 1 else '0, 1'}), ({a},), ({a},)), ({'x.shape[0], 1, ' + str(D) if a == 1 else 'x.shape[0], ' + str(T) + ', 1'}))",
+        f"y = lax.scatter_add(x, jnp.array([[{k}], [0]]), x[:, :2] if {a} == 1 else x[..., :2], lax.ScatterDimensionNumbers(({'0, 2' if a == 1 else '0, 1'}), ({a},), ({a},)))",
+        f"y = lax.scatter(x, jnp.array([{k}]), 0.5 * lax.index_in_dim(x, 0, {a}, keepdims=False), lax.ScatterDimensionNumbers((0, 1), ({a},), ({a},)))",
+        f"y = lax.scatter_mul(x, jnp.array([[{k}]]), 0.3 * x[:, :1] if {a} == 1 else 0.3 * x[..., :1], lax.ScatterDimensionNumbers(({'0, 2' if a == 1 else '0, 1'}), ({a},), ({a},)), unique_indices=True)",
+        f"y = lax.dynamic_slice(lax.concatenate([x, x], {a}), (0, {k if a == 1 else 0}, {k if a == 2 else 0}), x.shape)",
+        f"y = lax.concatenate([lax.index_in_dim(x, {k}, {a}), lax.slice_in_dim(x, 1, {n}, axis={a})], {a})",
+        f"y = x * lax.integer_pow(lax.iota(x.dtype, {D}) / {D}, 2)",
+        f"y = lax.add(x, lax.sin(lax.broadcasted_iota(x.dtype, x.shape, {a})))",
+        "y = lax.betainc(lax.stop_gradient(1.5 + lax.tanh(x)), lax.full_like(x, 1.5), lax.logistic(x)) * x",
+        f"y = lax.pow(1 + lax.square(x), lax.logistic({at if a == 2 else g.param(D)}) * lax.full_like(x, 0.5))",
+        "y = lax.atan2(x, 1 + lax.square(x)) + lax.asin(0.9 * lax.tanh(x)) + lax.acos(0.9 * lax.sin(x))",
+        "y = lax.asinh(x) + lax.atan(x) + lax.atanh(0.8 * lax.sin(x)) + lax.acosh(1.5 + lax.square(x))",
+        "y = lax.ceil(x) * x - lax.round(x) * lax.floor(x)",
+        "y = lax.select(lax.bitwise_or(lax.ge(x, 1.0), lax.le(x, -1.0)), x, lax.mul(x, 0.5))",
+        f"y = lax.select(lax.bitwise_not(lax.eq(lax.sign(x), 1.0)), x, lax.mul(x, {g.param()}))",
+        "y = x * (lax.shift_left(lax.convert_element_type(lax.abs(x) * 4, 'int32'), jnp.int32(1)) % 5)",
+        "y = x * (lax.shift_right_logical(lax.bitcast_convert_type(lax.convert_element_type(x, 'float32'), 'int32'), jnp.int32(23)) % 4)",
+        "y = x * lax.convert_element_type(lax.shift_right_arithmetic(lax.convert_element_type(x * 9, 'int32'), jnp.int32(1)), x.dtype) / 4",
+        f"y = lax.custom_linear_solve(lambda v: v + 0.1 * jnp.sin(jnp.arange({D})) * v, x, lambda f, v: v / f(jnp.ones_like(v)), symmetric=True)",
+        f"y = lax.custom_linear_solve(lambda v: v @ ({w} / 8 + jnp.eye({D})), x, lambda f, v: jnp.linalg.solve(({w} / 8 + jnp.eye({D})).T, v.reshape(-1, {D}).T).T.reshape(v.shape), lambda f, v: jnp.linalg.solve({w} / 8 + jnp.eye({D}), v.reshape(-1, {D}).T).T.reshape(v.shape))",
+        "y = lax.igammac(1 + lax.square(lax.stop_gradient(x)), 1 + lax.square(x))",
+        f"y = lax.conv_with_general_padding(x.swapaxes(1, 2), {g.param(D, D, 2)}, (1,), [(1, 0)], None, None).swapaxes(1, 2)",
+        f"y = lax.dot(x.reshape(-1, {D}), {w}).reshape(x.shape)",
+        f"y = lax.dot_general(x, {g.param(T, D, D)}, (((2,), (1,)), ((1,), (0,)))).swapaxes(0, 1)",
+        f"y = lax.dot_general({g.param(D, T, T)}, x, (((2,), (1,)), ((0,), (2,)))).transpose(2, 1, 0)",
+        f"y = x + lax.ragged_dot(x.reshape(-1, {D}), {g.param(2, D, D)}, jnp.array([3, 1]) * x.shape[0] * {T} // 4).reshape(x.shape)"
+        if T % 4 == 0 and g.chance(0.3)
+        else f"y = lax.ragged_dot(x.swapaxes(0, 1).reshape(-1, {D}), {g.param(2, D, D)}, jnp.array([2, {T - 2}]) * x.shape[0]).reshape({T}, -1, {D}).swapaxes(0, 1)",
+        f"y = lax.reduce(x, -jnp.inf, lax.max, ({a},))[{':, None' if a == 1 else '..., None'}] * x",
+        f"y = lax.approx_min_k(x, 2, reduction_dimension={a})[0].sum({a}, keepdims=True) * x",
+        f"y = lax.top_k(x, 2, axis={a})[0].sum({a}, keepdims=True) * x"
+        if g.chance(0.5)
+        else f"y = lax.top_k(jnp.moveaxis(x, {a}, -1), 2)[0].sum(-1)[{':, None' if a == 1 else '..., None'}] * x",
+        f"y = lax.reduce_window(x, jnp.inf, lax.min, (1, {'2, 1' if a == 1 else '1, 2'}), (1, 1, 1), 'SAME')",
+        "y = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2), (1, 1, 1), 'SAME') / 4",
+        f"y = lax.reduce_window(x, 0.0, lax.add, (1, {T}, 1), (1, 1, 1), [(0, 0), ({T - 1}, 0), (0, 0)]) / {T}",
+        f"y = lax.sort([x, -x], dimension={a}, num_keys=1)[1]",
+        f"y = lax.fft(lax.complex(x, 0 * x), 'FFT', ({D},)).real / 3",
+        f"y = lax.linalg.tridiagonal_solve(jnp.zeros({D}).at[1:].set(0.1), jnp.ones({D}), jnp.zeros({D}).at[:-1].set(0.2), x.reshape(-1, {D}).T).T.reshape(x.shape)",
+        f"y = lax.expand_dims(x, (1,)).squeeze(1) @ {w}",
+        f"y = lax.collapse(x.reshape(-1, {T}, 2, {D // 2}), 2)",
+        f"y = lax.transpose(lax.reshape(x, (x.shape[0], {T}, {D}), dimensions=(0, 2, 1)), (0, 1, 2)) if {T} == {D} else lax.transpose(lax.transpose(x, (2, 0, 1)), (1, 2, 0))",
+    )
+
+
+@kind(POSITIONS)
+def by_numpy(g: Draw) -> str:
+    """Of jax.numpy."""
+    D, T, a = g.D, g.T, g.pick(1, 2, -1)
+    n = T if a == 1 else D
+    w, s = g.param(D, D), g.param(D)
+    return g.pick(
+        f"y = x - jnp.amax(x, axis={a}, keepdims=True) + jnp.amin(x, {a}, keepdims=True)",
+        f"y = jnp.apply_over_axes(jnp.sum, x, [1, 2]) * x / {T * D}",
+        "y = jnp.where(jnp.isclose(x, 0.0, atol=0.1), 1.0, x)",
+        f"y = x * jnp.argpartition(x, 2, axis={a}) / {n}",
+        "y = x * jnp.bitwise_count((jnp.abs(x) * 9).astype('uint8')) / 3",
+        "y = x * jnp.left_shift((jnp.abs(x) * 3).astype(int), 1) / 8 - x * jnp.invert(x > 0)",
+        f"y = jnp.multiply(*jnp.broadcast_arrays(x, {s}))",
+        "y = jnp.ceil(x) * x + jnp.trunc(x) - jnp.rint(x) * x",
+        "y = jax.vmap(lambda r: jnp.column_stack([r[:, 1:], r[:, 0]]))(x)",
+        f"y = jax.vmap(lambda r: jnp.compress(np.arange({T}) % 2 == 0, r, axis=0, size={T // 2}).repeat(2, 0))(x)",
+        f"y = jax.vmap(lambda r: jnp.corrcoef(r.T + 0.1 * jnp.arange({T})))(x)[:, 0, None] * x",
+        f"y = jax.vmap(lambda r: jnp.correlate(r[:, 0], {g.param(3)}, mode='same')[:, None] * r)(x)",
+        f"y = jnp.cross(x[..., :3], {g.param(3)}).sum(-1, keepdims=True) * x",
+        f"y = jnp.cumulative_prod(1 + 0.1 * jnp.sin(x), axis={a})",
+        "y = jnp.degrees(x) / 50 + jnp.radians(x)",
+        f"i, j = jnp.diag_indices({D})\ny = x @ {w}.at[i, j].set(0.5)",
+        f"y = x @ jnp.diagflat({s})",
+        f"y = x @ jnp.fill_diagonal({w}, 0.3, inplace=False)",
+        "y = jnp.dsplit(x, 2)[0].repeat(2, -1) + jnp.tile(jnp.dsplit(x, 2)[1], 2)",
+        "y = jnp.concatenate(jnp.hsplit(x, 2)[::-1], 1)",
+        "y = jnp.hstack([x[:, 1:], x[:, :1]])",
+        "y = jnp.fmin(x, 0.3) + jnp.fabs(x)",
+        "y = jax.vmap(jnp.fliplr)(x) + jax.vmap(jnp.flipud)(x)",
+        "y = jnp.ldexp(x, jnp.frexp(lax.stop_gradient(x))[1] % 2)",
+        f"y = x * jnp.fromfunction(lambda i, j: (i + j) / {T}, ({T}, {D}), dtype='float32')",
+        f"y = jnp.frompyfunc(lambda u, v: u + jnp.sin(v), 2, 1).reduce(x, axis={a % 3})[{':, None' if a == 1 else '..., None'}] * x",
+        f"y = jnp.frompyfunc(lambda u, v: 0.5 * u + v, 2, 1).accumulate(x, axis={a % 3})",
+        f"y = x * jnp.hamming({D}) + jnp.hanning({D}) * jnp.kaiser({D}, 3.0) - jnp.blackman({D}) + jnp.bartlett({D})",
+        f"y = x * jnp.geomspace(0.1, 1.0, {D}) + jnp.logspace(-2, 0, {D})",
+        f"h = jax.vmap(lambda r: jnp.histogram(r, 4, (-2, 2))[0])(lax.stop_gradient(x))\ny = x * h[:, :1, None] / {T * D}",
+        "y = jnp.i0(0.5 * jnp.tanh(x)) * x",
+        f"y = x[:, jnp.ix_(jnp.arange({T})[::-1], jnp.arange({D}))[0][:, 0]]",
+        "y = x * jnp.lcm(b['ids'], 6)[..., None] / 30",
+        "y = jnp.where(jnp.logical_xor(x > 0, x > 0.5), x, jnp.where(jnp.logical_or(x < -1, jnp.logical_not(x < 1)), 0.1, -x))",
+        f"y = x @ ({w}[jnp.mask_indices({D}, jnp.triu, size={D * (D + 1) // 2})].sum() * jnp.eye({D})) / {D}",
+        f"u, v = jnp.meshgrid(jnp.arange({D}), jnp.arange({T}))\ny = x * jnp.sin(u + v)",
+        "y = jnp.mod(x, 1.3) + jnp.spacing(jnp.float32(1))",
+        f"y = x * (jnp.nanargmax(x, axis={a}, keepdims=True) - jnp.nanargmin(x, axis={a}, keepdims=True)) / {n}",
+        f"y = x - jnp.nanmax(x, axis={a}, keepdims=True) * jnp.nanmin(x, axis={a}, keepdims=True)",
+        f"y = x - jnp.nanmedian(x, axis={a}, keepdims=True) + jnp.nanprod(0.9 * jnp.cos(x), axis={a}, keepdims=True)",
+        f"y = x - jnp.nanquantile(x, 0.7, axis={a}, keepdims=True)",
+        f"y = x * jnp.nansum(x, axis={a}, keepdims=True) / {n} - jnp.nanvar(x, axis={a}, keepdims=True)",
+        f"y = jnp.nancumprod(1 + 0.1 * jnp.sin(x), axis={a})",
+        f"y = jnp.permute_dims(jnp.permute_dims(x, (2, 0, 1)) * {g.param(T)}, (1, 2, 0))",
+        f"y = x * jnp.polyval(jnp.polymul(jnp.array([1.0, 0.2]), {g.param(2)}), 0.5)",
+        f"y = jax.vmap(lambda r: jnp.resize(r, ({D}, {T})).T)(x)",
+        f"y = jnp.rollaxis(jnp.rollaxis(x, 2, 0) * {g.param(D, 1, 1)}, 0, 3)",
+        f"i, j = jnp.tril_indices({D})\ny = x @ jnp.zeros(({D}, {D})).at[i, j].set({g.param(D * (D + 1) // 2)})",
+        f"i, j = jnp.unravel_index(jnp.arange({T * D}), ({T}, {D}))\ny = x[:, i, j].reshape(x.shape) * 0.5",
+        f"y = jnp.unwrap(x, axis={a}, period=1.5)",
+        f"y = jnp.vander(x[..., 0].reshape(-1) * 0.3, 3).sum(-1).reshape(-1, {T}, 1) * x",
+        f"y = jnp.unpackbits(b['ids'].astype('uint8')[..., None], axis=-1)[..., :4] @ {g.param(4, D)} + x",
+        "y = x * jnp.ravel(x).reshape(x.shape)",
+        f"y = jnp.real(jnp.conjugate(x + 1j * {s}) * jnp.exp(1j * x))",
+        f"y = jnp.vdot({s}, {s}) * x + jnp.inner(x, {s})[..., None]",
+        f"y = jnp.einsum('btd,btd,d->bt', x, x, {s})[..., None] * x / {D}",
+        f"y = jnp.einsum('btd,de,bse->bts', x, {w}, x).sum(2, keepdims=True) / {T * D} * x",
+        f"y = jnp.einsum('btd,ef,df->bte', x, {w}, {g.param(D, D)})",
+        f"y = jnp.einsum('bdt->btd', x.mT) @ {w}",
+        f"y = jnp.einsum('b...,...->b...', x, {g.param(T, D)})",
+        f"y = jnp.einsum('tbd,de->bte', x.swapaxes(0, 1), {w})",
+        f"y = jnp.sum(x, axis={a}, keepdims=True, where=x > 0) / {n} * x",
+        f"y = x * jnp.max(x, axis={a}, keepdims=True, initial=0.2)",
+        f"y = x * jnp.mean(x, axis={a}, keepdims=True, where=x > -5)",
+        f"y = jnp.swapaxes(x, 1, 2).reshape(-1, {T}, {D}) if {T} == {D} else x[:, ::-1]",
+        "y = jnp.rot90(x, 2, axes=(1, 2))",
+        f"y = jnp.linalg.matrix_norm(x)[:, None, None] * x / {T}",
+        f"u, s, v = jnp.linalg.svd({w} + 2 * jnp.eye({D}))\ny = x @ u * s",
+        f"y = x @ jnp.linalg.pinv({w} + 2 * jnp.eye({D}))",
+        f"e, v = jnp.linalg.eigh({w} + {w}.T + jnp.diag(jnp.arange({D}) * 3.0))\ny = x @ (v * e) @ v.T / 9",
+        f"y = jnp.linalg.lstsq({w} + 2 * jnp.eye({D}), x.reshape(-1, {D}).T)[0].T.reshape(x.shape)",
+        f"y = jnp.fft.irfft2(jnp.fft.rfft2(x, axes=(1, 2)), s=({T}, {D}), axes=(1, 2)) * 0.5",
+        f"y = jnp.fft.ifftn(jnp.fft.fftn(x, axes=(1, 2)) * jnp.fft.fftfreq({D}), axes=(1, 2)).real",
+        f"y = jnp.fft.ifftshift(x, axes={a})",
+        f"y = jnp.fft.hfft(x[..., : {D // 2 + 1}], n={D}, axis=-1) / 3",
+    )
+
+
+@kind(POSITIONS)
+def by_scipy(g: Draw) -> str:
+    """Of jax.scipy, jax.nn and jax.ops."""
+    D, w = g.D, g.param(g.D, g.D)
+    u, pos = "jax.nn.sigmoid(x)", "(0.5 + jnp.square(x))"
+    return g.pick(
+        f"y = jax.scipy.special.beta({pos}, 1.5)",
+        f"y = jax.scipy.special.betaln({pos}, {pos})",
+        f"y = jax.scipy.special.expit(x) * jax.scipy.special.logit(0.1 + 0.8 * {u})",
+        f"y = jax.scipy.special.gammaln({pos}) + jax.scipy.special.gammainc(1.5, {pos})",
+        f"y = jax.scipy.special.gammaincc(2.0, {pos})",
+        f"y = jax.scipy.special.gamma({pos}) * jax.scipy.special.gammasgn(x)",
+        "y = jax.scipy.special.i0e(x) + jax.scipy.special.i1e(x) + 0.1 * jax.scipy.special.i1(jnp.sin(x))",
+        f"y = jax.scipy.special.kl_div({u}, 0.3) + jax.scipy.special.rel_entr({u}, 0.6)",
+        f"y = jax.scipy.special.ndtr(x) * jax.scipy.special.ndtri(0.1 + 0.8 * {u})",
+        f"y = jax.scipy.special.xlog1py({pos}, {pos}) + jax.scipy.special.erfinv(0.9 * jnp.sin(x))",
+        f"y = jax.scipy.special.logsumexp(x, axis=-1, keepdims=True, b={pos}) * x",
+        "y = jax.scipy.special.softmax(x, axis=1) * x.shape[1] + jax.scipy.special.log_softmax(x, axis=2)",
+        f"y = jax.scipy.special.multigammaln(2 + {pos}, 2)",
+        f"y = jax.scipy.special.zeta(lax.stop_gradient(2 + {pos}), 1.0) * x",
+        f"y = jax.scipy.special.expi({pos}) * 0.1 + jax.scipy.special.exp1({pos})",
+        f"y = jax.scipy.special.polygamma(1, {pos})",
+        f"y = jax.scipy.special.spence({pos})",
+        f"y = jax.scipy.stats.{g.pick('cauchy', 'laplace', 'logistic', 'norm')}.logpdf(x)",
+        f"y = jax.scipy.stats.t.logpdf(x, 3.0) + jax.scipy.stats.expon.logpdf({pos})",
+        f"y = jax.scipy.stats.gamma.logpdf({pos}, 2.0) + jax.scipy.stats.beta.logpdf(0.1 + 0.8 * {u}, 2.0, 3.0)",
+        "y = jax.scipy.stats.norm.cdf(x) * jax.scipy.stats.norm.logcdf(x)",
+        "y = x * jax.scipy.stats.norm.logsf(x)",
+        f"y = x @ jax.scipy.linalg.toeplitz({g.param(D)})",
+        f"y = x @ jax.scipy.linalg.dft({D}).real / 3",
+        f"lu = jax.scipy.linalg.lu_factor({w} + 3 * jnp.eye({D}))\ny = jax.scipy.linalg.lu_solve(lu, x.reshape(-1, {D}).T).T.reshape(x.shape)",
+        f"c = jax.scipy.linalg.cho_factor({w} @ {w}.T / {D} + jnp.eye({D}))\ny = jax.scipy.linalg.cho_solve(c, x.reshape(-1, {D}).T).T.reshape(x.shape)",
+        f"y = x @ jax.scipy.linalg.hilbert({D}) + x @ jax.scipy.linalg.hadamard({D}) / {D}",
+        "y = jax.scipy.signal.detrend(x, axis=1, type='constant')",
+        f"y = jax.vmap(lambda r: jax.scipy.signal.fftconvolve(r[:, 0], {g.param(3)}, mode='same')[:, None] * r)(x)",
+        f"y = jax.scipy.ndimage.map_coordinates({w}, [jnp.clip(x + 2, 0, {D - 1}), jnp.full_like(x, 1.5)], order=1)",
+        f"y = jax.image.resize(x[:, ::2], x.shape, '{g.pick('linear', 'nearest', 'cubic')}')",
+        f"y = jax.image.resize(x, (x.shape[0], x.shape[1] // 2, {D}), 'linear').repeat(2, axis=1)",
+        f"y = jax.nn.log1mexp({pos})" if g.chance(0.5) else "y = jax.nn.softmax(x, where=x > -9, axis=1) * x",
+        "y = jax.vmap(lambda r, s: jax.ops.segment_min(r, s, 4)[s])(x, b['segment'])",
+        "y = jax.vmap(lambda r, s: jax.ops.segment_prod(jnp.cos(r), jnp.arange(len(s)), len(s), unique_indices=True)[s])(x, b['segment'])",
+        "y = jax.vmap(lambda r, s: jax.ops.segment_sum(r, s, 4, indices_are_sorted=True, mode='clip')[s])(x, b['segment']) / 3",
+        "y = x + jax.random.normal(jax.random.key(0), x.shape[1:], x.dtype)",
+        "y = x * jax.random.bernoulli(jax.random.key(1), 0.8, (1, x.shape[1], x.shape[2]))",
+        "y = jax.vmap(lambda r, i: r + jax.random.uniform(jax.random.fold_in(jax.random.key(0), i), r.shape, r.dtype))(x, b['row'])",
+    )
