@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
+from ...machines import hosts_of
 from ...strategy import Strategy
 from ...text import size
 from ..targets.hardware import KINDS
@@ -347,7 +348,7 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[D
             )
             continue
         along = mesh.devices.swapaxes(0, mesh.axis_names.index(axis)).reshape(mesh.shape[axis], -1)
-        group = [device.process_index for device in along[:, 0]]
+        group = hosts_of(along[:, 0]).tolist()
         across = len(set(group)) > 1
         best = kind and (kind.network_bandwidth if across else kind.link_bandwidth)
         if kind and best:
