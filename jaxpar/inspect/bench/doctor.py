@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
-from ...machines import hosts_of
+from ...machines import host_of, hosts_of
 from ...strategy import Strategy
 from ...text import size
 from ..targets.hardware import KINDS
@@ -161,7 +161,7 @@ def attached() -> dict[str, Any]:
 
 
 def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
-    """Whether every process has as many of a kind, and GPUs are used where there are some."""
+    """Whether every process has as many of a kind, GPUs are used where there are some, and each by its own process."""
     first = all_[0]
     memory = f", {size(first['memory'])} each" if first["memory"] else ""
     found = f"{len(all_)} process{'es' * (len(all_) > 1)} x {first['count']} x {first['kind']}{memory}"
@@ -181,6 +181,13 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
                 )
                 hint = "ask the launcher for the same on every host; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
                 return Diagnosis("devices", found, wrong, hint)
+    if first["platform"] == "gpu" and first["count"] > 1 and os.environ.get("NCCL_LAUNCH_MODE") != "GROUP":
+        wrong = (
+            f"a process drives {first['count']} GPUs; it can hang where a CUDA call that waits for all of them meets a "
+            "collective"
+        )
+        hint = "a process for each GPU, by srun, mpirun or jaxpar launch (docs/launch.md), or NCCL_LAUNCH_MODE=GROUP"
+        return Diagnosis("devices", found, wrong, hint)
     return Diagnosis("devices", found)
 
 
@@ -319,7 +326,9 @@ def shared_memory(all_: Sequence[int | None], who: Sequence[str]) -> Diagnosis:
     """Whether /dev/shm has room for NCCL, which a container's 64 MB have not."""
     least = min((one for one in all_ if one is not None), default=None)
     found = "none" if least is None else f"{_SHM}: {size(least)}"
-    if jax.default_backend() == "gpu" and jax.local_device_count() > 1 and (least or 0) < 2**30:
+    here = host_of(jax.local_devices()[0])
+    beside = sum(host_of(device) == here for device in jax.devices())
+    if jax.default_backend() == "gpu" and beside > 1 and (least or 0) < 2**30:
         wrong = f"{who[all_.index(least)]} has {found}; NCCL's processes share buffers there, and fail without"
         return Diagnosis(
             "shm", found, wrong, "docker run --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory"
