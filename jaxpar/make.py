@@ -14,7 +14,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .agreement import Agreement, kind_of
-from .checkpoint.checkpoints import Checkpoints, wait_for
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.commit import wait_for
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize

@@ -31,7 +31,7 @@ from ...text import size
 from ..targets.hardware import KINDS
 from .timing import Effort, measure
 
-PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 # Where they are: of jaxlib's own version, and what they bring.
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
