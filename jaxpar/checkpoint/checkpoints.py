@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,18 @@ class Checkpoints:
       step: whose states they are.
       about: what else makes the run what it is (seed, sizes, ...), as JSON; another run is not resumed.
       keep: how many are kept, the last ones; all if None.
+      changed: names of `about` that a checkpoint may have with other values; `notes` then says which.
     """
 
-    def __init__(self, folder: Path | str, step: Step, about: Mapping[str, Any], keep: int | None = 2):
-        self.step, self.folder, self._keep = step, Path(folder).absolute(), keep
+    def __init__(
+        self,
+        folder: Path | str,
+        step: Step,
+        about: Mapping[str, Any],
+        keep: int | None = 2,
+        changed: Collection[str] = (),
+    ):
+        self.step, self.folder, self._keep, self._changed = step, Path(folder).absolute(), keep, changed
         self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -123,8 +131,11 @@ class Checkpoints:
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
         saved = Checkpoint(self._place(number))
-        same_run(saved.run, self.about, saved.folder)
+        same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
+        for name in self._changed:
+            if (there := saved.run.get(name)) != (now := self.about.get(name)):
+                self.notes.append(f"{saved.folder} was saved with {name} {there!r}, and goes on with {now!r}")
         if saved.strategy != (here := str(exact(self.step))):
             self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {here}")
         self.data = saved.data

@@ -129,7 +129,10 @@ class Trainer:
             self._claim = stack.enter_context(claimed(loop))
             stack.enter_context(self._claim.explaining())
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
-            saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
+            changed = ("data",) if loop.changed_data else ()
+            saves = out and stack.enter_context(
+                Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed)
+            )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
@@ -175,6 +178,9 @@ class Trainer:
             self.number = int(self.state.step)
             for line in saves.notes:
                 self.progress.say(line)
+        # What a run of these data has begun with is as it was.
+        if (latest is None or loop.changed_data) and hasattr(self.data, "check_readable"):
+            self.data.check_readable((loop.steps - self.number) * loop.rows)
         if self.number >= loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={loop.steps}")
             return False
