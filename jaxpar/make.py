@@ -18,6 +18,7 @@ from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.commit import wait_for
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
+from .compile_cache import keep_compiled
 from .hosts import ending, initialize
 from .inspect.check import RowCheck
 from .inspect.check import check as _check
@@ -95,6 +96,7 @@ def make_train_step(
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     kind = ServerTrainStep if strategy.server else TrainStep
     mesh = make_mesh(strategy, mesh)
+    keep_compiled(mesh.devices.flat[0])
     strategy = strategy.on(ranks := mesh.shape["pipe"])
     if ranks > 1 and strategy.microbatches == 1:
         m = PER_RANK * ranks
