@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # Where a distribution's name is not what Python imports.
-_IMPORTED = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+_IMPORTED = {"pyyaml": "yaml"}
 
 
 def missing() -> list[str]:

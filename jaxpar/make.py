@@ -14,9 +14,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .agreement import Agreement, kind_of
-from .checkpoint.checkpoints import Checkpoints, wait_for
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.commit import wait_for
 from .checkpoint.restore import restored, weights
 from .checkpoint.saved import Checkpoint
+from .compile_cache import keep_compiled
 from .hosts import ending, initialize
 from .inspect.check import RowCheck
 from .inspect.check import check as _check
@@ -94,6 +96,7 @@ def make_train_step(
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     kind = ServerTrainStep if strategy.server else TrainStep
     mesh = make_mesh(strategy, mesh)
+    keep_compiled(mesh.devices.flat[0])
     strategy = strategy.on(ranks := mesh.shape["pipe"])
     if ranks > 1 and strategy.microbatches == 1:
         m = PER_RANK * ranks

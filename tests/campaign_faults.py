@@ -125,6 +125,36 @@ def _removed(name: str) -> Callable[[Path, Truth], Outcome]:
     return run
 
 
+def _unwritable(processes: int, how: str) -> Callable[[Path, Truth], Outcome]:
+    def run(out: Path, truth: Truth) -> Outcome:
+        group, folder = Group(processes, out=str(out), steps=10**6, save_every=50), out / "checkpoints"
+        mounted = False
+        try:
+            if not group.until(lambda: complete(out) is not None, 120):
+                return False, 0.0, f"it does not train: {group.said()}"
+            if how == "removed":
+                shutil.rmtree(folder, ignore_errors=True)  # it may be writing there meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+            else:  # root may write where permissions say no
+                mounted = subprocess.run(["mount", "--bind", folder, folder]).returncode == 0
+                while mounted and subprocess.run(["mount", "-o", "remount,bind,ro", folder]).returncode:
+                    time.sleep(0.05)  # a file is being written
+                if not mounted:
+                    folder.chmod(0o500)
+            begin = time.monotonic()
+            ended = group.end(90)
+            seconds, words = time.monotonic() - begin, group.said(0)
+        finally:
+            group.close()
+            if mounted:
+                subprocess.run(["umount", folder], check=True)
+        named = str(folder) in words and ("Read-only" in words or "denied" in words or "No such file" in words)
+        kept = ended and all((status or 0) > 0 for status in group.statuses) and named and not group.crashed
+        return kept, seconds, words
+
+    return run
+
+
 def _clock(processes: int, jump: float) -> Callable[[Path, Truth], Outcome]:
     def run(out: Path, truth: Truth) -> Outcome:
         right = truth
@@ -169,6 +199,10 @@ FAULTS = (
     Fault("rank killed", "the others end with a sentence that names it", 60, _rank(signal.SIGKILL)),
     Fault("rank stopped", "the others end with a sentence that names it, and so does it", 60, _rank(signal.SIGSTOP)),
     Fault("full disk", "ends with a sentence, and goes on bit for bit once there is room", 60, _full_disk),
+    Fault("checkpoints read-only", "ends with a sentence that names the folder", 60, _unwritable(1, "read-only")),
+    Fault("checkpoints removed", "ends with a sentence that names the folder", 60, _unwritable(1, "removed")),
+    Fault("two hosts' read-only", "both end, with a sentence that names the folder", 60, _unwritable(2, "read-only")),
+    Fault("two hosts' removed", "both end, with a sentence that names the folder", 60, _unwritable(2, "removed")),
     Fault("folder removed", "ends with a sentence that names the folder", 60, _removed("")),
     Fault("lock removed", "of two runs in a folder one ends with a sentence that names it", 60, _removed(".lock")),
     Fault("clock put on a day", "trains as if nothing were", 300, _clock(1, 86400.0)),

@@ -20,8 +20,10 @@ place = jp.initialize()
 import jax, numpy as np
 from jax.experimental.multihost_utils import process_allgather
 import two_processes
+from jaxpar import machines
 path, cells, name, text, *rows = sys.argv[1:]
 step, grads = two_processes.step_of(cells, name, text, jax.devices(), *map(int, rows))
+assert machines._hosts == [0, 0]  # one machine, which they have told each other
 across = {device.process_index for device in step.mesh.devices.reshape(-1, 2)[0]}
 grads = jax.tree.map(lambda x: process_allgather(x, tiled=True), grads)
 if place.process == 0:

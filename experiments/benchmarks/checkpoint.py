@@ -8,8 +8,7 @@ state itself is in the host's memory: `save` is beside it, `restore` with it. Me
 
     fresh      seconds of a core to touch as much memory as the state has for the first time: most of the first save on
                a virtual machine whose host takes freed pages back; later saves are copied into the first one's memory
-    stall      seconds in which a save, not the first, keeps the next step from starting: the copy from the devices, and
-               Orbax's own
+    stall      seconds in which a save, not the first, keeps the next step from starting: the copy from the devices
     save       the first brings its memory with it, imports and folders too, the second is copied into that memory
     written    seconds until all is on disk, in the background
     step       seconds of a step alone, and while a checkpoint is being written

@@ -1,10 +1,10 @@
 #!/bin/bash
-# 2 hosts of 8 GPUs under SLURM, one process a host. In the root of the checkout:  sbatch experiments/launch/slurm.sh
+# 2 hosts of 8 GPUs under SLURM, one process a GPU. In the root of the checkout:  sbatch experiments/launch/slurm.sh
 #SBATCH --job-name=jaxpar
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=32
+#SBATCH --cpus-per-task=8
 #SBATCH --mem=0
 #SBATCH --time=12:00:00
 # Two minutes before the time is over every process gets SIGTERM: the run saves after the same step and ends.

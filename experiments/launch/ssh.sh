@@ -1,5 +1,5 @@
 #!/bin/bash
-# Some hosts and nothing but ssh, one process a host:  HOSTS=node1,node2 OUT=/shared/run bash experiments/launch/ssh.sh
+# Some hosts and nothing but ssh, one process a GPU:  HOSTS=node1,node2 OUT=/shared/run bash experiments/launch/ssh.sh
 # The checkout and its .venv are at the same place on every host (VENV says where).
 set -euo pipefail
 
@@ -7,7 +7,7 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="${VENV:-$(cd "$here/../.." && pwd)/.venv}"
 IFS=, read -ra hosts <<<"$HOSTS"
-words="$(printf '%q ' train --resume --out "$OUT" --strategy hsdp,precision=bf16 "$@")"
+words="$(printf '%q ' launch -- -m jaxpar train --resume --out "$OUT" --strategy hsdp,precision=bf16 "$@")"
 
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT # Ctrl-C here ends all; -tt hands it on to the other side

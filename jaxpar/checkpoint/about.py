@@ -98,11 +98,13 @@ def exact(step: Step) -> Strategy:
     return step.strategy if step.strategy.single else dataclasses.replace(step.strategy, **sizes)
 
 
-def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Path) -> None:
-    """Raise ValueError unless both are about one run, naming what differs."""
-    if differing := [name for name in {**saved, **here} if saved.get(name) != here.get(name)]:
+def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Path, changed: Collection[str] = ()) -> None:
+    """Raise ValueError unless both are about one run, but for what may have `changed`, naming what differs."""
+    names = [name for name in {**saved, **here} if name not in changed]
+    if differing := [name for name in names if saved.get(name) != here.get(name)]:
         listed = ", ".join(f"{name} {saved.get(name)!r} there and {here.get(name)!r} here" for name in differing)
-        raise ValueError(f"{where} is of another run: {listed}; resume with the values there, or start a new run")
+        hint = ", with changed_data to go on with other data" if "data" in differing else ""
+        raise ValueError(f"{where} is of another run: {listed}; resume with the values there{hint}, or start a new run")
 
 
 def fits(saved: About, wanted: Mapping[str, Array], where: Path, more: Collection[str]) -> None:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
-import shutil
-import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +22,13 @@ from ..layout.state import State
 from ..step.core import Step
 from .about import about_of, exact, same_run
 from .arrays import Array, arrays_of
+from .commit import Commit, clear, writer
 from .restore import restored
-from .saved import STATE, Checkpoint, latest_good, numbers
+from .saved import Checkpoint, latest_good, numbers
+from .write import Room, held, write
 
-_PATIENCE = 10**8  # seconds, three years
-_open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 # Of each step, what its last save was copied into (`write.held`).
-_rooms: weakref.WeakKeyDictionary[Step, dict[Any, np.ndarray]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def _wait_at_the_end() -> None:
-    """A program that ends waits for what it has begun to save.
-
-    `atexit` would be too late: by then no thread pool, of which Orbax has several, takes work any more. Pools learn of
-    the end by the same function as this, the last that asked first: so it is called when Orbax has been imported.
-    """
-    threading._register_atexit(lambda: [saves.wait() for saves in list(_open)])  # type: ignore[attr-defined]
-
-
-def wait_for(folder: Path | str) -> None:
-    """Waits for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
-    path = Path(folder).absolute()
-    for saves in list(_open):
-        if saves.folder in (path, path.parent):
-            saves.wait()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax logs the traceback of a save that failed, more than once; it is raised as well, by `wait` or `save`."""
-    return not (record.exc_info and "orbax" in record.pathname)
+_rooms: weakref.WeakKeyDictionary[Step, Room] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
@@ -65,31 +39,25 @@ class Checkpoints:
       step: whose states they are.
       about: what else makes the run what it is (seed, sizes, ...), as JSON; another run is not resumed.
       keep: how many are kept, the last ones; all if None.
+      changed: names of `about` that a checkpoint may have with other values; `notes` then says which.
     """
 
-    def __init__(self, folder: Path | str, step: Step, about: Mapping[str, Any], keep: int | None = 2):
-        import orbax.checkpoint as orbax  # 0.4 s, and only who saves needs it
-
-        from . import write
-
-        self.step, self.folder, self._orbax, self._write = step, Path(folder).absolute(), orbax, write
+    def __init__(
+        self,
+        folder: Path | str,
+        step: Step,
+        about: Mapping[str, Any],
+        keep: int | None = 2,
+        changed: Collection[str] = (),
+    ):
+        self.step, self.folder, self._keep, self._changed = step, Path(folder).absolute(), keep, changed
         self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            # Orbax would do it in a thread that `close` does not wait for, and that dies loudly with the process.
-            for unfinished in self.folder.glob(f"*{orbax.utils.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(unfinished)
-        # Orbax times a save by the clock on the wall, and one that was put on in between ended the run.
-        patient = orbax.AsyncOptions(timeout_secs=_PATIENCE)
-        options = orbax.CheckpointManagerOptions(
-            max_to_keep=keep, lightweight_initialize=True, save_root_metadata=False, async_options=patient
-        )
-        self._manager = orbax.CheckpointManager(self.folder, options=options)
-        _open.add(self)
-        logging.getLogger("absl").addFilter(_is_news)
-        _wait_at_the_end()
+            clear(self.folder)
+        self._writing: tuple[int, Commit] | None = None
         self._own: set[int] = set()  # what was saved or restored here
-        self._room: dict[Any, np.ndarray] = {}  # while it is lent to a save
+        self._room: Room = {}  # while it is lent to a save
         self.data: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -97,18 +65,16 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _open.discard(self)
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        self.wait()
 
     def wait(self) -> None:
-        """Waits until what is being written is complete. Raises ValueError where it could not be written."""
-        with self._write.saying(self.folder):
-            self._manager.wait_until_finished()
-        if self._room:
-            _rooms[self.step], self._room = self._room, {}
+        """Waits until what is being written is complete. Raises ValueError, on all hosts, where one could not write."""
+        if self._writing is None:
+            return
+        (number, commit), self._writing = self._writing, None
+        commit.wait()
+        self._own.add(number)
+        _rooms[self.step], self._room = self._room, {}
 
     @functools.cached_property
     def _arrays(self) -> list[Array]:
@@ -140,14 +106,12 @@ class Checkpoints:
                 f"{self._place(number)} is there already, of another run; name another folder, or remove that one"
             )
         self._room = _rooms.pop(self.step, {})
-        boxes = self._write.held(self._arrays, state, self._room)
+        boxes = held(self._arrays, state, self._room)
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
         about = about_of(self.step, self._arrays, number, self.about, data or {})
-        with self._write.saying(self.folder):
-            args = self._orbax.args.Composite(**{STATE: self._write.Save(about.json(), boxes)})
-            self._manager.save(number, args=args, force=True)
-        self._own.add(number)
+        files = lambda folder: write(folder, about.json(), boxes)
+        self._writing = number, writer().begin(self.folder, number, self._keep, files)
 
     def restore(self, good: bool = False) -> State:
         """The last complete state, as the step's layout stores it, whatever the layout it was saved in.
@@ -167,8 +131,11 @@ class Checkpoints:
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
         saved = Checkpoint(self._place(number))
-        same_run(saved.run, self.about, saved.folder)
+        same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
+        for name in self._changed:
+            if (there := saved.run.get(name)) != (now := self.about.get(name)):
+                self.notes.append(f"{saved.folder} was saved with {name} {there!r}, and goes on with {now!r}")
         if saved.strategy != (here := str(exact(self.step))):
             self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {here}")
         self.data = saved.data
@@ -192,7 +159,6 @@ class Checkpoints:
         if good is None and numbers(self.folder):
             why = "; ".join(wrong) or "process 0 says what is wrong with each"
             raise ValueError(f"{self.folder} holds no checkpoint that is whole: {why}")
-        self._manager.reload()
         return wrong
 
     def _place(self, number: int) -> Path:

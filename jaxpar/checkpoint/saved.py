@@ -19,7 +19,7 @@ from .boxes import Box, common, size, slices, whole
 from .checksum import checksum
 from .files import ABOUT, Arrays, Damaged, StoredBox, dtype_of, write_arrays, write_json
 
-STATE = "state"  # the folder in that of a step, which Orbax makes
+STATE = "state"  # the folder in that of a step
 
 
 class Checkpoint:

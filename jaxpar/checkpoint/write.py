@@ -1,23 +1,18 @@
-"""What is saved: the boxes of a state that this host holds, copied from its devices; and how Orbax has them written."""
+"""What is saved: the boxes of a state that this host holds, copied from its devices, and written to its files."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as orbax
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from ..layout.state import State
 from .arrays import Array, raw
 from .boxes import Box, box_of, parts
-from .files import ABOUT, read_json, write_arrays, write_json
+from .files import ABOUT, write_arrays, write_json
 
 Boxes = list[tuple[str, Box, np.ndarray]]
 
@@ -54,54 +49,13 @@ def held(arrays: Sequence[Array], state: State, room: Room) -> Boxes:
     return boxes
 
 
-class Handler(orbax.AsyncCheckpointHandler):
-    """Writes the files of a checkpoint into the folder that Orbax gives it, in a thread, and renames when all have."""
+def write(folder: Path, about: dict[str, Any], boxes: Boxes) -> None:
+    """Writes this host's files: `boxes`, which are forgotten as they are written, and on process 0 `about.json`."""
 
-    async def async_save(self, directory: Any, args: Save) -> list[Any]:
-        """What is to be waited for until all is written."""
-        return [CommitFutureAwaitingContractedSignals(_write(Path(directory), args), name="jaxpar")]
-
-    def save(self, directory: Any, args: Save) -> None:
-        """The same, waited for."""
-        asyncio.run(_write(Path(directory), args))
-
-    def restore(self, directory: Any, args: Any = None) -> Any:
-        """What a checkpoint says of itself; `Checkpoint` and `restored` read the arrays, without Orbax."""
-        return read_json(Path(directory) / ABOUT)
-
-
-@orbax.args.register_with_handler(Handler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class Save(orbax.args.CheckpointArgs):
-    """What `Handler` is to write: `about.json` and this host's boxes, which are forgotten as they are written."""
-
-    about: dict[str, Any]
-    boxes: Boxes
-
-
-async def _write(folder: Path, args: Save) -> None:
     def drained() -> Iterator[tuple[str, Box, np.ndarray]]:
-        while args.boxes:
-            yield args.boxes.pop()
+        while boxes:
+            yield boxes.pop()
 
     write_arrays(folder, jax.process_index(), drained())
     if jax.process_index() == 0:
-        write_json(folder / ABOUT, args.about)
-
-
-@contextlib.contextmanager
-def saying(folder: Path) -> Iterator[None]:
-    """Within it, what Orbax raises of a checkpoint that it could not write is a ValueError with what to do."""
-    try:
-        yield
-    except Exception as error:  # its own are bare `Exception`s, of whatever its threads met
-        seen: list[BaseException] = [error]
-        while (cause := seen[-1].__cause__ or seen[-1].__context__) is not None and cause not in seen:
-            seen.append(cause)
-        system = next((e for e in seen if isinstance(e, OSError) and e.strerror), None)
-        why, then = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "see what it says"
-        if system is not None:
-            why, then = str(system.strerror), "make room, or see that the folder is there and may be written to"
-        raise ValueError(
-            f"a checkpoint could not be written to {folder}: {why}; {then}. Older ones are as they were"
-        ) from error
+        write_json(folder / ABOUT, about)

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import optax
 import tyro
@@ -29,11 +29,11 @@ from ..train.trainer import Trainer
 from .own import folder, is_folder, is_function, own, parted, path_of
 
 # Of one invocation or one process, not of the run: they are not in its config.yaml.
-PASSING = ("config", "resume", "overwrite", "coordinator", "processes", "process")
+PASSING = ("config", "resume", "changed_data", "overwrite", "coordinator", "processes", "process")
 # What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
 # and whether the data are the same, their content.
-FREE = ("out", "data", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every", "keep",
-        "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
+FREE = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every",
+        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
         "export", "export_dtype", "profile")  # fmt: skip
 _STRATEGY = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
@@ -65,6 +65,8 @@ class TrainOptions(Loop):
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY)] = "fsdp"
     data: Path | None = None
     """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class"""
+    broken: Literal["error", "skip"] = "error"
+    """images that cannot be read: end the run, a long one before it begins; or leave them out, and say which"""
     length: int = 64
     """text: tokens that each row predicts"""
     out: Path | None = None
@@ -246,7 +248,7 @@ def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
     model = named_of(options.model, options.length)
     if model.kind == "text":
         return model, data.text(options.data, options.length, model.config.vocab)
-    source = images.digits() if options.data is None else images.folder(options.data, model.config.size)
+    source = images.digits() if options.data is None else images.folder(options.data, model.config.size, options.broken)
     name, changes = _name_of(options.model)
     return named(name, **{**source.sizes, **changes}), source
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from ..cpu_compiler import cpu_options
+from ..machines import hosts_of
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
@@ -42,7 +43,7 @@ def compiler_options(
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or mesh.size == 1:
         return cpu_options(platform)
-    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    hosts = hosts_of(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     options: dict[str, bool | int | str] = {**_HIDDEN}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,11 +54,10 @@ def check_ids(batch: Any, limits: Mapping[str, int]) -> Any:
     Raises ValueError naming the leaf, the value, its row and the limit; and where a leaf is missing or has no integers.
     """
     for name, limit, x in _limited(batch, limits):
-        for begin, part in _parts(x):
+        for begin, part in parts(x):
             if (wrong := outside(part, limit)) is not None:
-                value, (row, *rest) = wrong
-                row += begin
-                at = f"row {row}, {rest}" if rest else f"row {row}"
+                value, place = wrong
+                at = row_of(place, begin)
                 raise ValueError(
                     f"batch leaf {name} holds {value} at {at}, but limits allow 0 to {limit - 1}; use the tokenizer or "
                     "the labels that the model was made for"
@@ -95,7 +94,13 @@ def _limited(batch: Any, limits: Mapping[str, int]) -> Iterator[tuple[str, int, 
         yield name, limit, x
 
 
-def _parts(x: Any) -> Iterator[tuple[int, np.ndarray]]:
+def row_of(place: Sequence[int], begin: int = 0) -> str:
+    """The place of an element in words, in a part of a batch that begins at a row."""
+    row, *rest = place
+    return f"row {row + begin}, {rest}" if rest else f"row {row + begin}"
+
+
+def parts(x: Any) -> Iterator[tuple[int, np.ndarray]]:
     """What this host has of an array, with the row at which each part begins."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         yield 0, np.asarray(x)

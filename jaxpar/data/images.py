@@ -15,7 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from ..files import plain
+from ..text import did_you_mean, few
 from . import Batch, pad_rows
 
 HELD_OUT = 10  # one image of a class in so many is held out
 THREADS = 16  # at most, to decode with
+BROKEN = ("error", "skip")
 
 # What is decoded, by Pillow's names. It knows 40 more, and one of them, EPS, runs the file as a program of Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -89,6 +91,20 @@ class Images:
             padded, mask = pad_rows(batch, rows)
             yield {**padded, "mask": mask}
 
+    def check_readable(self, rows: int) -> None:
+        """Decodes every image once, before a run that draws so many rows; of fewer than there are to train on, it does
+        not meet all of them, and nothing is done. Raises ValueError with the number and names of those that cannot be
+        read.
+        """
+        if rows < len(self.train):
+            return
+        if broken := _broken((*self.train, *self.rest), self.read):
+            first = next(iter(broken.values()))
+            raise ValueError(
+                f"{_counted(broken)}, the first because of this: {first.__cause__}; mend or remove them, or leave them "
+                "out with broken='skip'"
+            )
+
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
         # Images are read ahead one by one, and only then put into batches: two batches' worth is in memory.
         options = _needed("grain").ReadOptions(min(THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows)
@@ -108,7 +124,7 @@ def digits() -> Images:
     return _split("digits of scikit-learn", classes, 8, 1, groups, np.asarray)
 
 
-def folder(path: Path | str, size: int = 224) -> Images:
+def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
     """Image files, one subfolder for each class.
 
     Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
@@ -116,11 +132,19 @@ def folder(path: Path | str, size: int = 224) -> Images:
     turned as its camera says, cropped at its centre to a square, resized to `size` and made RGB. Of each class, every
     tenth file in the order of paths is held out.
 
+    Args:
+      path: the folder.
+      size: height and width, in pixels.
+      broken: what becomes of files that cannot be read: "error", as below; or "skip": all are decoded now, and those
+        are left out. `description` has their number and names.
+
     Raises ValueError where the folder is missing or holds no two classes, where a class is empty or none has ten
-    images, where one is a FIFO or a device, and where Pillow is not installed; and on the way where a file cannot be
-    read, is of another format than these, or has more pixels than Pillow takes (`PIL.Image.MAX_IMAGE_PIXELS`, 89
-    million), naming it.
+    images, where one is a FIFO or a device, and where Pillow is not installed; and on the way, or before a long run
+    (`check_readable`), where a file cannot be read, is of another format than these, or has more pixels than Pillow
+    takes (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million), naming it.
     """
+    if broken not in BROKEN:
+        raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
     root, pillow = Path(path), _needed("PIL.Image")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
@@ -145,7 +169,38 @@ def folder(path: Path | str, size: int = 224) -> Images:
             f"{HELD_OUT} of one class are needed"
         )
     classes = tuple(sub.name for sub in folders)
-    return _split(str(root), classes, size, 3, groups, lambda file: _decoded(file, size))
+    made = _split(str(root), classes, size, 3, groups, lambda file: _decoded(file, size))
+    return _readable(made) if broken == "skip" else made
+
+
+def _readable(images: Images) -> Images:
+    """Those that can be read, in the order and on the side where they are; the rest is in the description."""
+    broken = _broken((*images.train, *images.rest), images.read)
+    train, rest = ([item for item in part if item[0] not in broken] for part in (images.train, images.rest))
+    if broken and not (train and rest):
+        raise ValueError(f"{_counted(broken)}, and none is left to {'train on' if not train else 'hold out'}")
+    about = f"{images.description}; {_counted(broken)} and left out" if broken else images.description
+    return replace(images, description=about, train=train, rest=rest)
+
+
+def _broken(items: Sequence[Item], read: Callable[[Any], np.ndarray]) -> dict[Any, ValueError]:
+    """The files that cannot be read, and why; each is decoded once."""
+
+    def why(item: Item) -> ValueError | None:
+        try:
+            read(item[0])
+        except ValueError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        found = zip(items, threads.map(why, items), strict=True)
+        return {item[0]: error for item, error in found if error is not None}
+
+
+def _counted(broken: Mapping[Any, ValueError]) -> str:
+    one = len(broken) == 1
+    return f"{len(broken):,} image{'' if one else 's'} cannot be read ({few(list(map(str, broken)))})"
 
 
 def _split(
@@ -174,7 +229,8 @@ def _decoded(file: Path, size: int) -> np.ndarray:
                 raise ValueError(f"its {pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:  # each of Pillow's formats raises what it likes
-        raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; mend the file or remove it") from error
+        hint = "mend the file, remove it, or leave it out with broken='skip'"
+        raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
     square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(square, np.float32) / 127.5 - 1
 

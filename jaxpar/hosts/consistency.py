@@ -59,6 +59,21 @@ def compare(
     Comparison(Coordinator(), here, f"{what}/{number}", patience)(what, notes, texts or {}, hint)
 
 
+def told(what: str, own: str, patience: float = 10.0) -> dict[int, str]:
+    """What every process says, by its number: this one `own`. Those that have not said it within so many seconds are
+    left out. All call it, with the same `what`, as often as each other.
+    """
+    if jax.process_count() == 1:
+        return {0: own}
+    store, end = Coordinator(), time.monotonic() + patience
+    number = _counts[what] = _counts.get(what, 0) + 1
+    key = f"told/{what}/{number}"
+    store.set(f"{key}/{jax.process_index()}", own)
+    while len(said := store.folder(key)) < jax.process_count() and time.monotonic() < end:
+        time.sleep(0.02)
+    return {int(rank): text for rank, text in sorted(said.items())}
+
+
 _counts: dict[str, int] = {}
 
 

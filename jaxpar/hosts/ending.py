@@ -26,7 +26,8 @@ from .watchdog import ENDED, Watch, end
 _LEAVES = 300  # seconds for which the end waits for the others, as jax does
 _NOTICED = 1.5  # seconds within which jax's thread has seen a signal, and all have answered it
 _watch: Watch | None = None
-_status: int | None = None  # with which a failed process exits
+_status: int | None = None  # with which a failed process of several exits
+_bad: int | None = None  # with which a process exits that has come to its end
 _waiting: tuple[Place, int] | None = None  # while the processes join: for whom, and how long
 
 
@@ -64,6 +65,14 @@ def fail(error: BaseException | str, status: int = 1) -> None:
             f"\njaxpar: {verdict.sentence}. It broke off a collective of rank {_watch.place.process}, which ends too.",
             ENDED,
         )
+
+
+def badly(error: Exception) -> None:
+    """What a process that has come to its end still had to do fails: it says so, and exits with status 1."""
+    global _bad
+    _bad = 1
+    os.write(2, f"error: {error}\n".encode())
+    fail(error)
 
 
 @contextlib.contextmanager
@@ -124,6 +133,12 @@ def _at_exit() -> None:
         os._exit(_status)
     _watch.own.ended = True
     _leave(_watch)
+
+
+@atexit.register  # when this is imported, and so after those of the user's program
+def _exit_badly() -> None:
+    if _bad is not None:
+        end("", _bad)
 
 
 def _leave(watch: Watch) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 import jax
 
 from ..layout.mesh import simulate
+from ..machines import set_machines
 from . import ending, watchdog
 from .environment import Place, detect
 from .gloo import listen_towards
+from .judge import Beat
 from .store import Coordinator
 
 _joined: Place | None = None
@@ -128,7 +130,14 @@ def _join(here: Place, bind: str | None, timeout: int, limit: float) -> None:
             coordinator_bind_address=listen,
         )
     listen_towards(here.coordinator)
-    ending.start(Coordinator(), here, limit)
+    store = Coordinator()
+    ending.start(store, here, limit)
+    store.set(f"machines/{here.process}", Beat.here().machine)
+    if not store.wait("machines", timeout):
+        raise RuntimeError(f"not all of the {here.processes} processes have said within {timeout} s on which machine "
+                           "they are; see what each printed last")  # fmt: skip
+    machines = store.folder("machines")
+    set_machines([machines[str(process)] for process in range(here.processes)])
 
 
 def listening(coordinator: str) -> str:

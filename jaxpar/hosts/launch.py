@@ -1,4 +1,9 @@
-"""`jaxpar launch`: one run as several processes on this machine, which end together and may be started again."""
+"""`jaxpar launch`: the processes of one run on this machine, which end together and may be started again.
+
+One for each GPU, unless another number is asked for: a process that drives several can hang where a CUDA call that
+waits for all of them (cudaFree) meets a collective (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md, "Debugging
+hangs"). Started once on each of several hosts, as pods and ssh do, the launchers' processes are those of one run.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from ..quiet import GLOO
+from .environment import Place, detect
 from .initialize import gpus_here
 from .watchdog import ENDED
 
@@ -28,15 +34,17 @@ class LaunchOptions:
     What follows -- is for Python: a script, or -m and a module, as in `-- -m jaxpar train --out runs/two`. The script
     calls `jp.initialize()` first; `jaxpar train` does. Output is prefixed with the process's number, signals are passed
     on, and when one process fails all are ended; the exit status is that of the first that failed. Lines of Gloo about
-    its own connections are left out.
+    its own connections are left out. Started once on each of several hosts (by srun, mpirun or Kubernetes, or with
+    JAXPAR_COORDINATOR, JAXPAR_PROCESSES and JAXPAR_PROCESS, which then count hosts), all their processes are one run.
     """
 
-    processes: int
-    """how many"""
+    processes: int | None = None
+    """how many; without it: one for each GPU"""
     devices: int | None = None
     """simulate so many CPU devices in each; without it: this machine's GPUs are shared among them, or one CPU device"""
     restarts: int = 0
-    """how often the run is started again after a process has failed; a `Trainer` goes on from its last checkpoint"""
+    """how often the run is started again after a process has failed, on one host; a `Trainer` goes on from its last
+    checkpoint"""
     least: int | None = None
     """start again with one process less for each that was killed, down to so many; without it: with all of them"""
 
@@ -45,7 +53,9 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}={value} is too small; use {lowest} or more")
-        if self.least is not None and self.least > self.processes:
+        if self.least is not None and self.processes is None:
+            raise ValueError(f"least={self.least} needs processes=, to start with; say both")
+        if self.least is not None and self.processes is not None and self.least > self.processes:
             raise ValueError(
                 f"least={self.least} is more than processes={self.processes}; use {self.processes} or less"
             )
@@ -75,15 +85,31 @@ class Outcome:
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Runs the command in so many processes, again after failures where that is asked for; the exit status.
 
-    Raises ValueError where there is no command.
+    Raises ValueError where there is no command, nothing says how many processes there are to be, a host has more than
+    one launcher, or several hosts are to start a run again, which is for what started them.
     """
     if not command:
         raise ValueError(
             "launch needs a script behind --, as in jaxpar launch --processes 2 -- script.py, or -- -m jaxpar train"
         )
-    processes, least, restart, shrunk = options.processes, options.least or options.processes, 0, False
+    host = detect(os.environ, name=socket.getfqdn)
+    if (host.neighbours or 1) > 1:
+        raise ValueError(
+            f"{host.source} starts {host.neighbours} processes on each host, and each would start more; leave "
+            "`jaxpar launch --` out, or start one process on each host"
+        )
+    if host.processes > 1 and options.restarts:
+        raise ValueError(
+            f"restarts={options.restarts} is for one host, and this is one of {host.processes} ({host.source}), which "
+            "have to begin together; let what started them do it (sbatch --requeue, a JobSet's maxRestarts)"
+        )
+    processes = options.processes or len(visible_gpus(os.environ))
+    if not processes:
+        raise ValueError("launch starts a process for each GPU, and there is none; say how many, as in "
+                         "jaxpar launch --processes 2 --devices 4 for simulated devices")  # fmt: skip
+    least, restart, shrunk = options.least or processes, 0, False
     while True:
-        outcome = run_once(command, processes, options.devices, restart, options.restarts)
+        outcome = run_once(command, host, processes, options.devices, restart, options.restarts)
         if outcome.stopped is not None or not outcome.failed:
             return outcome.status
         who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in outcome.failed.items())
@@ -100,24 +126,28 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         _say(f"{who}; started again with {processes} processes, restart {restart} of {options.restarts}")
 
 
-def run_once(command: Sequence[str], processes: int, devices: int | None, restart: int, restarts: int) -> Outcome:
-    """Starts the processes once, and waits until all have ended."""
+def run_once(
+    command: Sequence[str], host: Place, processes: int, devices: int | None, restart: int, restarts: int
+) -> Outcome:
+    """Starts the processes of this host once, and waits until all have ended."""
+    if host.processes == 1:
+        host = Place(coordinator=f"127.0.0.1:{free_port()}")
+    first = host.process * processes
     children = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment(os.environ, rank, processes, port, devices, restart, restarts),
+            env=environment(os.environ, host, local, processes, devices, restart, restarts),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
         )
-        for port in [free_port()]
-        for rank in range(processes)
+        for local in range(processes)
     ]
     lock = threading.Lock()
     readers = [
         threading.Thread(target=_prefixed, args=(stream, into, f"[{rank}] ", lock), daemon=True)
-        for rank, child in enumerate(children)
+        for rank, child in enumerate(children, first)
         for stream, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
     ]
     for reader in readers:
@@ -130,7 +160,7 @@ def run_once(command: Sequence[str], processes: int, devices: int | None, restar
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        _until_all_end(children, outcome)
+        _until_all_end(children, outcome, first)
     finally:
         _signal(children, signal.SIGKILL)
         for number, handler in before.items():
@@ -141,13 +171,20 @@ def run_once(command: Sequence[str], processes: int, devices: int | None, restar
 
 
 def environment(
-    base: Mapping[str, str], rank: int, processes: int, port: int, devices: int | None, restart: int, restarts: int
+    base: Mapping[str, str],
+    host: Place,
+    local: int,
+    processes: int,
+    devices: int | None,
+    restart: int,
+    restarts: int,
 ) -> dict[str, str]:
-    """The environment of one process."""
+    """The environment of one process of so many on this host, which is one of `host.processes`."""
+    assert host.coordinator is not None
     own = {
-        "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
-        "JAXPAR_PROCESSES": str(processes),
-        "JAXPAR_PROCESS": str(rank),
+        "JAXPAR_COORDINATOR": host.coordinator,
+        "JAXPAR_PROCESSES": str(host.processes * processes),
+        "JAXPAR_PROCESS": str(host.process * processes + local),
         "JAXPAR_RESTART": str(restart),
         "JAXPAR_RESTARTS": str(restarts),
         "JAXPAR_LAUNCHER": str(os.getpid()),
@@ -155,18 +192,25 @@ def environment(
     }
     if devices is not None:
         return {**base, **own, "JAXPAR_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    if gpus := share_of_gpus(base, rank, processes):
+    if gpus := share_of_gpus(base, local, processes):
         own["CUDA_VISIBLE_DEVICES"] = gpus
     return {**base, **own}
+
+
+def visible_gpus(base: Mapping[str, str]) -> list[str]:
+    """The GPUs that processes may have, as CUDA_VISIBLE_DEVICES names them."""
+    if base.get("JAX_PLATFORMS") == "cpu":
+        return []
+    listed = base.get("CUDA_VISIBLE_DEVICES")
+    return [str(n) for n in range(gpus_here())] if listed is None else [word for word in listed.split(",") if word]
 
 
 def share_of_gpus(base: Mapping[str, str], rank: int, processes: int) -> str:
     """The GPUs of one process, as CUDA_VISIBLE_DEVICES; "" where there are none. Raises ValueError where they cannot be
     shared.
     """
-    listed = base.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(n) for n in range(gpus_here())] if listed is None else [word for word in listed.split(",") if word]
-    if not gpus or base.get("JAX_PLATFORMS") == "cpu":
+    gpus = visible_gpus(base)
+    if not gpus:
         return ""
     if len(gpus) % processes:
         raise ValueError(f"{len(gpus)} GPUs do not divide among {processes} processes; use as many processes as divide "
@@ -193,9 +237,9 @@ def ended(code: int) -> str:
 
 
 def _until_all_end(
-    children: Sequence[subprocess.Popen], outcome: Outcome, clock: Callable[[], float] = time.monotonic
+    children: Sequence[subprocess.Popen], outcome: Outcome, first: int, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Notes who failed. Once one has, the others have a while to end by themselves."""
+    """Notes who failed, of ranks from `first` on. Once one has, the others have a while to end by themselves."""
     done: dict[int, int] = {}
     until: float | None = None
     killed: set[int] = set()
@@ -210,11 +254,11 @@ def _until_all_end(
             killed = {rank for rank in range(len(children)) if rank not in done}
             for rank in killed:
                 children[rank].kill()
-    own = {rank: code for rank, code in done.items() if code and rank not in killed}
+    own = {first + place: code for place, code in done.items() if code and place not in killed}
     # Who was ended by another one's failure is no reason, unless nothing else is to be seen.
-    first = {rank: code for rank, code in own.items() if code != ENDED}
+    reasons = {rank: code for rank, code in own.items() if code != ENDED}
     # An error of the program itself all have at once, and it is nobody's loss.
-    outcome.failed, outcome.lost = first or own, sum(code < 0 for code in own.values()) or len(killed) or 1
+    outcome.failed, outcome.lost = reasons or own, sum(code < 0 for code in own.values()) or len(killed) or 1
 
 
 def _signal(children: Sequence[subprocess.Popen], number: int) -> None:

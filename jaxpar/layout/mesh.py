@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from ..axes import AXES
 from ..cpu_compiler import set_flag, warn_unset
+from ..machines import host_of
 from ..strategy import Strategy
 
 MOST_SIMULATED = 4096
@@ -94,7 +95,7 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
         ):
             raise ValueError(f"mesh={given!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]")
         # Host by host, so that the innermost axes stay inside one where they fit.
-        devices = sorted(given, key=lambda d: d.process_index)
+        devices = sorted(given, key=host_of)
         if len(set(devices)) < len(devices):
             raise ValueError(f"mesh={given!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
         if strategy.single:
@@ -103,7 +104,7 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
         warn_unset()
     if strategy.single and len(devices) > 1:
         raise ValueError(f"strategy 'single' takes one device and the mesh has {len(devices)}; pass a mesh of one")
-    hosts = len({d.process_index for d in devices})
+    hosts = len({host_of(d) for d in devices})
     sizes = strategy.sizes(len(devices), hosts)
     if isinstance(mesh, Mesh):
         for axis, size in mesh.shape.items():
@@ -111,7 +112,7 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
                 raise ValueError(
                     f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree"
                 )
-    here = min(collections.Counter(d.process_index for d in devices).values())
+    here = min(collections.Counter(map(host_of, devices)).values())
     if sizes["tensor"] > 1 and here % sizes["tensor"]:
         warnings.warn(
             f"tensor={sizes['tensor']} does not divide the {here} devices of a host, so that its all-reduces, "

@@ -33,6 +33,7 @@ from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
 from ..parallel.pipeline.schedules import Schedule
+from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
@@ -304,7 +305,7 @@ class Step(FirstState, Intake):
         def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
             check_context(self.mesh)
             ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
-            run = order.in_order(fun, self.mesh)
+            run = order.in_order(without_filter_primitives(fun), self.mesh)
 
             def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:
                 result, token = run(token, *args)

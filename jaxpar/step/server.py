@@ -20,6 +20,7 @@ from ..cpu_compiler import cpu_options
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import as_array, batch_shardings, batch_specs, dealt
+from ..program.filter_primitives import without_filter_primitives
 from .checks import check_state
 from .core import Step
 from .gradients import Metrics, added, first, measures, metrics_of
@@ -163,7 +164,7 @@ class ServerStep(Step):
             return _lift(self.local.finished(loss, grads))
 
         ins = (_HERE, _HERE, _HERE, batch_specs(batch), _HERE, _STACKED, _STACKED)
-        run = order.in_order(local, self.mesh)
+        run = order.in_order(without_filter_primitives(local), self.mesh)
         mapped = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=(_STACKED, _HERE), check_vma=False)
         token = order.first_token(seeds, self.mesh)  # which come after all that the forward program does
         return mapped(token, jax.tree.leaves(state.params), state.variables, batch, state.key, tapes, seeds)[0]

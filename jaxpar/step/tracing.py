@@ -29,6 +29,7 @@ from ..model.running import Deferred, deferring
 from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
+from ..program.lookups import Lookup, lookups
 from ..rows import check_coupling
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
@@ -64,6 +65,7 @@ class Traced:
       traced_axes: the mesh axes that the program may name: these, and `tensor`.
       schedule: the pipeline's; None without one.
       gathered: what tensor ranks gather for want of a rule, in all of this step's programs so far: where, and bytes.
+      lookups: leaves of integers of the batch that the loss looks up in something as they are, by their path.
     """
 
     program: Program
@@ -77,6 +79,7 @@ class Traced:
     traced_axes: dict[str, int]
     schedule: Schedule | None
     gathered: Mapping[str, int]
+    lookups: Mapping[str, Lookup]
 
     def reads(self, name: str) -> bool:
         """Whether the loss depends on the leaf of the batch with this path; False where there is none."""
@@ -223,7 +226,14 @@ class Tracing:
         self._check(whole, program, outputs, (variables, rows, key))
         inputs = (self._leaves, variables, rows, key)
         axes = (self.axes, self.summed, self.traced_axes)
-        return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered)
+        found = self._lookups(whole, variables, rows)
+        return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered, found)
+
+    def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:
+        before = len(self._params) + len(jax.tree.leaves(variables))
+        leaves = enumerate(jax.tree_util.tree_leaves_with_path(rows), before)
+        names = {i: name_of(path) for i, (path, x) in leaves if jnp.issubdtype(x.dtype, jnp.integer)}
+        return {names[i]: lookup for i, lookup in lookups(flat, list(names)).items()}
 
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
         """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,12 +35,13 @@ class Finite:
         self.loop, self.skipped, self.rollbacks = loop, 0, 0
         self._scaled, self._times, self._returns = 0.0, 0, 0
 
-    def look(self, number: int, values: Mapping[str, float]) -> str:
+    def look(self, number: int, values: Mapping[str, float], suspects: Callable[[], str] = str) -> str:
         """What is to be told of a step: "" where it was finite.
 
         Args:
           number: of the step.
           values: its metrics.
+          suspects: what is wrong with its batch, "" where nothing is; asked where the step is not finite.
 
         Raises NotFiniteError where nothing good can come any more.
         """
@@ -53,11 +54,16 @@ class Finite:
         if not wrong:
             return ""
         says = f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}"
+        if scaled and self._times < HOPELESS:  # float16's loss scale was too large, as it is meant to be now and then
+            return ""
+        found = suspects()
+        because = f": {found}" if found else ""
         if not self._times:
-            raise NotFiniteError(number, self.advice(says))
+            raise NotFiniteError(number, self.advice(f"{says}{because}", found))
         if self._times >= HOPELESS:
-            raise NotFiniteError(number, self.advice(f"{says}, the {HOPELESS}th in a row that is not applied"))
-        return f"{says}; it is not applied" if left_out else ""
+            many = f"the {HOPELESS}th in a row that is not applied"
+            raise NotFiniteError(number, self.advice(f"{says}, {many}{because}", found))
+        return f"{says}{because}; it is not applied"
 
     def come_further(self) -> None:
         """To a checkpoint of more than the last one."""
@@ -77,9 +83,11 @@ class Finite:
         self.rollbacks += 1
         return f"{str(error).partition(';')[0]}; rolled back to {where}, and on with the batch of step {error.step + 1}"
 
-    def advice(self, wrong: str) -> str:
-        """What is wrong, and what to try."""
+    def advice(self, wrong: str, found: str = "") -> str:
+        """What is wrong, and what to try: of the optimizer nothing where the batch has been `found` to be wrong."""
         last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
+        if found:
+            return f"{wrong}; mend these rows, or leave them out, or go on without them: on_nonfinite='skip'{last}"
         return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
 
 

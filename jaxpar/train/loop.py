@@ -47,6 +47,8 @@ class Loop:
     the newest one that is not damaged"""
     overwrite: bool = False
     """remove what an earlier run wrote to the output folder"""
+    changed_data: bool = False
+    """go on though the data are no longer those that the run was trained on: files were mended, added or removed"""
     on_nonfinite: str = "stop"
     """where loss or gradients are NaN or infinite: stop, skip (do not apply that step), or rollback (the weights and
     the optimizer of the last checkpoint, and on with the batch after; no batch comes twice)"""
@@ -81,6 +83,8 @@ class Loop:
             raise ValueError(f"resume={self.resume!r}: use True, False or 'latest-good'")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite contradict each other; leave one out")
+        if self.changed_data and not self.resume:
+            raise ValueError("changed_data is for a run that goes on with other data than before; give resume as well")
         if (self.resume or self.overwrite) and self.out is None:
             raise ValueError(f"{'resume' if self.resume else 'overwrite'} needs the run's folder: give it as out")
 

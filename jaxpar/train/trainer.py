@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..layout.distributed import Stop
 from ..layout.state import State
 from ..make import make_train_step
 from ..model.model import Model
+from ..program.lookups import Lookup
 from ..strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, claimed
@@ -32,6 +34,7 @@ from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
 from .progress import Progress
 from .recorder import Recorder
+from .suspects import beyond, suspects
 
 
 class Trainer:
@@ -104,6 +107,8 @@ class Trainer:
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
+        self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
+        self._warned: set[str] = {*self.ids}  # the leaves of which none is to be given any more
         self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
         self._clock, self._stopping = 0.0, False
         self._claim, self._input = Claim(None), Input(self.step, Stream(iter(()), 0), 0)
@@ -129,7 +134,10 @@ class Trainer:
             self._claim = stack.enter_context(claimed(loop))
             stack.enter_context(self._claim.explaining())
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
-            saves = out and stack.enter_context(Checkpoints(out / "checkpoints", self.step, self.about, loop.keep))
+            changed = ("data",) if loop.changed_data else ()
+            saves = out and stack.enter_context(
+                Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed)
+            )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
@@ -175,6 +183,9 @@ class Trainer:
             self.number = int(self.state.step)
             for line in saves.notes:
                 self.progress.say(line)
+        # What a run of these data has begun with is as it was.
+        if (latest is None or loop.changed_data) and hasattr(self.data, "check_readable"):
+            self.data.check_readable((loop.steps - self.number) * loop.rows)
         if self.number >= loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={loop.steps}")
             return False
@@ -185,6 +196,8 @@ class Trainer:
         self.rows = self._input.rows
         # The step finds what is compiled here. A server's programs are several, and none of them is the step.
         self.compiled = None if self.step.strategy.server else self.step.compile(batch)
+        self._lookups = self.step.traced(batch).lookups
+        self._warn_of_lookups(batch)
         if latest is None:
             self.state = self._new()
         if self.step.may_couple(batch):
@@ -199,7 +212,7 @@ class Trainer:
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
-            self._late = self.number, metrics, batch if self.ids else None
+            self._late = self.number, metrics, batch
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
@@ -229,6 +242,8 @@ class Trainer:
                 raise
             if told := self._input.look(batch):
                 self.progress.say(f"step {self.number + 1} is {told}")
+                self._lookups = self.step.traced(batch).lookups
+            self._warn_of_lookups(batch)
             if evaluates or saved or compares:
                 self._start_clock()
         return False
@@ -323,7 +338,7 @@ class Trainer:
         ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        if told := self.finite.look(number, values):
+        if told := self.finite.look(number, values, lambda: suspects(batch, self._lookups)):
             self.progress.say(told)
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":
@@ -332,6 +347,17 @@ class Trainer:
         share = {"input_share": min(1.0, self._input.waited / seconds)}
         self.rows = self._input.rows
         self._emit("on_step", {"step": number, **values, **speed, **share})
+
+    def _warn_of_lookups(self, batch: Any) -> None:
+        """Warns, once of each leaf, where the loss looks up what is not there, and jax reads something else."""
+        unknown = {name: lookup for name, lookup in self._lookups.items() if name not in self._warned}
+        for name, text in beyond(batch, unknown):
+            self._warned.add(name)
+            warnings.warn(
+                f"step {self.number + 1}: {text}; use ids of what is there, or, where others mark what does not count, "
+                f"look up jnp.where({name} < 0, 0, {name}) and give it no weight",
+                stacklevel=2,
+            )
 
     def _inside(self, values: dict[str, float], batch: Any, what: str) -> dict[str, float]:
         """The metrics without those on ids. Raises ValueError where some are beyond their limits."""

@@ -141,7 +141,7 @@ def test_only_the_last_are_kept_and_half_a_checkpoint_is_none(tmp_path: Path) ->
             saves.save(number, state)
             state, _ = step(state, batch())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-    (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")  # as it is until the last byte is written
+    (tmp_path / "2").rename(tmp_path / "2.unfinished")  # as it is until the last byte is written
     with Checkpoints(tmp_path, step, {}) as saves:
         assert [path.name for path in tmp_path.iterdir()] == ["1"]  # at once, not in a thread that outlives the run
         assert saves.latest == 1

@@ -45,7 +45,7 @@ def told(read: Callable[[], dict[str, bytes]]) -> dict[str, bytes] | str:
 
 
 def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> None:
-    """Forty, the same number in each file: of Orbax's own no bit matters, since nothing reads them."""
+    """Forty, the same number in each file."""
     rng, expected = random.Random(0), saved(sound)
     every = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     named = 0
@@ -64,8 +64,7 @@ def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> No
         else:
             assert found == expected, (path, at)
         path.write_bytes(content)
-    ours = sum(path.parent.name == "state" and path.name.partition("-")[0] in ("arrays", ABOUT) for path in every)
-    assert named >= 40 * ours // len(every) - 2  # a bit of JSON may be a space
+    assert named >= 38  # a bit of JSON may be a space
     assert saved(folder) == expected
 
 

@@ -141,8 +141,81 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for i in range(10):
             (tmp_path / name / f"{i}.jpg").write_bytes(b"not a jpeg")
-    with pytest.raises(ValueError, match=r"cannot read .*\d\.jpg as PNG, .*; mend the file or remove it"):
+    with pytest.raises(
+        ValueError, match=r"cannot read .*\d\.jpg as PNG, .*; mend the file, remove it, or leave it out"
+    ):
         next(images.folder(tmp_path, 4).batches(2, seed=0))
+
+
+def spoilt(photos: Path, root: Path) -> Path:
+    """The photos with two that cannot be decoded, of which one is held out, and one cut short."""
+    shutil.copytree(photos, root)
+    (root / "red" / "04.png").write_bytes((root / "red" / "04.png").read_bytes()[:44])
+    (root / "red" / "09.JPG").write_bytes(b"not a jpeg")
+    (root / "blue" / "x" / "03.JPG").write_bytes(b"")
+    return root
+
+
+def test_images_that_cannot_be_read_end_a_long_run_before_it_begins(photos: Path, tmp_path: Path) -> None:
+    """It ended at the step that drew one, hours later."""
+    source = images.folder(spoilt(photos, tmp_path / "photos"), 4)
+    source.check_readable(27)  # of 28, which a run need not meet
+    says = r"3 images cannot be read \(.*03\.JPG, .*04\.png, .*09\.JPG\), the first because of this: .*; mend or remove"
+    with pytest.raises(ValueError, match=says):
+        source.check_readable(28)
+    images.folder(photos, 4).check_readable(10**9)
+    net = named("mlp-tiny", **source.sizes)
+    trainer = jp.Trainer(net.model, optax.sgd(0.1), source, "ddp", jp.Loop(steps=4, rows=8, quiet=True))
+    with pytest.raises(ValueError, match="3 images cannot be read"):
+        trainer.run()
+    assert trainer.state is None
+
+
+def test_images_that_cannot_be_read_are_left_out_by_name_where_that_is_asked_for(photos: Path, tmp_path: Path) -> None:
+    root = spoilt(photos, tmp_path / "photos")
+    source, whole = images.folder(root, 4, broken="skip"), images.folder(root, 4)
+    assert source.description.endswith("3 images cannot be read (" + ", ".join(
+        str(root / name) for name in ("blue/x/03.JPG", "red/04.png", "red/09.JPG")) + ") and left out")  # fmt: skip
+    bad = {root / "blue/x/03.JPG", root / "red/04.png", root / "red/09.JPG"}
+    for found, every in ((source.train, whole.train), (source.rest, whole.rest)):
+        assert found == [item for item in every if item[0] not in bad]  # no other image changes sides
+    assert (len(source.train), len(source.rest)) == (26, 2)
+    assert len(list(islice(source.batches(26, seed=0), 3))) == 3
+    assert images.folder(photos, 4, broken="skip").description == images.folder(photos, 4).description
+    with pytest.raises(ValueError, match=r"broken='skpi': use 'error' or 'skip' .did you mean 'skip'"):
+        images.folder(photos, broken="skpi")
+    for file in root.rglob("09.JPG"):
+        file.write_bytes(b"")
+    (root / "red" / "19.JPG").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"cannot be read .*, and none is left to hold out"):
+        images.folder(root, 4, broken="skip")
+
+
+def test_a_run_goes_on_with_images_that_were_mended_where_that_is_said(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A mended or removed file made all that was trained another run's."""
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+
+    def run(steps: int, **options: object) -> jp.Trainer:
+        source, out = images.folder(root, 4), tmp_path / "run"
+        loop = jp.Loop(steps=steps, rows=8, out=out, save_every=2, **options)
+        made = jp.Trainer(named("mlp-tiny", **source.sizes).model, optax.sgd(0.1), source, "ddp", loop)
+        made.run()
+        return made
+
+    run(2)
+    (root / "red" / "04.png").unlink()
+    with pytest.raises(ValueError, match=r"another run: data '31 images, .*' there and '30 images, .* with changed"):
+        run(4, resume=True)
+    capsys.readouterr()
+    made = run(4, resume=True, changed_data=True, on_nonfinite="rollback")
+    assert (made.number, made.position["batches"]) == (4, 4)
+    assert "was saved with data '31 images" in capsys.readouterr().out
+    run(6, resume=True)  # the checkpoint is of the new data
+    with pytest.raises(ValueError, match="changed_data is for a run that goes on"):
+        jp.Loop(changed_data=True)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import yaml
 
 from jaxpar.cli.commands import _parse
 from jaxpar.cli.options import TrainOptions
+from jaxpar.hosts.launch import LaunchOptions
 from jaxpar.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
@@ -31,27 +32,28 @@ json.dump([sys.argv[1:], env], open(os.path.join({seen!r}, uuid.uuid4().hex + ".
 sys.exit(int(os.environ.get("FAIL_" + sys.argv[1].upper(), 0)))
 """
 SRUN = """#!/bin/bash
-# As srun does on 2 hosts: an option, then a command for each of the tasks.
+# As srun does on 2 hosts of 8 tasks: an option, then a command for each of the tasks.
 shift
-for rank in 0 1; do
-  SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST='gpu[07-08]' SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_STEP_ID=0 \\
-    SLURM_PROCID=$rank SLURM_LOCALID=0 "$@" || exit $?
+for rank in {0..15}; do
+  SLURM_STEP_NUM_TASKS=16 SLURM_STEP_NODELIST='gpu[07-08]' SLURM_STEP_TASKS_PER_NODE='8(x2)' SLURM_STEP_ID=0 \\
+    SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 8)) "$@" || exit $?
 done
 """
 MPIRUN = """#!/bin/bash
 # As Open MPI 5 does: what -x does not name is not there on the other host.
 names=(); while [[ $1 == -* ]]; do
-  case $1 in -x) names+=("$2"); shift 2;; -np) n=$2; shift 2;; *) shift 2;; esac
+  case $1 in -x) names+=("$2");; -np) n=$2;; --host) [[ $2 == gpu07:8,gpu08:8 ]] || exit 9;; esac
+  shift 2
 done
 for ((rank = 0; rank < n; rank++)); do
   words=(); for name in "${names[@]}"; do words+=("$name=${!name}"); done
-  env -i "${words[@]}" OMPI_COMM_WORLD_SIZE=$n OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_SIZE=1 \\
-    OMPI_COMM_WORLD_LOCAL_RANK=0 "$@" || exit $?
+  env -i "${words[@]}" OMPI_COMM_WORLD_SIZE=$n OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_SIZE=8 \\
+    OMPI_COMM_WORLD_LOCAL_RANK=$((rank % 8)) "$@" || exit $?
 done
 """
 SSH = """#!/bin/bash
 # The last word is a command line, which a shell on the other side takes apart.
-exec env -i PATH="$PATH" FAIL_TRAIN="${FAIL_TRAIN-0}" sh -c "${@: -1}"
+exec env -i PATH="$PATH" FAIL_LAUNCH="${FAIL_LAUNCH-0}" sh -c "${@: -1}"
 """
 
 
@@ -73,11 +75,22 @@ def started(tmp_path: Path, script: str, **env: str) -> tuple[int, list[tuple[li
     )
     assert "line " not in done.stderr, done.stderr
     found = [json.loads(path.read_text()) for path in seen.iterdir()]
-    return done.returncode, sorted(found, key=lambda one: (one[0][0], *(one[1].get(k, "") for k in RANKS)))
+    return done.returncode, sorted(found, key=lambda one: (one[0][0], *(int(one[1].get(k, 0)) for k in RANKS)))
+
+
+def trained(words: list[str]) -> list[str]:
+    """The options of `jaxpar train`, by itself or under `jaxpar launch`, which then starts a process for each GPU."""
+    if words[0] == "launch":
+        cut = words.index("--")
+        assert _parse(LaunchOptions, "launch", words[1:cut]).processes is None
+        assert words[cut + 1 : cut + 3] == ["-m", "jaxpar"]
+        words = words[cut + 3 :]
+    assert words[0] == "train"
+    return words[1:]
 
 
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAXPAR_PROCESS")
-SLURM = {"SLURM_JOB_NAME": "jaxpar", "SLURM_JOB_ID": "5000", "SLURM_CPUS_PER_TASK": "32"}
+SLURM = {"SLURM_JOB_NAME": "jaxpar", "SLURM_JOB_ID": "5000", "SLURM_CPUS_PER_TASK": "8"}
 
 
 def environment(script: str, folder: Path) -> dict[str, str]:
@@ -89,11 +102,14 @@ def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> N
     out = tmp_path / "a run"  # a blank in its name
     status, found = started(tmp_path, script, **environment(script, tmp_path), OUT=str(out))
     assert status == 0
-    doctors, runs = [[one for one in found if one[0][0] == word] for word in ("doctor", "train")]
-    assert len(runs) == 2
-    assert len(doctors) == (0 if script == "ssh.sh" else 2)
+    by_ssh = script == "ssh.sh"  # a launcher on each host; elsewhere the processes themselves
+    doctors, runs = [
+        [one for one in found if one[0][0] == word] for word in ("doctor", "launch" if by_ssh else "train")
+    ]
+    assert len(runs) == (2 if by_ssh else 16)
+    assert len(doctors) == (0 if by_ssh else 16)
     for words, env in runs:
-        options = _parse(TrainOptions, "train", words[1:])
+        options = _parse(TrainOptions, "train", trained(words))
         assert (options.out, options.resume, options.steps) == (out, True, 7)
         assert Strategy.parse(options.strategy).precision == "bf16"
         assert env["NCCL_DEBUG"] == "WARN"
@@ -103,7 +119,9 @@ def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> N
         assert words[words.index("--folder") + 1] == str(out)
     environments = pytest.importorskip("jaxpar.hosts.environment", reason="no detection of launchers in this checkout")
     places = [environments.detect(env, name=lambda: "", gpus=lambda: 8) for _, env in runs]
-    assert [(place.processes, place.process) for place in places] == [(2, 0), (2, 1)]
+    assert [(place.processes, place.process) for place in places] == [(len(runs), rank) for rank in range(len(runs))]
+    # Each has a GPU of its own.
+    assert by_ssh or [place.gpus for place in places] == [(rank % 8,) for rank in range(16)]
     assert {place.coordinator.partition(":")[0] for place in places} == {"gpu07"}
     assert len({place.coordinator for place in places}) == 1
 
@@ -117,7 +135,7 @@ def test_a_doctor_who_finds_something_keeps_the_run_from_starting(tmp_path: Path
 
 
 def test_ssh_reports_the_status_of_who_failed(tmp_path: Path) -> None:
-    status, _ = started(tmp_path, "ssh.sh", HOSTS="a,b", OUT=str(tmp_path / "r"), FAIL_TRAIN="2")
+    status, _ = started(tmp_path, "ssh.sh", HOSTS="a,b", OUT=str(tmp_path / "r"), FAIL_LAUNCH="2")
     assert status == 2
 
 
@@ -134,7 +152,7 @@ def test_what_slurm_is_asked_for_exists() -> None:
         *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time", "signal"),
         *("requeue", "open-mode", "output"),
     }  # of sbatch's manual
-    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == ("2", "8", "1")
+    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == ("2", "8", "8")
     assert re.fullmatch(r"\d+:\d\d:\d\d", asked["time"])
 
 
@@ -214,7 +232,7 @@ def test_manifests(name: str) -> None:
     assert pod["securityContext"]["runAsNonRoot"]
     assert [v["name"] for v in pod["volumes"]] == [m["name"] for m in container["volumeMounts"]]
     assert {m["mountPath"] for m in container["volumeMounts"]} == {"/shared", "/dev/shm"}
-    options = _parse(TrainOptions, "train", container["args"][1:])
+    options = _parse(TrainOptions, "train", trained(container["args"]))
     assert options.resume
     assert options.out is not None
     assert options.out.is_relative_to("/shared")

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from jaxpar.hosts import launch
 from jaxpar.hosts.launch import LaunchOptions
@@ -90,6 +93,77 @@ def test_gpus_are_shared() -> None:
         launch.share_of_gpus(base, 0, 3)
 
 
+def test_a_process_for_each_gpu(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number. One that drives several can hang."""
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    script = (
+        "import os; print(*(os.environ[x] for x in ('JAXPAR_PROCESS', 'JAXPAR_PROCESSES', 'CUDA_VISIBLE_DEVICES')))"
+    )
+    assert launch.launch(LaunchOptions(), ["-c", script]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 2 3", "[1] 1 2 5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="a process for each GPU, and there is none; say how many"):
+        launch.launch(LaunchOptions(), ["-c", script])
+
+
+def test_launchers_on_two_hosts_start_one_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pods and ssh start them. Each made a run of its own on loopback."""
+    for name, value in {"COORDINATOR": "node1:12345", "PROCESSES": "2", "PROCESS": "1"}.items():
+        monkeypatch.setenv(f"JAXPAR_{name}", value)
+    script = "import os; print(os.environ['JAXPAR_COORDINATOR'])\n" + PRINT
+    assert launch.launch(LaunchOptions(processes=2, devices=1), ["-c", script]) == 0
+    out = sorted(capfd.readouterr().out.splitlines())
+    assert out == ["[2] 2 4 1 0", "[2] node1:12345", "[3] 3 4 1 0", "[3] node1:12345"]
+    assert launch.launch(LaunchOptions(processes=1, devices=1), ["-c", "raise SystemExit(3)"]) == 3
+    assert "rank 1 failed with exit status 3" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"restarts=1 is for one host, and this is one of 2 \(environment\)"):
+        launch.launch(LaunchOptions(processes=2, devices=1, restarts=1), ["-c", script])
+    for name in ("COORDINATOR", "PROCESSES", "PROCESS"):
+        monkeypatch.delenv(f"JAXPAR_{name}")
+    slurm = {
+        **{"STEP_NUM_TASKS": "16", "STEP_NODELIST": "gpu[07-08]", "STEP_TASKS_PER_NODE": "8(x2)"},
+        **{"PROCID": "0", "LOCALID": "0"},
+    }
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(ValueError, match="SLURM starts 8 processes on each host, and each would start more; leave"):
+        launch.launch(LaunchOptions(processes=2, devices=1), ["-c", script])
+
+
+def test_two_launchers_join(tmp_path: Path) -> None:
+    """The processes of both are one run, whose devices add what each has."""
+    script = """
+import jaxpar as jp
+place = jp.initialize()
+import jax, numpy as np
+from jax.experimental.multihost_utils import process_allgather
+print("RANKS", process_allgather(np.int32(place.process)).tolist())
+"""
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "1", "--", "-c", script]
+    run = {**os.environ, "JAXPAR_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXPAR_PROCESSES": "2"}
+    launchers = [
+        subprocess.Popen(
+            command,
+            env={**run, "JAXPAR_PROCESS": str(host)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    try:
+        said = [launcher.communicate(timeout=900)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    for host, lines in enumerate(said):
+        for rank in (2 * host, 2 * host + 1):
+            assert f"[{rank}] RANKS [0, 1, 2, 3]\n" in lines
+
+
 def test_options() -> None:
     with pytest.raises(ValueError, match=r"launch needs a script behind --"):
         launch.launch(LaunchOptions(processes=2), [])
@@ -97,3 +171,5 @@ def test_options() -> None:
         LaunchOptions(processes=0)
     with pytest.raises(ValueError, match="least=3 is more than processes=2"):
         LaunchOptions(processes=2, least=3)
+    with pytest.raises(ValueError, match="least=1 needs processes="):
+        LaunchOptions(least=1)

@@ -123,6 +123,7 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
 
 
 CPU = {"kind": "cpu", "platform": "cpu", "count": 8, "memory": None, "gpu": False}
+GPUS = CPU | {"kind": "NVIDIA H100", "platform": "gpu", "gpu": True}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,11 @@ CPU = {"kind": "cpu", "platform": "cpu", "count": 8, "memory": None, "gpu": Fals
             "CUDA_VISIBLE_DEVICES",
         ),
         (
+            doctor.devices([GPUS], ["host a"]),
+            "a process drives 8 GPUs; it can hang",
+            "a process for each GPU, by srun, mpirun or jaxpar launch (docs/launch.md), or NCCL_LAUNCH_MODE=GROUP",
+        ),
+        (
             doctor.addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
             "host b's own name leads to 127.0.1.1 there",
             "/etc/hosts",
@@ -168,10 +174,13 @@ def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Diagnosis, wr
     assert str(finding).startswith("OFF ")
 
 
-def test_what_is_well() -> None:
+def test_what_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_MODE", "GROUP")
     fine = [
         doctor.addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
         doctor.clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
         doctor.devices([CPU, CPU], ["host a", "host b"]),
+        doctor.devices([GPUS], ["host a"]),  # launched as a group, it does not hang
+        doctor.devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
     ]
     assert not [finding for finding in fine if finding.wrong]

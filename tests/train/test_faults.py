@@ -96,9 +96,10 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(
     assert np.asarray(state.params["layers"]).tobytes() == without(*lost)
     assert int(state.step) == 8
     lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
-    told = {"skip": "step 4: loss is nan and grad_norm is nan; it is not applied",
-            "rollback": "rolled back to the checkpoint of step 2, and on with the batch of step 5"}[how]  # fmt: skip
-    assert told in capsys.readouterr().out
+    told = {"skip": "; it is not applied",
+            "rollback": "; rolled back to the checkpoint of step 2, and on with the batch of step 5"}[how]  # fmt: skip
+    says = "step 4: loss is nan and grad_norm is nan: batch leaf x holds nan at row 0, [0]"
+    assert says + told in capsys.readouterr().out
     if how == "skip":
         assert [(line["loss"] is None, line["finite"], line["skipped"]) for line in lines[2:5]] == [
             (False, 1.0, 0), (True, 0.0, 1), (False, 1.0, 1)]  # fmt: skip
@@ -293,7 +294,7 @@ def of_ids() -> jp.Model:
 
 
 def labelled(wrong: int | None) -> Callable[[int], Iterator[Any]]:
-    """Data of which batch 3 has a label that is not below 8."""
+    """Data of which batch 3 has a label that may not be one of 8."""
 
     def data(start: int) -> Iterator[Any]:
         for number in itertools.count(start + 1):
@@ -328,6 +329,25 @@ def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str
         )
         with pytest.raises(ValueError, match=f"{says}, but limits allow 0 to 7; use the tokenizer"):
             run.run()
+
+
+def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
+    """Those of -1 trained in silence, as the last class, and 8 of 8 was "try a lower learning rate"."""
+
+    def run(wrong: int, optimizer: optax.GradientTransformation) -> None:
+        jp.Trainer(of_ids(), optimizer, labelled(wrong), "ddp", jp.Loop(steps=4, quiet=True)).run()
+
+    says = r"step 3: batch leaf y holds -1 at row 13, and the loss looks it up among 0 to 7 \(.*test_faults.py.*\)"
+    with pytest.warns(UserWarning, match=f"{says}, where under jit it reads 7; use ids of what is there"):
+        run(-1, optax.sgd(0.1))
+    with pytest.warns(UserWarning, match="holds 8 at row 13"), pytest.raises(FloatingPointError) as error:
+        run(8, optax.sgd(0.1))
+    assert str(error.value).startswith("step 3: loss is nan: batch leaf y holds 8 at row 13, and the loss looks it up")
+    assert "mend these rows, or leave them out" in str(error.value)
+    assert "learning rate" not in str(error.value)
+    run(7, optax.sgd(0.1))
+    with pytest.raises(FloatingPointError, match=r"loss is nan.*; try a lower learning rate"):
+        run(7, optax.sgd(1e30))
 
 
 def test_ids_that_are_none_are_refused() -> None:

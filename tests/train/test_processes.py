@@ -112,7 +112,11 @@ def refusals(rank: int) -> list[str]:
         with pytest.raises(ValueError, match=r"rows") as error:
             steps[whose](states[whose], batch)
         said.append(str(error.value))
-    return said
+    mine["x"][3] += np.nan if rank else 0
+    run = jp.Trainer(model(), optax.sgd(0.1), [mine], "ddp", jp.Loop(steps=1, quiet=True), rows="host")
+    with pytest.raises(FloatingPointError) as of_numbers:
+        run.run()
+    return [*said, str(of_numbers.value)]
 
 
 def two_processes(cases: tuple[str, ...]) -> None:
@@ -152,6 +156,8 @@ SAID = (
     ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "give as many rows on each"),
     ("12 rows (6 from each of 2 hosts)", "multiple of 8", "here rows are own", "jp.pad_rows(batch, 4)"),
     ("12 rows;", "multiple of 8", "rows are global, the same on every host", "jp.pad_rows(batch, 8)"),
+    # It named neither the host nor the leaf, and the learning rate.
+    ("step 1: loss is nan", "batch leaf x holds nan at row 11, [0] of rank 1 on ", "mend these rows"),
 )
 
 

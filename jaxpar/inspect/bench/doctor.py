@@ -25,12 +25,13 @@ from filelock import FileLock, Timeout
 
 from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
+from ...machines import host_of, hosts_of
 from ...strategy import Strategy
 from ...text import size
 from ..targets.hardware import KINDS
 from .timing import Effort, measure
 
-PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 # Where they are: of jaxlib's own version, and what they bring.
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
@@ -160,7 +161,7 @@ def attached() -> dict[str, Any]:
 
 
 def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
-    """Whether every process has as many of a kind, and GPUs are used where there are some."""
+    """Whether every process has as many of a kind, GPUs are used where there are some, and each by its own process."""
     first = all_[0]
     memory = f", {size(first['memory'])} each" if first["memory"] else ""
     found = f"{len(all_)} process{'es' * (len(all_) > 1)} x {first['count']} x {first['kind']}{memory}"
@@ -178,6 +179,13 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
                 )
                 hint = "ask the launcher for the same on every host; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
                 return Diagnosis("devices", found, wrong, hint)
+    if first["platform"] == "gpu" and first["count"] > 1 and os.environ.get("NCCL_LAUNCH_MODE") != "GROUP":
+        wrong = (
+            f"a process drives {first['count']} GPUs; it can hang where a CUDA call that waits for all of them meets a "
+            "collective"
+        )
+        hint = "a process for each GPU, by srun, mpirun or jaxpar launch (docs/launch.md), or NCCL_LAUNCH_MODE=GROUP"
+        return Diagnosis("devices", found, wrong, hint)
     return Diagnosis("devices", found)
 
 
@@ -316,7 +324,9 @@ def shared_memory(all_: Sequence[int | None], who: Sequence[str]) -> Diagnosis:
     """Whether /dev/shm has room for NCCL, which a container's 64 MB have not."""
     least = min((one for one in all_ if one is not None), default=None)
     found = "none" if least is None else f"{_SHM}: {size(least)}"
-    if jax.default_backend() == "gpu" and jax.local_device_count() > 1 and (least or 0) < 2**30:
+    here = host_of(jax.local_devices()[0])
+    beside = sum(host_of(device) == here for device in jax.devices())
+    if jax.default_backend() == "gpu" and beside > 1 and (least or 0) < 2**30:
         wrong = f"{who[all_.index(least)]} has {found}; NCCL's processes share buffers there, and fail without"
         return Diagnosis(
             "shm", found, wrong, "docker run --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory"
@@ -345,7 +355,7 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[D
             )
             continue
         along = mesh.devices.swapaxes(0, mesh.axis_names.index(axis)).reshape(mesh.shape[axis], -1)
-        group = [device.process_index for device in along[:, 0]]
+        group = hosts_of(along[:, 0]).tolist()
         across = len(set(group)) > 1
         best = kind and (kind.network_bandwidth if across else kind.link_bandwidth)
         if kind and best:

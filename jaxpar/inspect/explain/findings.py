@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...machines import hosts_of
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
@@ -67,7 +68,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
-        hosts=len({device.process_index for device in step.mesh.devices.flat}),
+        hosts=len({*hosts_of(step.mesh.devices).flat}),
         axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
         parameters=sum(math.prod(leaf.shape) for leaf in storage.models),
         memory=memory,
@@ -88,7 +89,7 @@ def _across(mesh: jax.sharding.Mesh, programs: Sequence[Executable], closed: Led
     """The axes whose collectives leave a host. Of the compiled ones their own groups say so: a part of an axis may stay
     within a host, where the axis does not.
     """
-    hosts = [device.process_index for device in mesh.devices.flat]
+    hosts = hosts_of(mesh.devices).ravel()
     own: dict[tuple[str, ...], bool] = {}
     for start in starts(operation for program in programs for operation in program.operations):
         leaves = own.get(start.axes, False) or any(len({hosts[place] for place in group}) > 1 for group in start.groups)
@@ -114,7 +115,7 @@ def starts(operations: Iterable[Operation]) -> Iterator[Start]:
 def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:
     """Whether devices that differ along these axes alone are on different hosts."""
     named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
-    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    hosts = hosts_of(mesh.devices)
     last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
     lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
     return bool((lines != lines[:, :1]).any())

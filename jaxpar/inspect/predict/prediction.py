@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from ...machines import hosts_of
 from ...model.batches import rows_of
 from ...step.core import Step
 from ..compiled.compiler_remarks import remarks, unread
@@ -174,7 +175,7 @@ def predict(
         )
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
-    hosts = [device.process_index for device in step.mesh.devices.flat]
+    hosts = hosts_of(step.mesh.devices).ravel().tolist()
     alone = len(hosts) == 1
     least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
     clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)

@@ -1,0 +1,35 @@
+"""Which host a device is attached to: with a process for each GPU, a host has as many processes as GPUs.
+
+JAX's devices know their process alone. What identifies the machine of each process they tell each other as they join
+(`jp.initialize`). Simulated devices of several processes stand for several hosts, on whatever machine they run; without
+`jp.initialize`, and on TPUs, a process is a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_hosts: list[int] = []  # the host of each process
+
+
+def set_machines(machines: Sequence[str]) -> None:
+    """`machines`: what identifies that of each process, in their order; "" where nothing does."""
+    numbers: dict[str, int] = {}
+    _hosts[:] = [numbers.setdefault(machine or f"of process {at}", len(numbers)) for at, machine in enumerate(machines)]
+
+
+def host_of(device: Any) -> int:
+    """The number of the host of a device. Hosts are numbered in the order of their first processes."""
+    process = device.process_index
+    if process >= len(_hosts) or device.platform != "gpu":
+        return process
+    # GPUs that are not there have hosts of their own, whatever this run's processes are.
+    return process if type(device.client).__name__ == "CompileOnlyPyClient" else _hosts[process]
+
+
+def hosts_of(devices: Any) -> np.ndarray:
+    """That of each of an array of devices."""
+    return np.vectorize(host_of, otypes=[int])(devices)

@@ -1,0 +1,85 @@
+"""Equinox's primitives, of which lineax, optimistix and diffrax make their solvers, as equations of JAX's own.
+
+They keep the types of what they were given, and compare them when they are differentiated and lowered. Within
+`shard_map` every type names the mesh, in a loss that was traced outside none does: "pytree does not match
+out_structure". So a device's program, derivatives included, is traced as if there were no mesh; then each such
+primitive is replaced by the function that implements it, by which Equinox lowers it as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+
+from . import jaxpr as jx
+from .walk import visit
+
+_PACKAGE = "equinox"
+
+
+def without_filter_primitives(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, which runs inside `shard_map`, without these primitives; itself where Equinox has not been imported."""
+    if _PACKAGE not in sys.modules:
+        return fun
+
+    def run(*args: Any) -> Any:
+        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(abstract, args))
+            closed = _expanded(closed)
+        outs = jec.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+    return run
+
+
+def _implementation(eqn: Any) -> Callable[..., Any] | None:
+    """The function that an equation of Equinox's stands for."""
+    own = inner = getattr(eqn.primitive, "impl", None)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    of = getattr(inner, "__module__", None) or ""
+    return functools.partial(own, **eqn.params) if own and of.partition(".")[0] == _PACKAGE else None
+
+
+def _expanded(closed: Any) -> Any:
+    """A closed jaxpr without them."""
+    jaxpr, consts = jx.opened(closed)
+    if not any(_implementation(eqn) for eqn, _ in visit(jaxpr.eqns)):
+        return closed
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+        for eqn in jaxpr.eqns:
+            ins = list(map(read, eqn.invars))
+            with jx.source_info_of(eqn):
+                if (own := _implementation(eqn)) is not None:
+                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(_type, eqn.invars))))(*ins)
+                else:
+                    outs = jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    return jax.make_jaxpr(run)(*map(_type, jaxpr.invars))
+
+
+def _inside(value: Any) -> Any:
+    """A parameter of an equation, which may hold programs."""
+    if isinstance(value, jec.ClosedJaxpr):
+        return _expanded(value)
+    if isinstance(value, jec.Jaxpr):
+        return _expanded(jec.ClosedJaxpr(value, ())).jaxpr
+    if isinstance(value, tuple):
+        items = map(_inside, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def _type(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))

@@ -1,0 +1,140 @@
+"""A checkpoint that cannot be written is named by all hosts, keeps none of them waiting, and costs no older one."""
+
+import errno
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from jaxpar.checkpoint.commit import Writer
+
+Write = Callable[[Path], object]
+
+
+class Table:
+    """The coordinator's, of processes that are threads here."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key)
+
+    def folder(self, name: str) -> dict[str, str]:
+        raise AssertionError(name)
+
+    def wait(self, name: str, seconds: float) -> bool:
+        raise AssertionError(name, seconds)
+
+
+def hosts(count: int) -> list[Writer]:
+    table = Table()
+    return [Writer(host, count, table if count > 1 else None) for host in range(count)]
+
+
+def save(
+    writers: list[Writer], folder: Path, number: int, keep: int | None = None, others: Mapping[int, Write] | None = None
+) -> list[str]:
+    """Every host's error, "" without one; `others` are what hosts do in place of writing a file."""
+    plain = lambda host: lambda place: (place / f"{host}").write_text(str(number)) and None
+    commits = [
+        writer.begin(folder, number, keep, (others or {}).get(writer.own, plain(writer.own))) for writer in writers
+    ]
+    found = []
+    for commit in commits:
+        commit._thread.join(600)
+        assert not commit._thread.is_alive()
+        try:
+            commit.wait()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def full(_: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_write_and_the_last_are_kept(count: int, tmp_path: Path) -> None:
+    writers = hosts(count)
+    for number in (3, 5, 8, 13):
+        assert save(writers, tmp_path, number, keep=2) == [""] * count
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["13", "8"]
+    assert sorted(x.name for x in (tmp_path / "13" / "state").iterdir()) == [f"{host}" for host in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(count: int, tmp_path: Path) -> None:
+    """Orbax's threads waited for each other for ever, and the run for them, once one had failed."""
+    writers = hosts(count)
+    assert not any(save(writers, tmp_path, 1, keep=1))
+    found = save(writers, tmp_path, 2, keep=1, others={count - 1: full})
+    where = f"process {count - 1}: " if count > 1 else ""
+    says = f"a checkpoint could not be written to {tmp_path}: {where}No space left on device; make room, or see that"
+    assert all(text.startswith(says) for text in found)
+    assert (tmp_path / "1").is_dir()
+    assert not (tmp_path / "2").exists()
+    bug = lambda _: {}["x"]
+    assert all(
+        "KeyError: 'x'; see what it says" in text for text in save(writers, tmp_path, 3, others={count - 1: bug})
+    )
+    assert not any(save(writers, tmp_path, 2, keep=1))
+    assert not any(save(writers, tmp_path, 4, keep=1))
+    assert [x.name for x in tmp_path.iterdir() if x.name.isdigit()] == ["4"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_folder_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
+    writers, folder = hosts(count), tmp_path / "checkpoints"
+    folder.mkdir()
+    assert not any(save(writers, folder, 1))
+    shutil.rmtree(folder)
+    assert all("checkpoints: No such file or directory; make room" in text for text in save(writers, folder, 2))
+    assert not folder.exists()
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Two of one process, of two steps, would take each other's words in the table."""
+    first, second = hosts(2)
+    go, order = threading.Event(), []
+    slow = lambda place: (go.wait(600), order.append(place.parent.name))
+    fast = lambda place: order.append(place.parent.name)
+    commits = [writer.begin(tmp_path, 1, None, slow) for writer in (first, second)]
+    commits += [writer.begin(tmp_path, 2, None, fast) for writer in (second, first)]
+    go.set()
+    for commit in commits:
+        commit.wait()
+    assert [name.partition(".")[0] for name in order] == ["1", "1", "2", "2"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_program_whose_last_save_fails_does_not_end_well(tmp_path: Path) -> None:
+    """Where the folder was removed, the end of the program waited for ever; where it could not be written to, the
+    program showed a traceback and ended with status 0.
+    """
+    program = f"""
+import atexit, shutil
+from pathlib import Path
+from jaxpar.checkpoint.commit import writer
+atexit.register(lambda: print("the program's own end"))
+folder = Path({str(tmp_path / "gone")!r})
+folder.mkdir()
+writer().begin(folder, 1, None, lambda place: shutil.rmtree(folder) or (place / "x").write_text(""))
+print("the end")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=1800, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stdout == "the end\nthe program's own end\n"
+    assert (
+        f"error: a checkpoint could not be written to {tmp_path}/gone: No such file or directory; make" in ended.stderr
+    )
+    assert "Traceback" not in ended.stderr

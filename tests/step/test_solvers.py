@@ -1,0 +1,74 @@
+"""Solvers of other packages inside a loss, as under plain `jit`: lineax, optimistix, diffrax, on primitives of Equinox.
+
+None of them is a dependency: without `pip install optimistix diffrax` these tests are skipped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+lx, optx = pytest.importorskip("lineax"), pytest.importorskip("optimistix")
+dfx = pytest.importorskip("diffrax")
+
+DIM = 4
+
+
+def lu(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lx.linear_solve(lx.MatrixLinearOperator(w), x).value
+
+
+def conjugate_gradients(w: jax.Array, x: jax.Array) -> jax.Array:
+    """An operator that is a function."""
+    of = jax.ShapeDtypeStruct((DIM,), jnp.float32)
+    operator = lx.FunctionLinearOperator(lambda v: w.T @ (w @ v), of, lx.positive_semidefinite_tag)
+    return lx.linear_solve(operator, x, lx.CG(1e-6, 1e-6)).value
+
+
+def equilibrium(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Differentiated implicitly, through weights and rows that are closed over."""
+    solver = optx.FixedPointIteration(1e-6, 1e-6)
+    return optx.fixed_point(lambda z, _: jnp.tanh(0.1 * w @ z + x), solver, jnp.zeros(DIM), max_steps=64).value
+
+
+def flow(w: jax.Array, x: jax.Array) -> jax.Array:
+    """An ODE of fixed steps, differentiated through its loop with checkpoints."""
+    term = dfx.ODETerm(lambda t, y, a: jnp.tanh(w @ y))
+    found = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.25, x).ys
+    assert found is not None
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("solve", "strategy"),
+    [
+        (lu, "fsdp=2"),
+        (conjugate_gradients, "ddp"),
+        (equilibrium, "zero2,microbatches=2"),
+        (flow, "fsdp"),
+        (lu, "pipe=2,stages=cut,microbatches=2"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value.replace(",", "-"),
+)
+def test_a_solver_in_a_loss(solve: Callable[..., jax.Array], strategy: str) -> None:
+    """They were "pytree does not match out_structure", "called with different dynamic arguments", and the like."""
+    random = np.random.default_rng(0)
+    params = {name: 2 * np.eye(DIM, dtype="f") + 0.1 * random.normal(size=(DIM, DIM)).astype("f") for name in "ab"}
+    batch = {name: random.normal(size=(8, DIM)).astype("f") for name in "xy"}
+
+    def loss(p: Any, b: Any, key: Any = None) -> jax.Array:
+        found = jax.vmap(lambda x: solve(p["a"], jnp.tanh(x @ p["b"])))(b["x"])
+        return jnp.mean((found - b["y"]) ** 2)
+
+    model = jp.Model(init=lambda key: jax.tree.map(jnp.asarray, params), loss=loss, rows="independent")
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
+    found = step.value_and_grad(step.init(jax.random.key(0)), batch)
+    wanted = jax.jit(jax.value_and_grad(loss))(params, batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
