@@ -104,6 +104,7 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
 _TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
+EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equations name them
 
 
 def _define(name: str, primitive: Any) -> None:

@@ -17,6 +17,7 @@ from equations import EXAMPLES, RANKS
 
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
+from jaxpar.collectives.edges import EDGES
 from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor
 from jaxpar.program.primitives import PRIMITIVES
 
@@ -143,7 +144,7 @@ NOT_BY_FACTORS = {
         addupdate check debug_callback debug_print freeze get io_callback new_ref pure_callback swap
     """,
     "numbers of another format, as they are": "from_edtype to_edtype",
-    "our own edges of tensor": "tensor_enter tensor_gather tensor_leave tensor_scatter tensor_take tensor_unsplit",
+    "our own edges of tensor": " ".join(EDGES),
 }
 
 
