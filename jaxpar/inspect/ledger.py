@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import jax
 
-from ..program.collectives import KINDS, PRIMITIVES
+from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.jaxpr import live, opened, programs
 from ..program.trip_counts import Share, share_of
 from ..text import table
@@ -160,8 +160,7 @@ def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Col
     for eqn in eqns:
         name = eqn.primitive.name
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
-            named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-            named = (named,) if isinstance(named, str) else named
+            named = axes_of(eqn)
             if unknown := set(named) - set(mesh.axis_names):
                 raise ValueError(
                     f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from ..model.paths import name_of
 from ..program import jaxpr as jx
 from ..program import primitives
+from ..program.walk import propagate
 from .storage import Storage
 
 _IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
@@ -151,22 +152,13 @@ def _run(eqns: Sequence[Any], env: dict[Any, _Value], shapes: Sequence[tuple[int
     for eqn in eqns:
         values = [_read(env, atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        results = _cond(eqn, values, shapes) if name == "cond" else [_one(eqn, name, values, shapes)]
+        if name == "cond" and values[0].leaf is None and not values[0].partial:
+            branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
+            results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
+            assert results is not None
+        else:
+            results = [_one(eqn, name, values, shapes)]
         env.update(zip(eqn.outvars, results, strict=True))
-
-
-def _cond(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    which, *operands = values
-    if which.leaf is not None or which.partial:
-        raise _Unclear("cond")
-    branches = []
-    for branch in eqn.params["branches"]:
-        flat = jx.flatten(branch)
-        env = dict(zip(flat.invars, operands, strict=True))
-        env.update((v, _Value(("constant", float(c)))) for v, c in zip(flat.constvars, flat.consts, strict=True))
-        _run(flat.eqns, env, shapes)
-        branches.append([_read(env, atom) for atom in flat.outvars])
-    return [_joined(("cond", which.expression), outs) for outs in zip(*branches, strict=True)]
 
 
 def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:

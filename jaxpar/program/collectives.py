@@ -19,11 +19,8 @@ KINDS = {
         *("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"),
     ),
     "all-gather": (
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "tensor_gather",
-        "tensor_all_gather_replicated",
+        *("all_gather", "all_gather_invariant", "all_gather_reduced"),
+        *("tensor_gather", "tensor_all_gather_replicated"),
     ),
     "reduce-scatter": ("reduce_scatter", "unreduced_reduce_scatter", "tensor_scatter"),
     "all-to-all": ("all_to_all",),
@@ -33,6 +30,12 @@ KINDS = {
 }
 PRIMITIVES = {name: kind for kind, names in KINDS.items() for name in names}
 _PLAIN = {"psum": lax.reduce_sum, "psum2": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def axes_of(eqn: Any) -> tuple[Any, ...]:
+    """The axes that a collective runs over."""
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return (named,) if isinstance(named, str) else tuple(named)
 
 
 def on_the_wire(kind: str, ranks: int) -> float:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .primitives import PRIMITIVES, primitive
+from .primitives import having, primitive
 from .primitives import of as primitive_of
+from .walk import CUSTOM, REMATS
 
 Shape = tuple[int, ...]
 Local = Callable[[Shape, int | None], Shape]  # the shape of a part, from that of the whole and the dim that is split
@@ -309,11 +310,11 @@ primitive("dynamic_update_slice", dynamic_update_slice, kernel=True)
 primitive("gather", gather, kernel=True, linear="first")
 primitive("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", scatter, kernel=True)
 
-primitive("reduce_sum", without("axes", "sum"), linear="all")
+primitive("reduce_sum", without("axes", "sum"), linear="all", reduces=True)
 for _name in ("max", "min", "prod", "and", "or", "xor"):
-    primitive(f"reduce_{_name}", without("axes", _name))
-primitive("argmax", without("axes", "argmax"))
-primitive("argmin", without("axes", "argmin"))
+    primitive(f"reduce_{_name}", without("axes", _name), reduces=True)
+primitive("argmax", without("axes", "argmax"), reduces=True)
+primitive("argmin", without("axes", "argmin"), reduces=True)
 primitive("reduce", reduce)
 primitive("cumsum", along("axis"), kernel=True, linear="all")
 primitive("cumprod cummax cummin cumlogsumexp", along("axis"), kernel=True)
@@ -335,7 +336,10 @@ primitive("lu_pivots_to_permutation", rows(1), kernel=True)
 primitive("all_gather", tiled("all_gather_dimension"), kernel=True)
 primitive("reduce_scatter", tiled("scatter_dimension"), kernel=True)
 primitive("all_to_all", tiled("split_axis", "concat_axis"), kernel=True)
-primitive("scan while cond ragged_dot_general random_bits", kernel=True)
+primitive("ragged_dot_general random_bits", kernel=True)
+primitive("optimization_barrier psum pmax pmin ppermute pbroadcast", separate=True)
+primitive("scan while cond", kernel=True, nested=True)
+primitive(" ".join(("custom_linear_solve", *REMATS, *CUSTOM)), nested=True)
 
-FACTORS = tuple(name for name, known in PRIMITIVES.items() if known.factors)
-ELEMENTWISE = tuple(name for name, known in PRIMITIVES.items() if known.elementwise)
+FACTORS = having("factors")
+ELEMENTWISE = having("elementwise")

@@ -24,6 +24,10 @@ class Primitive:
       linear: of which operands it is linear while the others stay, and its derivative too: of "all" together, of
         "each", of the "first", or of the "cases", which are all but the first.
       zero: of an elementwise one, that it is zero where all operands are.
+      reduces: its result lacks dims of its operand, over which it reduces.
+      separate: of several operands each becomes one result, whatever the others are.
+      nested: it runs programs that it holds on its operands: a loop, a branch, a solver, a call with a backward of its
+        own.
     """
 
     factors: Callable[[Any], Iterable[Any]] | None = None
@@ -34,6 +38,9 @@ class Primitive:
     kernel: bool = False
     linear: Literal["", "all", "each", "first", "cases"] = ""
     zero: bool = False
+    reduces: bool = False
+    separate: bool = False
+    nested: bool = False
 
 
 PRIMITIVES: dict[str, Primitive] = {}
@@ -48,6 +55,11 @@ def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None,
 def of(eqn: Any) -> Primitive:
     """The record of an equation's primitive."""
     return PRIMITIVES.get(eqn.primitive.name, UNKNOWN)
+
+
+def having(attribute: str) -> tuple[str, ...]:
+    """The names of the primitives whose records have an attribute."""
+    return tuple(name for name, known in PRIMITIVES.items() if getattr(known, attribute))
 
 
 def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:

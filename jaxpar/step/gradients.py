@@ -21,8 +21,7 @@ from ..model.batches import dealt, microbatches
 from ..model.paths import name_of
 from ..model.running import Deferred
 from ..parallel import rule_of
-from ..parallel.access import RuleAccess
-from ..parallel.spread import SpreadAccess
+from ..parallel.access import RuleAccess, SpreadAccess
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 

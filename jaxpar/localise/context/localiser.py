@@ -30,14 +30,11 @@ from jax import lax
 
 from ...ops.context import from_zigzag, order_of
 from ...program import jaxpr as jx
+from ...program import primitives
 from ..tensor.localiser import Localiser, LocalValue
 from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
-
-# Their inputs need not be split alike: they hold programs, or treat each input by itself.
-MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "while", "cond", "custom_linear_solve", "optimization_barrier",
-                    "dot_general", "concatenate"))  # fmt: skip
 
 
 @dataclass
@@ -211,7 +208,9 @@ class Positions(Localiser):
             if found is None:
                 inputs = [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
-        known = name in self.rules and (name in MIXING or not mixed)
+        how = primitives.of(eqn)
+        apart = how.nested or how.separate or name in ("dot_general", "concatenate")  # inputs need not be split alike
+        known = name in self.rules and (apart or not mixed)
         if found is None and split and known:
             found = self.rules[name](self, eqn, inputs)
         if found is None:

@@ -22,12 +22,11 @@ from ...ops import permutations
 from ...ops.experts.dropless import dropless, slots_of
 from ...ops.experts.tables import wide
 from ...program import jaxpr as jx
+from ...program import primitives
 from ..tensor.localiser import Found, LocalValue
 from .localiser import ExpertLocaliser, SlotDims
 
 PRIMITIVE = "ragged_dot_general"
-_SAME = ("convert_element_type", "copy", "stop_gradient")  # sizes are what they were
-
 
 BY_ROWS: Any = SlotDims(0, 0)
 
@@ -170,7 +169,7 @@ def _plain(eqn: Any) -> bool:
 
 def _source(v: Any, made: dict[Any, Any]) -> Any:
     """The variable of which this one is a copy."""
-    while v in made and made[v].primitive.name in _SAME:
+    while v in made and (how := primitives.of(made[v])).view and how.elementwise:
         v = made[v].invars[0]
     return v
 

@@ -16,6 +16,7 @@ from ...ops import permutations
 from ...ops.experts.gathered import fewer
 from ...program import factors
 from ...program import jaxpr as jx
+from ...program.primitives import having
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow
@@ -49,9 +50,7 @@ def _slots(inputs: Sequence[LocalValue]) -> Any:
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
-@rule("optimization_barrier")
-def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
+rule("optimization_barrier")(TENSOR["optimization_barrier"])
 
 
 @rule(*factors.FACTORS)
@@ -161,6 +160,5 @@ def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gat
     return [(rows, slotwise), *((table, None) for table in tables)]
 
 
-RULES |= {"scan": _loop, "while": _loop, "cond": TENSOR["cond"], "custom_linear_solve": TENSOR["custom_linear_solve"]}
-RULES |= {name: TENSOR[name] for name in jx.REMATS if name in TENSOR}
-RULES |= {name: _custom for name in jx.CUSTOM if name in TENSOR}
+RULES |= {name: TENSOR[name] for name in having("nested")}
+RULES |= {"scan": _loop, "while": _loop, **dict.fromkeys(jx.CUSTOM, _custom)}

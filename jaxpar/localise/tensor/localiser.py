@@ -2,7 +2,7 @@
 
 Of a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`, comes the loss
 that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
-whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`, `windows.py`,
+whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`,
 `calls.py`) says what its equation becomes. Whole values that split computation reads pass an edge
 (`collectives/edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
 share it. A sum over a split dim is followed by an all-reduce; with `sequence`, that of a matmul with a parameter by a

@@ -15,6 +15,7 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.factors import ELEMENTWISE as ELEMENTWISE
 from ...program.factors import Factor
+from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue, PrimitiveRule
 
 RULES: dict[str, PrimitiveRule] = {}
@@ -64,7 +65,7 @@ def on_parts(work: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Fa
     return list(zip(jx.bind(eqn, values, **changes), factor.outs, strict=True))
 
 
-@rule("optimization_barrier", "psum", "pmax", "pmin", "ppermute", "pbroadcast")
+@rule(*having("separate"))
 def _each(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Every input by itself; over other axes than `tensor`."""
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]

@@ -12,13 +12,14 @@ from jax import lax
 
 from ...collectives import edges
 from ...program import jaxpr as jx
+from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
 from .primitives import follow, followed, on_parts, rule, shape_of, without
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+@rule(*having("reduces"))
 def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:

@@ -29,7 +29,7 @@ from .stages import Stage, is_linear
 
 class Spread(Access, Protocol):
     """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
-    is a number (`parallel/spread.py`).
+    is a number (`parallel/access.py`).
     """
 
     leaves: Sequence[Leaf]

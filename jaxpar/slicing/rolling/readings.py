@@ -162,11 +162,7 @@ class Readings:
 
 def rows(eqns: Sequence[Any], wanted: Callable[[Any], bool]) -> dict[Any, Row]:
     """What equations take by static number from arrays that are `wanted`."""
-    found: dict[Any, Row] = {}
-    for eqn in eqns:
-        if eqn.primitive.name in ("slice", "dynamic_slice", "split") and not jx.is_literal(eqn.invars[0]):
-            found.update((v, row) for v, row in numbered(eqn).items() if wanted(row.source))
-    return found
+    return {v: row for eqn in eqns for v, row in numbered(eqn).items() if wanted(row.source)}
 
 
 def _plain(value: Any) -> bool:
