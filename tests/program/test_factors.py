@@ -18,7 +18,6 @@ from equations import EXAMPLES, RANKS
 from jaxpar.collectives.edges import EDGES
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
-from jaxpar.collectives.edges import EDGES
 from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor
 from jaxpar.program.primitives import PRIMITIVES
 
