@@ -1,7 +1,5 @@
 """What `--model` takes beside names: a function of one's own that makes a model, and a folder of Hugging Face's."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -12,8 +12,6 @@ So of every value it is followed over which mesh axes it may differ: where it co
 operands do; `axis_index` over its axis; no longer over an axis over which it was summed or gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

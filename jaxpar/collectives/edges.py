@@ -19,8 +19,6 @@ sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitiv
 rules of differentiation that a model brings along may put them among tangents, which must be transposed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

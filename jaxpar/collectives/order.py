@@ -16,8 +16,6 @@ added to it: neither NaN nor the sign of a zero changes. Other platforms order c
 program as it is.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ its schedule that has a forward, and again in every one that has a backward, idl
 beside it, and the epilogue in m ticks. What no stage owns it fetches once, and gives once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,6 @@
 Linen's `Block_0/...`, or stacked. Found by paths and shapes alone, since a layout is made before any batch is seen.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

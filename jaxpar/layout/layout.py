@@ -1,7 +1,5 @@
 """Where every leaf of a training state lives: its spec, and the bytes that a device stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

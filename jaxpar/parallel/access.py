@@ -1,7 +1,5 @@
 """How a program reaches parameters: a strategy's rule applied to the leaves of a layout."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -13,8 +13,6 @@ the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
 In plain JAX: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

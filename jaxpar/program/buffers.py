@@ -5,8 +5,6 @@ results, or of a scatter, before the loops that run first, and hold it all the w
 dependency and changes no value. What they save was measured on the step in `experiments/benchmarks/handwritten.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ tensor_... are the edges of a tensor rank's program (`collectives/edges.py`). JA
 `vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -9,8 +9,6 @@ the equation is the same on the parts; `params` says which parameters name sizes
 rows are at the end, one for each primitive, with what else is known of it (`primitives.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Everything here reads programs that JAX has traced; nothing knows of devices or 
 supported range of jax spell some things differently, and only this file and `walk.py` know.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

@@ -4,8 +4,6 @@
 product itself slow as well.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable, Sequence
 from typing import Any

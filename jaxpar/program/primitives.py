@@ -1,7 +1,5 @@
 """What is known of a primitive, whatever its parameters: one record each. The rows are in `factors.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -7,8 +7,6 @@ with what reads them. What operators with backwards of their own save is counted
 arXiv:2205.05198, section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ them by `visit`; whoever follows a property of values, such as what depends on p
 of the supported range of jax spell some parameters differently, and this is the only file that knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

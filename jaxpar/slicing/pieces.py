@@ -10,8 +10,6 @@ is a choice of those two functions. So parameters that live sharded are whole fo
 are reduced inside the backward loop.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ What depends on parameters alone is computed not where the model wrote it but wh
 is kept from one piece to another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

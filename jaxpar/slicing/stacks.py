@@ -1,7 +1,5 @@
 """What became of a model's layers, in words: how many each stack has, and why blocks that look alike are none."""
 
-from __future__ import annotations
-
 import math
 import posixpath
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 jax's own errors on dims that do not divide name no array; they are raised again with its name.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import math

@@ -1,7 +1,5 @@
 """The step: the one place where model, optimizer, strategy and layout meet. `Step._train` has it in one view."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Every replica differentiates its local loss with respect to local values, one mi
 and leaves all reductions over replicas to its strategy's rule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

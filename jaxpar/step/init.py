@@ -1,7 +1,5 @@
 """How the state of a run comes to be: every array of it created where the layout keeps it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

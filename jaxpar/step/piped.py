@@ -1,7 +1,5 @@
 """A device's microbatches as a pipeline (`parallel/pipeline/`): what each tick of it reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a sliced loss must be for its strategy: every refusal of one, and a warning."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The loss is that of one microbatch of one replica (a block of rows). It is trace
 anything runs, and every part of a step works on the program that comes out.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

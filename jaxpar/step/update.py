@@ -6,8 +6,6 @@ shape; they are shown to the transformation as they are where that makes no diff
 own shape, at the price of moving them, where it does.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass

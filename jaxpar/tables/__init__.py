@@ -20,8 +20,6 @@ A schedule is a function of p ranks, m microbatches and v chunks a rank that wri
   buffers, and ranks branch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

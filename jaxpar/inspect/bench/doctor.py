@@ -4,8 +4,6 @@ Every process looks at its own host and tells the others by JAX's key-value stor
 come to the same findings. Only the collectives use devices, and they come last: where one hangs, the rest is said.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -9,8 +9,6 @@ What is timed is one compiled program of several collectives in a row, each wait
 launch to the moment when all devices are done: the median program, divided by their number.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

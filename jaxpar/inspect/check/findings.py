@@ -10,8 +10,6 @@
 `promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ It follows from what the strategy's rule says of itself (`parallel/`: `Promise`)
 from the specs that the step was built with: a step that shards nothing does not change what was promised.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ every device has done the same; where one has not (a broken device, a collective
 data), training goes on with several models, each of which looks fine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ Where it finds no way from one sharding to another it gathers the whole and cuts
 XLA warns of none. Here the program tells, and the trace who asked.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

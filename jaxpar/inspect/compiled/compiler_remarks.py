@@ -2,8 +2,6 @@
 whose programs are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from .cost import Cost

@@ -1,7 +1,5 @@
 """What `explain` found, and how it prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap

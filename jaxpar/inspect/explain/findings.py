@@ -1,7 +1,5 @@
 """explain: what a training step holds, sends and computes, from the compiled program, beside the closed form."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence

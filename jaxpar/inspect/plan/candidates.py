@@ -1,7 +1,5 @@
 """The strategies that a plan considers for a number of devices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

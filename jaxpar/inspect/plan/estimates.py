@@ -18,8 +18,6 @@
 The forms only choose what is compiled. Every number that is shown of a line comes from its compiled program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

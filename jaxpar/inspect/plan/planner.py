@@ -4,8 +4,6 @@ The strategies of `candidates` are ordered by closed forms, the best few of them
 ranked by what their programs hold and how long `predict` says that they take.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

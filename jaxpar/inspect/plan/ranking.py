@@ -1,7 +1,5 @@
 """What `plan` found, and how it prints."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import re

@@ -13,8 +13,6 @@ those measured on one, and at the ends of a prediction's interval 0% and 22% (`e
 Left out: caches, the launch of the step itself and its input, and clocks and power but for what these shares contain.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ what a protocol leaves of the bandwidth. NCCL takes the fastest of them by size,
 network makes it slower for each. LL sends a flag with every 4 bytes, LL128 one with every 120.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """From a predicted step to a better table: what F, I, W and a message take, and the best order for these times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ Cells are as wide as they are long, on the assumption that every chunk takes the
 its forward, and each half of the backward (I, W) as long as the forward. Prologue, epilogue and messages are not drawn.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """One device, plainly: what the strategies are compared with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

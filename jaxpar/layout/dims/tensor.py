@@ -18,8 +18,6 @@ perhaps counted from the end, so that it holds for a layer and for a stack of la
 In plain JAX: `experiments/naive/tensor.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

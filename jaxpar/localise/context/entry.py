@@ -2,8 +2,6 @@
 [rows, positions, features] do, by a matmul.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ ceil(n / c), or of ceil(n / 2c) in zigzag order. What is beyond the last
 position repeats others, and is left out where positions are added up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence

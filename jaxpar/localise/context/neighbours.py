@@ -5,8 +5,6 @@ A rank gets what is next to its chunks from their neighbours (`ops/context/halo.
 those behind it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Equations that leave positions apart, as their factors say, have the rules of `tensor`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

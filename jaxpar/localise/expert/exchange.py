@@ -1,7 +1,5 @@
 """The program of one expert rank, from end to end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

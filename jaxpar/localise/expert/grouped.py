@@ -7,8 +7,6 @@ equations is a function of a row and of its expert's leaves, and is computed as 
 capacity: the first slots of every expert exchanged at once, the rest in rounds (`ops/experts/dropless.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

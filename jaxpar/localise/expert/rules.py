@@ -4,8 +4,6 @@ Of split leaves alone, the rules are `tensor`'s. A rule returns None where it do
 for itself: then every input is as the model has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

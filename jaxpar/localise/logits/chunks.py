@@ -2,8 +2,6 @@
 same rules (`localiser.py`), but that chunks follow one another: nothing can be had of several at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

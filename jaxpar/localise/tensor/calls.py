@@ -1,7 +1,5 @@
 """Rules of equations that hold programs: scans, rematerialised calls, rules of differentiation, kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

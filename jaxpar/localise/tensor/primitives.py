@@ -5,8 +5,6 @@ which that is split (None: whole). It returns None where it knows no better than
 the factors of the equation (`program/factors.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

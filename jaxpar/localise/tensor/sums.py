@@ -1,7 +1,5 @@
 """Rules of what adds up over a split dim: reductions, matmuls, lookups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

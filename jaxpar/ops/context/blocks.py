@@ -12,8 +12,6 @@ its callers in bfloat16 (jax 0.10 to 0.12).
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

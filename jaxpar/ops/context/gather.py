@@ -4,8 +4,6 @@
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

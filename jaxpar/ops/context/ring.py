@@ -18,8 +18,6 @@ computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are
 Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ Each function returns (forward, backward). Gradients of keys and values travel i
 come on top, once forward: an all-gather of (c-1)/c 4 b s.
 """
 
-from __future__ import annotations
-
 import math
 
 WIDE = 4  # bytes of float32

@@ -6,8 +6,6 @@ Dims: b rows, t query positions, s key positions, c ranks, u of them in a group,
 head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

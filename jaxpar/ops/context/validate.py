@@ -3,8 +3,6 @@
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import numbers
 
 import jax

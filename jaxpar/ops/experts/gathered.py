@@ -9,8 +9,6 @@ Dims: T tokens of a rank, k choices of a token, E experts, e ranks, C slots of a
 features.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

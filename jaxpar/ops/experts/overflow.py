@@ -7,8 +7,6 @@ kept for the backward pass, which computes it again.
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens of a block, D features.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots o
 choices that go to one rank in a round, D features.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ of each get a slot in its buffer. Two tables say it all: the slot of each choice
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Iterable

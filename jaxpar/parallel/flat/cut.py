@@ -8,8 +8,6 @@ element by element is written where a product reads it, and else computed where 
 is asked: what counts is the ratio of a device's operations to its bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

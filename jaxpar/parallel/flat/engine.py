@@ -8,8 +8,6 @@ iteration on the rank whose operation it is, and of none on the others; why loop
 gradients at both ends of a step, and messages behind every slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

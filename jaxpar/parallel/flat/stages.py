@@ -1,7 +1,5 @@
 """The stages of a cut program: what each reads and hands on, and how long it takes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

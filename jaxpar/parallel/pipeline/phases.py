@@ -1,7 +1,5 @@
 """What ticks are made of; of tables in lockstep the phases, a scan each, and where activations wait for backwards."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """What ranks of a pipeline run, whatever the schedule: one chunk of layers forwards and backwards, and the epilogue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

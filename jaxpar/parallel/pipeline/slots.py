@@ -16,8 +16,6 @@ and H100: 39.8 and 38.8 MB of temporaries where loops take 3.1 and 6.3), and wri
 moves out what is the same in all its iterations, so all that an operation looks up depends on the iteration's number.
 """
 
-from __future__ import annotations
-
 import collections as counts
 import dataclasses
 import functools

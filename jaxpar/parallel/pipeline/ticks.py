@@ -17,8 +17,6 @@ both belong to no stage: the sum of their gradients over `pipe` is right whateve
 In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

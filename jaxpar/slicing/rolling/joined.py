@@ -3,8 +3,6 @@
 They are kept as one stack already, so that the loss reads this instead: a program that stacks them would fetch all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

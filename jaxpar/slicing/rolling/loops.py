@@ -6,8 +6,6 @@ most 8: then so many blocks are one round of the scan. Blocks that fill no round
 of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
