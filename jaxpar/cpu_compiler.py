@@ -77,9 +77,6 @@ def warn_unset() -> None:
         )
 
 
-# -- canaries ----------------------------------------------------------------------------------------------------------
-
-
 def _rows() -> bool:
     n = 40_000  # 7,232 rows are wrong; from 32,769 to 65,535 rows some are
     i = jnp.arange(n, dtype=jnp.float32)

@@ -245,7 +245,8 @@ class Strategy:
         product = math.prod(v for v in known.values() if v != -1)
         if free:
             if devices % product:
-                raise ValueError(f"{given} does not divide {devices} devices; use {_divisors(devices)}")
+                divisors = " or ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
+                raise ValueError(f"{given} does not divide {devices} devices; use {divisors}")
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
@@ -315,7 +316,3 @@ def _value(text: str) -> Any:
         return int(text)
     except ValueError:
         return text
-
-
-def _divisors(n: int) -> str:
-    return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)

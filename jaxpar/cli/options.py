@@ -205,9 +205,7 @@ def read(cls: type, path: Path | str) -> dict[str, Any]:
 
 
 def _check_flat(text: str) -> None:
-    """Raise ValueError where YAML is more than names and values: a few lines of aliases make gigabytes, and a few
-    thousand brackets take minutes.
-    """
+    """Raises ValueError for YAML beyond names and values: few aliases make gigabytes, brackets take minutes."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -236,9 +234,6 @@ def _typed(where: str, value: Any, wanted: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
-
-
-# -- what options make -------------------------------------------------------------------------------------------------
 
 
 def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:

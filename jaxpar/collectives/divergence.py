@@ -107,9 +107,7 @@ class _Walk:
 
 
 def _sent(closed: Any) -> tuple[Any, ...] | None:
-    """The collectives of a program in their order, behind the loops that they are in; None where their number is known
-    only when it runs.
-    """
+    """The collectives of a program in order, with their loops; None where only running tells their number."""
     found: list[Any] = []
     for eqn, times in visit(jx.opened(closed)[0].eqns):
         name = eqn.primitive.name

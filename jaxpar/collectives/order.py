@@ -176,9 +176,6 @@ _INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]
 }
 
 
-# -- calls within one trace --------------------------------------------------------------------------------------------
-
-
 class _Last(threading.local):
     """The trace that a caller is in, and something that the last call of a step returned there."""
 

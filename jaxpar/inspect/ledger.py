@@ -20,7 +20,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -176,15 +175,12 @@ def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Col
             walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
             yield from nesting.branches(walks)
         else:
-            inner = nesting.loop(_trips(eqn)) if name in ("scan", "while") else nesting
+            share = _share(eqn)
+            trips = share.runs if share else eqn.params.get("length")
+            inner = nesting.loop(trips) if name in ("scan", "while") else nesting
             for sub in programs(eqn):
                 yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
 
 
 def _share(eqn: Any) -> Share | None:
     return share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
-
-
-def _trips(eqn: Any) -> int | Fraction | None:
-    share = _share(eqn)
-    return share.runs if share else eqn.params.get("length")

@@ -32,9 +32,7 @@ class _Unclear(Exception):
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a value: the expression that it is, of whose element (None: a scalar of no leaf's), and for a
-    sum over some leaves, which.
-    """
+    """A value: its expression, the leaf whose element it is of (None: a scalar), the leaves it partly sums."""
 
     expression: Any
     leaf: int | None = None
@@ -81,9 +79,7 @@ class _Seen(NamedTuple):
 
 
 def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequence[_Seen]) -> dict[str | None, Any]:
-    """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
-    scalars, under None.
-    """
+    """By path, what an optimizer makes of a leaf and its state, in `init` and `update`; None: of scalars."""
     params = jax.tree.unflatten(tree, masters)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     state = jax.eval_shape(optimizer.init, params)

@@ -40,9 +40,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The form of layers of a Python loop, leaves that the model has one by one (`slicing/rolling/roll.py`): one stack,
-    layers on dim 0.
-    """
+    """Layers of a Python loop, the model's own leaves, as one stack along dim 0 (`slicing/rolling/roll.py`)."""
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
         """A stack [layers, ...] -> its layers."""

@@ -58,9 +58,7 @@ class Storage:
         return (*self.leaves, *layers)
 
     def unit_values(self, local: Sequence[Any]) -> list[Any]:
-        """One value for each unit from a device's own values of the leaves: of stages their layers, chunk by chunk, on
-        dim 0.
-        """
+        """The value of each unit from a device's values of the leaves: stages' layers, by chunk, on dim 0."""
         whole = [
             x.reshape(-1, *x.shape[len(leaf.form.held) :]) if isinstance(leaf.form, Staged) else x
             for leaf, x in zip(self.leaves, local, strict=True)
@@ -290,9 +288,7 @@ def list_name(leaf: Leaf) -> str:
 
 
 def uneven(storage: Storage) -> dict[str, str]:
-    """The lists some of whose blocks are kept as one stack and others, of other shapes, one by one: the first leaf that
-    differs.
-    """
+    """The first leaf that differs, of lists with some blocks in one stack and others, of other shapes, one by one."""
     shapes = [(leaf.path, leaf.shape) for leaf in storage.models]
     found: dict[str, str] = {}
     for leaf, members in zip(storage.leaves, storage.origin, strict=True):

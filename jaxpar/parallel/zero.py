@@ -89,9 +89,7 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[j
 
 
 def scattered(leaf: Uses, gradients: Sequence[Times]) -> Iterator[Sent]:
-    """The closed form of `scatter` and `finish`: a reduce-scatter of each of the `gradients`, and an all-reduce of the
-    leaf's shard over the rest.
-    """
+    """`scatter` and `finish`: a reduce-scatter of each of `gradients`, an all-reduce of the shard over the rest."""
     for each in gradients:
         yield Sent("reduce-scatter", leaf.shard, leaf.reduce, each.count * each.pieces, each.total)
     for each in leaf.once:

@@ -31,9 +31,7 @@ def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
-    """Equations whose large constant buffers cannot exist before `after` does, and the values of the variables
-    added.
-    """
+    """Equations whose large constant buffers cannot exist before `after` does, and values of the variables added."""
     values: dict[Any, jax.Array] = {}
     out = []
     for eqn in eqns:

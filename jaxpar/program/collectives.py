@@ -51,9 +51,7 @@ def on_the_wire(kind: str, ranks: int) -> float:
 
 
 def reduced(jaxpr: Any) -> Any:
-    """A jaxpr, closed or not, in which collectives reduce over mesh axes alone, and reductions over dims are plain; the
-    same object where nothing changes.
-    """
+    """A jaxpr, closed or not, with reductions over dims as plain ones; the same object if nothing changes."""
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:  # closed; newer jax has one class for both
         inner = reduced(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jec.ClosedJaxpr(inner, jaxpr.consts)

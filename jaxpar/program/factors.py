@@ -240,9 +240,7 @@ def convolution(eqn: Any) -> Iterable[Factor]:
 
 
 def gather(eqn: Any) -> Iterable[Factor]:
-    """Rows of indices, each with what is looked up in its own part of the table; and dims of the table of which all is
-    taken.
-    """
+    """Rows of indices, each with what it looks up; and dims of the table that are taken whole."""
     ((table, at), (out,)), n, sizes = shapes(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     of_rows = [d for d in range(len(out)) if d not in n.offset_dims]
     paired = dict(zip(n.start_indices_batching_dims, n.operand_batching_dims, strict=True))

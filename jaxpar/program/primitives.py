@@ -61,9 +61,7 @@ def having(attribute: str) -> tuple[str, ...]:
 
 
 def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
-    """Whether an equation is linear in the operands that `among` says, together; or, with `affine`, linear but for what
-    is added to them.
-    """
+    """Whether an equation is linear (`affine`: but for what is added) in all operands marked `among` at once."""
     name, how = eqn.primitive.name, of(eqn).linear
     if name in ("convert_element_type", "div") and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return False  # it rounds

@@ -15,9 +15,7 @@ from . import primitives
 
 
 def cheap(eqn: Any) -> bool:
-    """Whether an equation is computed element by element, or puts elements in another order: no sum, no product of
-    matrices, no random numbers.
-    """
+    """Whether it is elementwise or moves elements: no sum, no product of matrices, no random numbers."""
     return primitives.of(eqn).cheap
 
 

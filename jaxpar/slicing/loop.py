@@ -48,9 +48,7 @@ class LayerLoop:
         return self.result(*_counted(self.body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: LayerLoop) -> tuple[Any, Any]:
-        """The results of both, of which neither depends on the other: one loop, with an iteration of each in it. The
-        other's all-to-alls come first.
-        """
+        """The results of two independent loops, run as one; the other's all-to-alls come first."""
         assert self.length == other.length
         turned = self.reverse != other.reverse
         # Where they are: a reversed copy of what is scanned would be as large as all its layers.

@@ -6,6 +6,7 @@ A scan may read a leaf as it is, or what is computed from it layer by layer: a c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,8 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
                 rest = [d for d in order if d != order[dim]]
                 dim = order[dim]
                 if rest != sorted(rest):
-                    chain.insert(0, _transposed(tuple(int(d) for d in np.argsort(np.argsort(rest)))))
+                    order = tuple(int(d) for d in np.argsort(np.argsort(rest)))
+                    chain.insert(0, functools.partial(lax.transpose, permutation=order))
             else:
                 break
             at = atoms[0]
@@ -91,10 +93,6 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
 
 def _elementwise(step: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda x: step.primitive.bind(*(a.val if jx.is_literal(a) else x for a in step.invars), **step.params)
-
-
-def _transposed(order: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: lax.transpose(x, order)
 
 
 def _only(step: Any, dim: int) -> bool:

@@ -117,9 +117,6 @@ def _described(sharding: Sharding) -> str:
     return f"{sharding.spec} over {axes or 'one device'}".replace("PartitionSpec", "P")
 
 
-# -- what jax says of dims that do not divide --------------------------------------------------------------------------
-
-
 def shapes_of(layout: Layout, batch: Any) -> Named:
     """The arrays that a model or an optimizer may see, in all their shapes: of the model, at rest, of a tensor rank."""
     storage = layout.storage

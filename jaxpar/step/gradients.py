@@ -120,9 +120,7 @@ class Local:
         scale: jax.Array,
         alike: bool = False,
     ) -> tuple[list[jax.Array | None], Any, Sums]:
-        """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
-        rows; `alike` as for `keys`.
-        """
+        """Gradients times `scale`, new variables, each metric's sums over all rows; `alike` as for `keys`."""
         variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step, alike)
@@ -147,9 +145,7 @@ class Local:
         return self.finished(loss, grads), self.closed(variables), self.total(sums, rows)
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        """Accumulated gradients as the update gets them: zeros where the loss does not depend on a leaf, None where it
-        is frozen.
-        """
+        """Gradients as the update gets them: zeros if the loss does not depend on a leaf, None if it is frozen."""
         layout, access = self.tracing.layout, loss.access
         members = {i: at for family in layout.storage.families for i, at in family}
 

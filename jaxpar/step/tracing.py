@@ -123,9 +123,7 @@ class Loss:
         return *jax.tree.unflatten(jax.tree.structure(self.traced.outputs), outs), tape
 
     def backward(self, tape: Any, seed: jax.Array, into: Sequence[jax.Array | None]) -> list[Any]:
-        """`into` with the gradients of one microbatch added; `seed` is that of the step's loss with respect to its
-        sum.
-        """
+        """`into` with one microbatch's gradients added; `seed` is that of the step's loss with respect to its sum."""
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into)
 
 

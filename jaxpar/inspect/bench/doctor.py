@@ -114,9 +114,6 @@ def examine(
     yield from collectives(strategy, bytes_, others)
 
 
-# -- each of them ------------------------------------------------------------------------------------------------------
-
-
 def installed() -> dict[str, str]:
     """Versions by name, of what is there."""
     found = {"Python": platform.python_version()}

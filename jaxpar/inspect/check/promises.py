@@ -38,9 +38,6 @@ ALLOWED = {
 }
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Holding:
     """What a device should hold of one array of the state: `bytes`; of what `kind`, and where in the state: `path`."""
@@ -94,9 +91,6 @@ def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
     return -(-math.prod(leaf.stored) // (parts * math.prod(sizes[axis] for axis in leaf.shard)))
 
 
-# -- layers and weights ------------------------------------------------------------------------------------------------
-
-
 def not_by_layer(step: Step, program: Program) -> list[Leaf]:
     """Leaves whose layers a loop of the loss takes one by one, and which the program fetches whole all the same.
 
@@ -147,9 +141,6 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
         if size:
             found[where] = max(size, found.get(where, 0))
     return found
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -231,9 +231,6 @@ def _label(i: Instruction) -> str:
     return i.opcode
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
 def traffic(module: Module, i: Instruction, shapes: dict[str, str]) -> tuple[int, int]:
     """Bytes (read, written) of one instruction that runs as a kernel; `shapes` as for `products`.
 

@@ -90,9 +90,7 @@ class _Facts:
 
 @dataclass
 class _Group:
-    """Leaves that are spread alike: elements that a rank computes with, those that no stage of a pipeline owns, and of
-    both those that are trained.
-    """
+    """Elements of leaves spread alike: a rank's, those outside a pipeline's stages, and the trained of both."""
 
     elements: int = 0
     trained: int = 0

@@ -164,8 +164,6 @@ class _Planner:
             "devices, a batch whose rows they divide, or strategies= of your own"
         )
 
-    # -- what to compile -----------------------------------------------------------------------------------------------
-
     def _compile_all(self, given: Sequence[Strategy], bar: Progress) -> None:
         task = bar.add_task("compile", total=len(given))
         for strategy in given:
@@ -307,30 +305,26 @@ class _Planner:
             self.cache.put(found, "splits")
         return found
 
-    # -- compiling -----------------------------------------------------------------------------------------------------
-
     def _compile(self, strategy: Strategy, estimate: Estimate | None) -> bool:
         """Adds its line, or the reason why it cannot be; whether there is a line."""
         # A policy is known by its name alone, and two may share it.
         cache = None if callable(strategy.remat) else self.cache
         key = ("line", str(strategy), str(self.flops))
-        found = cache and cache.get(*key)
-        if not found:
+        found: Any = cache and cache.get(*key)
+        if not (cached := bool(found)):
             try:
                 found = self._numbers(strategy)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                if isinstance(error, jax.errors.JaxRuntimeError) and not _of_compiler(error):
+                # That a program is too large is its strategy's fault, other errors of the compiler are not.
+                if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 found = {"refused": str(error)}
             if cache:
                 cache.put(found, *key)
-            found = {**found, "cached": False}
-        else:
-            found = {**found, "cached": True}
         if "refused" in found:
             self.refused[str(strategy)] = found["refused"]
             return False
-        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, **found))
+        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, cached=cached, **found))
         return True
 
     def _numbers(self, strategy: Strategy) -> dict[str, Any]:
@@ -339,11 +333,6 @@ class _Planner:
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - begin
         return numbers(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
-
-
-def _of_compiler(error: Exception) -> bool:
-    """Whether the compiler found the program too large, which is a strategy's fault."""
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def numbers(

@@ -95,9 +95,7 @@ class Prediction:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of kernels by kind, `slowed` included, and of what is exposed of collectives; they add up to
-        `seconds`. Most first.
-        """
+        """Seconds of kernels by kind, and exposed ones of collectives, most first; they add up to `seconds`."""
         sums: dict[str, float] = {}
         for part in self.parts:
             sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.collective else part.seconds)

@@ -28,9 +28,6 @@ _LABEL = 8  # characters left of a lane
 Columns = list[Column]
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
-
-
 def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[Text]:
     """Lines of `width` characters or less: bands of time one under the other, in each a line for every rank.
 
@@ -154,9 +151,6 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room}, as all run one program",
     }
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def slot_bytes(step: Step, batch: Any) -> int:

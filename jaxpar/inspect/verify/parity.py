@@ -64,9 +64,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
-    furthest off.
-    """
+    """The result of `verify`: `ok` if loss and leaves agree to `tolerance`; `worst` is the leaf furthest off."""
 
     ok: bool
     tolerance: float

@@ -61,9 +61,7 @@ def creation_order(create: Callable[[jax.Array], Any]) -> list[str]:
 
 
 def _places(program: Any, ins: Sequence[tuple[int, ...]], within: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Where the outputs of a program are made: the number of the equation, then that in the body of its loop or call,
-    and so on; () for constants.
-    """
+    """Where outputs are made: the equation's number, then that within its loop or call, ...; () for constants."""
     number = itertools.count()
 
     def made(eqn: Any, ins: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

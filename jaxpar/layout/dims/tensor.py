@@ -148,9 +148,7 @@ def tensor_dims(
 
 
 def undivided_leaves(leaves: Leaves, dims: Mapping[str, int], size: int) -> dict[str, str]:
-    """Path -> why, of the leaves of 16,384 elements or more that every one of `size` tensor ranks holds and computes
-    with whole.
-    """
+    """Path -> why each of `size` tensor ranks holds the whole of a leaf of 16,384 elements or more."""
     ends = _presets(dict(leaves))
     found: dict[str, str] = {}
     for path, shape in leaves:

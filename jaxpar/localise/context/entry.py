@@ -37,9 +37,7 @@ class FirstSplit:
 
 
 def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, FirstSplit]:
-    """The equations of a program where a split begins, by their `id`. Raises ValueError where there is none, or the
-    ranks do not divide the positions.
-    """
+    """The equations where a split begins, by `id`. ValueError: none, or ranks do not divide positions."""
     weights = jx.depends(flat.eqns, flat.invars[:leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
     found: dict[int, FirstSplit] = {}

@@ -51,8 +51,6 @@ class Positions(Localiser):
     rows: int = 1
     overlap: int = 0
 
-    # -- whole, split, partial -----------------------------------------------------------------------------------------
-
     def whole(self, x: LocalValue) -> jax.Array:
         """All of it, on every rank."""
         if x.partial:
@@ -173,8 +171,6 @@ class Positions(Localiser):
         """That of a whole input is a partial sum."""
         return self.shared(x) if dim is None else self.part(x, dim)
 
-    # -- equations -----------------------------------------------------------------------------------------------------
-
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program: partial sums only of one that is linear in them."""
         outer, self.eqns = self.eqns, flat.eqns
@@ -270,11 +266,7 @@ def split_sequence(
 
     def fun(*values: Any) -> list[Any]:
         work = Positions(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
-        args = []
-        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
-            leaf = i < leaves
-            args.append(LocalValue(x, None, v.aval.shape, leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact), leaf))
-        outs = work.run(flat, args, linear=True)
+        outs = work.run(flat, work.arguments(flat, values, [None] * leaves), linear=True)
         return [work.shared(x) if i < sums else work.whole(x) for i, x in enumerate(outs)]
 
     return fun

@@ -61,9 +61,6 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     )
 
 
-# -- functions that put tokens into another order ----------------------------------------------------------------------
-
-
 @rule(*jx.CUSTOM)
 def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A route (`ops/permutations.py`) takes each rank's own tokens, in slots of its own."""
@@ -88,9 +85,6 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     dims = {"rows": tokens, "routed": Split(1), "whole": None}
     values = route.part(work.ranks)(*(x.value for x in inputs))
     return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------
 
 
 @rule(*having("reduces"))
@@ -128,9 +122,6 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     return [(jx.bind(eqn, values)[0], Split(out, *how))]
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
 @rule("gather")
 def _gather(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     table, indices = inputs
@@ -159,9 +150,6 @@ def _own(work: Positions, eqn: Any, table: LocalValue, indices: LocalValue) -> F
     (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
     batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [(value, batch[at])]
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 @rule("jit", "pjit")

@@ -38,9 +38,7 @@ PARTIAL = -1  # in the place of the dim along which a value is split: it is a pa
 
 
 class Split(int):
-    """A dim, which consists of `rows` equal stretches, each split by itself: 1 but for a merged one. A stretch is
-    longer by `overlap` than what is in chunks.
-    """
+    """A dim of `rows` equal stretches (1 unless merged), each split by itself, `overlap` beyond its chunks."""
 
     rows: int
     overlap: int
@@ -117,15 +115,10 @@ def linear(eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     return None
 
 
-# -- a part of a whole value from parts of what it was made of: no rank holds a mask [T, T] whole ----------------------
-
-
 def pushed(
     work: Localiser, positions: Callable[[int, Split], jax.Array], x: LocalValue, dim: Split
 ) -> jax.Array | None:
-    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, dim)` are this rank's of
-    n.
-    """
+    """The part of `x` along `dim`; None to cut it out of the whole. `positions(n, dim)` are this rank's of n."""
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name

@@ -108,9 +108,6 @@ def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
 RULES["dot_general"] = _dot
 
 
-# -- equations that hold programs --------------------------------------------------------------------------------------
-
-
 def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Layers by layers, and what is done again and again. Leaves of experts that become something else are gathered."""
     first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # where what is carried begins and ends

@@ -137,9 +137,7 @@ class _Region:
 
     @classmethod
     def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> _Region | None:
-        """That of a product, where `leaves` are parameters and the `rest` is of the batch; None where it is no
-        cross-entropy's.
-        """
+        """That of a product; `leaves` are parameters, `rest` is of the batch. None if it is no cross-entropy's."""
         how = _product(head, jx.depends(flat.eqns, rest))
         if how is None:
             return None
@@ -206,9 +204,7 @@ class _Region:
         return jx.where(self.head) or f"logits [{self.tokens}, {self.words}]"
 
     def looped(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
-        """The program from `inputs` to `outs`, for so many tokens at a time, and its number of chunks. Raises
-        StayWholeError.
-        """
+        """The program from `inputs` to `outs` in chunks of tokens, and their number. Raises StayWholeError."""
         hidden, weight, *others = self.inputs
         if self.why:
             raise StayWholeError(self.why)

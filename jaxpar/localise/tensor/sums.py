@@ -14,8 +14,6 @@ from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
 from .primitives import follow, followed, on_parts, rule, shape_of, without
 
-# -- reductions --------------------------------------------------------------------------------------------------------
-
 
 @rule(*having("reduces"))
 def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
@@ -69,9 +67,6 @@ def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
 
 
-# -- matmuls -----------------------------------------------------------------------------------------------------------
-
-
 @rule("dot_general", "conv_general_dilated")
 def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
@@ -87,9 +82,6 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     left, right = inputs
     residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
     return [work.summed(value, shape_of(eqn), residual, eqn)]
-
-
-# -- lookups -----------------------------------------------------------------------------------------------------------
 
 
 @rule("gather")

@@ -144,9 +144,6 @@ def _refused(q: jax.Array, k: jax.Array) -> bool:
     return bool(q.shape[1] % 2 or k.shape[1] % 2 or refusal(q.shape, k.shape, q.dtype.name))
 
 
-# -- without cuDNN: float32, scores of some queries at once -----------------------------------------------------------
-
-
 def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> tuple:
     def some(first: jax.Array | int, n: int) -> tuple[jax.Array, jax.Array]:
         scores, _ = _scores(options, q, k, mask, first, n)

@@ -15,7 +15,6 @@ def check_inputs(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
     causal: bool,
     window: int | None,
     segment_ids: jax.Array | None,

@@ -24,9 +24,7 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 
 
 def block_size(slots: int) -> int:
-    """A quarter of a buffer, for experts whose last block is half empty; 128 rows at least, below which a GPU's matmul
-    takes as long.
-    """
+    """A quarter of a buffer, as last blocks are half empty; 128 rows or more: a GPU's matmul of less is no faster."""
     return min(slots, max(128, -(-slots // 4)))
 
 

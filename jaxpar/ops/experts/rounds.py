@@ -137,8 +137,6 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
 
 def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """`compute(carry)` where `needed`, bool [], else `carry`: what finds no slot in experts' buffers. Its name says so
-    to whoever reads the compiled program.
-    """
+    """`compute(carry)` where `needed`, bool [], else `carry`; named for readers of programs as overflow of experts."""
     with jax.named_scope(trip_counts.OVERFLOW):
         return jax.lax.cond(needed, compute, lambda carry: carry, carry)

@@ -51,9 +51,7 @@ def tables(by: Order, slots: int) -> tuple[jax.Array, jax.Array]:
 def places(
     ids: jax.Array, weights: jax.Array, experts: int, slots: int, groups: int, by_weight: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables for tokens in groups of their own, each with C / groups slots of every expert, as
-    slot [N, k] and choice [E, C].
-    """
+    """For tokens in groups with C / groups slots of every expert each: slot [N, k] and choice [E, C]."""
     n, k = ids.shape
     each, per = slots // groups, n // groups
 

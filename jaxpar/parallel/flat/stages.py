@@ -84,9 +84,7 @@ def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
 
 
 def described(program: Program, held: Sequence[int]) -> str:
-    """The stages in numbers: their parts of the predicted time, their weights, and the messages between them. `held`
-    are the bytes of each leaf.
-    """
+    """The stages' shares of the predicted time, weights and messages; `held` are the bytes of each leaf."""
     each = [float(times(group).sum()) for group in program.groups]
     every = stages(program)
     weights = [size(sum(held[i] for i in dict.fromkeys(stage.piece.unit.leaves))) for stage in every]

@@ -177,10 +177,6 @@ class Cut:
         zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
         return [zeros(v, v.aval.shape) for v in consts], [zeros(v, (self.each, *v.aval.shape[1:])) for v in xs]
 
-    def side(self) -> list[Any]:
-        """Variables that the prologue computes and the epilogue reads, with derivatives."""
-        return side(self.program)
-
     def _inputs(self, env: dict[Any, Any], op: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """The stack's constants, first carry, and this chunk's part of what it scans besides parameters."""
         stack = self.stack

@@ -130,8 +130,6 @@ class Schedule:
             raise ValueError(f"schedule={given.label} has {said[0]}, and the strategy {said[1]}; give what it has")
         return given
 
-    # -- the table -----------------------------------------------------------------------------------------------------
-
     def table(self) -> Table:
         """Operations by tick and rank: none, one, or a forward and then a backward."""
         return self._table
@@ -171,8 +169,6 @@ class Schedule:
             return [Column(tick, k, TIME[k]) for tick, kinds in enumerate(ran) for k in BOTH if k in kinds]
         return [Column(tick, "FBIW", max((TIME[k] for k in kinds), default=1)) for tick, kinds in enumerate(ran)]
 
-    # -- placement -----------------------------------------------------------------------------------------------------
-
     @property
     def placement(self) -> Placement:
         """Which stages a rank's chunks are: "loop", c p + s of rank s, or "V", s and 2 p - 1 - s."""
@@ -193,9 +189,7 @@ class Schedule:
         return operations.place_of(self.placement, self.ranks, stage)
 
     def neighbour(self, kind: Kind, rank: int, chunk: int) -> tuple[StagePlace | None, int]:
-        """Who waits for what an operation makes, if anyone, and the way there: 1 to the next rank, -1 to the one before
-        (around the ring), 0 on the rank itself.
-        """
+        """Who waits for what an operation makes, and the way: 1 next rank, -1 the one before, 0 the rank itself."""
         return neighbour(self.placement, self.ranks, self.chunks, kind, rank, chunk)
 
     @functools.cached_property
@@ -207,8 +201,6 @@ class Schedule:
                 if self.stage(rank, op.chunk) == self.ranks * self.chunks - 1:
                     out[op.kind][tick] = op.microbatch
         return out
-
-    # -- time ----------------------------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
@@ -273,8 +265,6 @@ class Schedule:
 
         return grouped([flags(tick) for tick in range(self.ticks)])
 
-    # -- the last stage ------------------------------------------------------------------------------------------------
-
     def epilogue(self, tick: int) -> int | None:
         """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
         return self._last["F"].get(tick)
@@ -291,8 +281,6 @@ class Schedule:
         if self.forwards_only or begun == made:
             return 0
         return places(made, begun)
-
-    # -- what ranks hold -----------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _slots(self) -> tuple[np.ndarray, np.ndarray]:
@@ -319,8 +307,6 @@ class Schedule:
     def _held(self) -> list[int]:
         changes = [[{"F": 1, "I": 0}.get(op.kind, -1) for op in order] for order in orders_of(self.table())]
         return [max(itertools.accumulate(row, initial=0)) for row in changes]
-
-    # -- other forms of the table --------------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
         """A table in lockstep as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""

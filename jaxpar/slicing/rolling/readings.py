@@ -138,9 +138,7 @@ class Readings:
         return [(e.primitive.name, avals(e.invars), avals(e.outvars), params(e)) for e in self.others]
 
     def ordered(self, part: Sequence[Any]) -> list[Any]:
-        """The equations of one block: first what comes from parameters alone and its own parameters need, then the
-        rest.
-        """
+        """The equations of one block: what parameters alone determine and its own need first, then the rest."""
         here = {v for e in part for v in e.outvars}
         alone = closure(jx.free(part), {v: e for v, e in self.pure.items() if v in self.own or v in here})
         first = {id(e) for e in alone}
