@@ -1,7 +1,5 @@
 """Strategy: every choice a run makes about parallelism, as one value, and every error a user can make in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -128,7 +126,7 @@ class Strategy:
     remat: str | Callable[..., bool] = "none"
     logits: str | int = "auto"
 
-    def __new__(cls, *args: Any, **fields: Any) -> Strategy:
+    def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
         """Refuses what is no field, and values without a name, in words of its own."""
         if args:
             text = f"Strategy.parse({args[0]!r})" if isinstance(args[0], str) else "Strategy(fsdp=-1)"
@@ -201,7 +199,7 @@ class Strategy:
             )
 
     @classmethod
-    def parse(cls, text: str) -> Strategy:
+    def parse(cls, text: str) -> "Strategy":
         """A strategy from text: `preset`, `name=value,...` or `preset,name=value,...`; `str(strategy)` is the reverse.
 
         Raises ValueError naming the part that is wrong and the nearest name.
@@ -261,7 +259,7 @@ class Strategy:
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
 
-    def on(self, ranks: int) -> Strategy:
+    def on(self, ranks: int) -> "Strategy":
         """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""
         if self.microbatches != -1:
             return self

@@ -1,7 +1,5 @@
 """The options of `jaxpar train`, and their YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -115,7 +113,7 @@ class TrainOptions(Loop):
         return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
 
     @classmethod
-    def load(cls, path: Path | str) -> TrainOptions:
+    def load(cls, path: Path | str) -> "TrainOptions":
         """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
         return cls(**read(cls, path))
 

@@ -7,8 +7,6 @@ optimizer is cannot be seen by trying it, since it may warm up, or clip only lat
 in both forms: every result must be the same expression of its own element and of scalars.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class _Value:
     leaf: int | None = None
     partial: frozenset[int] = frozenset()
 
-    def complete(self, leaves: int) -> _Value:
+    def complete(self, leaves: int) -> "_Value":
         """A sum over all leaves is a scalar like any other, and the same in both forms."""
         return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
 

@@ -1,7 +1,5 @@
 """The leaves of a model as a step keeps them: layers of a Python loop stacked, those of a pipeline in whole stages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,13 +124,13 @@ class _ModelLeaf:
     def rolled(self) -> bool:
         return len(self.members) > 1
 
-    def stacked(self, path: str, members: tuple[int, ...]) -> _ModelLeaf:
+    def stacked(self, path: str, members: tuple[int, ...]) -> "_ModelLeaf":
         """Layers like this one as one leaf."""
         tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
         shape = (len(members), *self.shape)
         return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
 
-    def in_front(self) -> _ModelLeaf:
+    def in_front(self) -> "_ModelLeaf":
         """Layers on dim 1 -> on dim 0, where stages take them from."""
         tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
         shape = (self.shape[1], self.shape[0], *self.shape[2:])

@@ -4,8 +4,6 @@ A scan may read a leaf as it is, or what is computed from it layer by layer: a c
 (`stack[2:8:2]`), layers that are on another dim than the first (`nn.scan(variable_axes={"params": 1})`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Slice:
         number = self.start + self.stride * number
         return lax.dynamic_update_index_in_dim(leaf, layer, number, self.dim, allow_negative_indices=False)
 
-    def meets(self, other: Slice, length: int) -> bool:
+    def meets(self, other: "Slice", length: int) -> bool:
         """Whether two slices of one leaf share a layer."""
         mine, theirs = (range(s.start, s.start + s.stride * length, s.stride) for s in (self, other))
         return bool({*mine} & {*theirs})

@@ -4,8 +4,6 @@ Equations that depend on parameters alone (casts, transposes, 1 + scale, weight 
 the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -40,13 +38,13 @@ class Unit:
     active: tuple[bool, ...]
     held: tuple[bool, ...]
     twice: bool = False
-    _forwards: dict[Any, Forward] = field(default_factory=dict, compare=False, repr=False)
+    _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The outputs, without derivatives."""
         return self.rest(self.pre(full, inputs), inputs)
 
-    def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Saved]:
+    def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> "tuple[list[Any], Saved]":
         """Outputs, and what the backward needs besides the weights and the inputs that are held."""
         weights = self.pre(full, inputs)
         kind = _kind(weights, inputs)
@@ -57,7 +55,7 @@ class Unit:
         outs = made.run(*made.consts, *weights, *inputs)
         return outs[: made.outs], Saved(outs[made.outs :], made)
 
-    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> Forward:
+    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> "Forward":
         trees = []
 
         def program(weights: Any, inputs: Any) -> Any:
@@ -87,7 +85,7 @@ class Unit:
         return Forward(n, flat.consts, run, pull)
 
     def backward(
-        self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
+        self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]
     ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
         """Which leaves the backward reads, and the backward as `run(those leaves, after)`.
 
@@ -111,7 +109,7 @@ class Unit:
 
         return reads, run
 
-    def halves(self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]) -> Halves:
+    def halves(self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]) -> Halves:
         """The backward in two programs; the arguments are those of `backward`, and may be abstract."""
         rest = (pick(self.held, inputs), saved.values, list(cotangents))
         kind = ("halves", _kind(*rest))
@@ -123,7 +121,7 @@ class Unit:
         return made
 
     def _pulled(
-        self, forward: Forward, held: Any, values: Any, cotangents: Any, remats: bool = False
+        self, forward: "Forward", held: Any, values: Any, cotangents: Any, remats: bool = False
     ) -> tuple[Any, ...]:
         """The backward's program, its equations, which leaves they read, and the tree of its results."""
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]

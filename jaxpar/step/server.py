@@ -1,7 +1,5 @@
 """The step of data parallel 1.0: four programs, and the five exchanges between them; see `parallel/server.py`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,7 +142,7 @@ class ServerStep(Step):
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
-    def _backward(self, state: State, batch: Any, tapes: Tapes, seeds: jax.Array) -> list[jax.Array | None]:
+    def _backward(self, state: State, batch: Any, tapes: "Tapes", seeds: jax.Array) -> list[jax.Array | None]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Tapes, seeds: jax.Array) -> Any:

@@ -17,8 +17,6 @@ all-reduce across hosts takes the faster of a ring and a double binary tree (San
 whose steps are as many as the logarithm of the hosts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +111,7 @@ class Reach:
     local: int
 
     @classmethod
-    def of(cls, start: Start, hosts: Sequence[int]) -> Reach:
+    def of(cls, start: Start, hosts: Sequence[int]) -> "Reach":
         """`hosts`: for each place in the mesh the host of its device. Of all groups the one that spans most."""
         if start.kind == "collective-permute":
             across = any(hosts[a] != hosts[b] for a, b in start.groups)

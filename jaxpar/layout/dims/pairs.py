@@ -24,8 +24,6 @@ A guess can be wrong (a module that creates its leaves in another order). Then m
 because `localise` follows the loss itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -80,7 +78,7 @@ class _Product(NamedTuple):
     out_of: int
     size: int
 
-    def pairs(self, after: _Product, ranks: int) -> bool:
+    def pairs(self, after: "_Product", ranks: int) -> bool:
         """Whether another can be the row-parallel one to this."""
         hidden = self.out_of
         return after.into == hidden >= min(self.into, after.out_of) and hidden % ranks == 0

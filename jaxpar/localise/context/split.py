@@ -19,8 +19,6 @@ without the last 2         a b c d | e f . .              overlap -2
 ```
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,16 +41,16 @@ class Split(int):
     rows: int
     overlap: int
 
-    def __new__(cls, dim: int, rows: int = 1, overlap: int = 0) -> Split:
+    def __new__(cls, dim: int, rows: int = 1, overlap: int = 0) -> "Split":
         """The dim of this number."""
         made = super().__new__(cls, dim)
         made.rows, made.overlap = rows, overlap
         return made
 
-    def __add__(self, n: int) -> Split:
+    def __add__(self, n: int) -> "Split":
         return Split(int(self) + n, self.rows, self.overlap)
 
-    def __sub__(self, n: int) -> Split:
+    def __sub__(self, n: int) -> "Split":
         return Split(int(self) - n, self.rows, self.overlap)
 
     @property

@@ -12,8 +12,6 @@ Each rank's loss is its own part of the sum over rows, as on `data`, so that the
 own. The gradient of experts is that of all tokens that they got: a strategy's rule does not sum it over `expert`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +33,10 @@ class SlotDims:
     dim: int
     slots: int
 
-    def __add__(self, n: int) -> SlotDims:
+    def __add__(self, n: int) -> "SlotDims":
         return SlotDims(self.dim + n, self.slots + n)
 
-    def moved(self, to: Callable[[int], int]) -> SlotDims:
+    def moved(self, to: Callable[[int], int]) -> "SlotDims":
         """Where they are in another value."""
         return SlotDims(to(self.dim), to(self.slots))
 

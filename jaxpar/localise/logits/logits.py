@@ -10,8 +10,6 @@ several chunks at once, leaves them whole.
 It is the last rewriting: of the program of one device, whose logits are its own part of the positions and the words.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,7 +84,7 @@ def _is_large(eqn: Any, least: float) -> bool:
 
 def _held(
     eqns: Iterable[Any], leaves: Iterable[Any], rest: Iterable[Any], least: float
-) -> Iterator[tuple[_Region, str]]:
+) -> "Iterator[tuple[_Region, str]]":
     """The cross-entropies within equations of a program, which stay as they are, and what each is within."""
     held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e, _ in visit([eqn]))]
     if not held:
@@ -136,7 +134,7 @@ class _Region:
     splits: list[LocalValue] = field(default_factory=list)
 
     @classmethod
-    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> _Region | None:
+    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> "_Region | None":
         """That of a product; `leaves` are parameters, `rest` is of the batch. None if it is no cross-entropy's."""
         how = _product(head, jx.depends(flat.eqns, rest))
         if how is None:

@@ -13,8 +13,6 @@ gathering them, which is noted.
 All of it is linear in what it moves, so that the rewritten loss is differentiated like any other.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +49,9 @@ class LocalValue:
     active: bool = False
     weight: bool = False
     origin: str = ""
-    broadcast: tuple[LocalValue, tuple[int, ...]] | None = None
+    broadcast: "tuple[LocalValue, tuple[int, ...]] | None" = None
     partial: bool = False
-    made: tuple[Any, Sequence[LocalValue]] | None = field(default=None, repr=False)
+    made: "tuple[Any, Sequence[LocalValue]] | None" = field(default=None, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:

@@ -2,8 +2,6 @@
 layers are a chunk, and what the message between two chunks holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -97,7 +95,7 @@ class Message:
     carry: list[Any]
     by_layer: list[Any]
 
-    def where(self, flags: Message) -> Message:
+    def where(self, flags: "Message") -> "Message":
         """The parts whose flag is true."""
         pick = lambda parts, flags: [x for x, on in zip(parts, flags, strict=True) if on]
         return Message(pick(self.carry, flags.carry), pick(self.by_layer, flags.by_layer))

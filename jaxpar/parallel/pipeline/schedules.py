@@ -5,8 +5,6 @@ ranks, m microbatches and v chunks a rank cuts the layers into p v stages; which
 A tick, or slot, is a column of the table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -73,7 +71,7 @@ class Schedule:
         self.table()
 
     @staticmethod
-    def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> Schedule:
+    def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> "Schedule":
         """The schedule of a `table[slot][rank]` of operations, none or one in a cell, or F and then B.
 
         Chunks and microbatches are counted in it. Raises ValueError that names the first operation whose dependency is
@@ -92,7 +90,7 @@ class Schedule:
         return Schedule(name, len(table[0]), microbatches, chunks, given=Given(table, placement))
 
     @staticmethod
-    def from_csv(lines: Iterable[str], name: str = "table") -> Schedule:
+    def from_csv(lines: Iterable[str], name: str = "table") -> "Schedule":
         """The schedule of torch's lines, one for each rank: what `csv` writes, and `_PipelineScheduleRuntime._dump_csv`
         with `format="compute_only"`.
 
@@ -105,7 +103,7 @@ class Schedule:
     @staticmethod
     def auto(
         ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
-    ) -> Schedule:
+    ) -> "Schedule":
         """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
         holds more than `limit` activations of all its layers (`tables/search.py`). Its kind, such as
         "auto:8.8:10.6:9.3:1.4:8", has them to five digits: a strategy that names it trains by the same table.
@@ -113,7 +111,7 @@ class Schedule:
         return Schedule(name_of(costs or OpCosts(), limit), ranks, microbatches, chunks)
 
     @staticmethod
-    def of(given: str | Schedule, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    def of(given: "str | Schedule", ranks: int, microbatches: int, chunks: int) -> "Schedule":
         """A strategy's schedule: by name, from a file of torch's lines (`from_csv`), or itself.
 
         Raises ValueError where its table has other numbers than these, and where there is no such file.
@@ -153,7 +151,7 @@ class Schedule:
         return Walk(self.table(), self.placement, self.chunks, self.forwards_only).rows()
 
     @property
-    def forwards(self) -> Schedule:
+    def forwards(self) -> "Schedule":
         """The schedule of an evaluation: the same forwards, without the ticks that have backwards alone."""
         return dataclasses.replace(self, forwards_only=True)
 

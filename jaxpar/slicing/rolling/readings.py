@@ -4,8 +4,6 @@ The trace of a Python loop stands in program order, one block after another. A *
 that is run twice in one loss has two.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +79,9 @@ class Readings:
     last: int | None = None
 
     @classmethod
-    def of(cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int], last: int | None = None) -> Readings:
+    def of(
+        cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int], last: int | None = None
+    ) -> "Readings":
         """Those of a program whose loop has `members`, variables of a block each."""
         number = members if last is None else {v: last - k for v, k in members.items()}
         out = cls(dict(number), {}, {}, [], last)
@@ -103,7 +103,7 @@ class Readings:
             out.others.append(eqn)
         return out
 
-    def without(self, moved: set[int]) -> Readings:
+    def without(self, moved: set[int]) -> "Readings":
         """The same, with some equations (by identity) outside the loop."""
         return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved], self.last)
 
