@@ -5,8 +5,6 @@ they should be the same, train something else. So all compare strategy, shapes a
 what differs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Axes: those of the mesh, what their ranks share, and over which of them a gradient is summed."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal

@@ -12,8 +12,6 @@ two alone. It is read once, when the first backend starts.
 Run as a script, with the name of a canary, it runs that program as this environment compiles it: status 0 if right.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -77,9 +75,6 @@ def warn_unset() -> None:
             f"import jaxpar before the first array, or set XLA_FLAGS={FLAG}",
             stacklevel=3,
         )
-
-
-# -- canaries ----------------------------------------------------------------------------------------------------------
 
 
 def _rows() -> bool:

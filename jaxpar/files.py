@@ -1,7 +1,5 @@
 """Files that others have written: what is read is a plain file of a sensible size, in the folder where it belongs."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """make_train_step: a model, an optimizer and a strategy make a step, which can also show what it holds and sends."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +47,7 @@ def make_train_step(
     rows: str = "global",
     skip_nonfinite: bool = False,
     ids: Mapping[str, int] | None = None,
-) -> TrainStep:
+) -> "TrainStep":
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
     Args:

@@ -10,8 +10,6 @@ words matter most.
 This is imported before jax is, and must not import it.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Strategy: every choice a run makes about parallelism, as one value, and every error a user can make in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -129,7 +127,7 @@ class Strategy:
     remat: str | Callable[..., bool] = "none"
     logits: str | int = "auto"
 
-    def __new__(cls, *args: Any, **fields: Any) -> Strategy:
+    def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
         """Refuses what is no field, and values without a name, in words of its own."""
         if args:
             text = f"Strategy.parse({args[0]!r})" if isinstance(args[0], str) else "Strategy(fsdp=-1)"
@@ -205,7 +203,7 @@ class Strategy:
             )
 
     @classmethod
-    def parse(cls, text: str) -> Strategy:
+    def parse(cls, text: str) -> "Strategy":
         """A strategy from text: `preset`, `name=value,...` or `preset,name=value,...`; `str(strategy)` is the reverse.
 
         Raises ValueError naming the part that is wrong and the nearest name.
@@ -249,7 +247,8 @@ class Strategy:
         product = math.prod(v for v in known.values() if v != -1)
         if free:
             if devices % product:
-                raise ValueError(f"{given} does not divide {devices} devices; use {_divisors(devices)}")
+                divisors = " or ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
+                raise ValueError(f"{given} does not divide {devices} devices; use {divisors}")
             known[free[0]] = devices // product
         elif product != devices:
             raise ValueError(
@@ -271,7 +270,7 @@ class Strategy:
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
 
-    def on(self, ranks: int) -> Strategy:
+    def on(self, ranks: int) -> "Strategy":
         """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""
         if self.microbatches != -1:
             return self
@@ -327,7 +326,3 @@ def _value(text: str) -> Any:
         return int(text)
     except ValueError:
         return text
-
-
-def _divisors(n: int) -> str:
-    return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,7 +1,5 @@
 """What people read: sizes, tables, and the name that they may have meant."""
 
-from __future__ import annotations
-
 import difflib
 import textwrap
 from collections.abc import Iterable, Sequence

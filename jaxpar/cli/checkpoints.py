@@ -1,7 +1,5 @@
 """The commands on checkpoints: whether they are what was written, and what else can be made of them. No devices."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is written for Hugging Face's `transformers`: weights, and beside them what its tokenizer needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

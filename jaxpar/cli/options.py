@@ -1,7 +1,5 @@
 """The options of `jaxpar train`, and their YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -117,7 +115,7 @@ class TrainOptions(Loop):
         return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
 
     @classmethod
-    def load(cls, path: Path | str) -> TrainOptions:
+    def load(cls, path: Path | str) -> "TrainOptions":
         """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
         return cls(**read(cls, path))
 
@@ -207,9 +205,7 @@ def read(cls: type, path: Path | str) -> dict[str, Any]:
 
 
 def _check_flat(text: str) -> None:
-    """Raise ValueError where YAML is more than names and values: a few lines of aliases make gigabytes, and a few
-    thousand brackets take minutes.
-    """
+    """Raises ValueError for YAML beyond names and values: few aliases make gigabytes, brackets take minutes."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -238,9 +234,6 @@ def _typed(where: str, value: Any, wanted: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
-
-
-# -- what options make -------------------------------------------------------------------------------------------------
 
 
 def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:

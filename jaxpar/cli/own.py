@@ -1,7 +1,5 @@
 """What `--model` takes beside names: a function of one's own that makes a model, and a folder of Hugging Face's."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -33,9 +31,7 @@ _FREE = ("lora", "lora_alpha", "dropout", "context")
 
 @dataclass(frozen=True)
 class Own:
-    """A model that a function of the user made, and a batch that it takes, of any number of rows; or the data to train
-    it on, and what is held out.
-    """
+    """What a user's function made: a model, and a batch of any number of rows, or data and what is held out."""
 
     model: Model
     first: Any

@@ -1,7 +1,5 @@
 """The command `jaxpar timeline`: a pipeline's schedule in the terminal, as SVG, and as CSV for torch."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ more, and within a host, where a ring has few steps and little waits, gradients 
 since it sees that an iteration writes the layer next to the last one's (`Slice.into`, `LayerLoop`).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -12,8 +12,6 @@ So of every value it is followed over which mesh axes it may differ: where it co
 operands do; `axis_index` over its axis; no longer over an axis over which it was summed or gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +20,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ..program import jaxpr as jx
-from ..program.collectives import PRIMITIVES
-from ..program.walk import propagate
+from ..program.collectives import PRIMITIVES, axes_of
+from ..program.walk import propagate, through, visit
 from .order import is_token
 
 Axes = frozenset[str]
@@ -63,12 +61,7 @@ class _Walk:
         key = (id(closed), tuple(given), parted)
         if key in self.done:
             return self.done[key][1]
-        jaxpr, _ = jx.opened(closed)
-        env: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-        read = lambda atom: _NONE if jx.is_literal(atom) else env.get(atom, _NONE)
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars)), parted), strict=True))
-        outs = list(map(read, jaxpr.outvars))
+        outs = through(closed, given, lambda eqn, ins: self.equation(eqn, ins, parted), _NONE)
         self.done[key] = closed, outs  # with the program, so that its id stays its own
         return outs
 
@@ -104,8 +97,7 @@ class _Walk:
         return [every] * len(eqn.outvars)
 
     def _named(self, eqn: Any) -> Axes:
-        named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-        return self.axes.intersection((named,) if isinstance(named, str) else named)
+        return self.axes.intersection(axes_of(eqn))
 
     def _shard_map(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
         several = frozenset(axis for axis, n in eqn.params["mesh"].shape.items() if n > 1)
@@ -115,18 +107,16 @@ class _Walk:
 
 
 def _sent(closed: Any) -> tuple[Any, ...] | None:
-    """The collectives of a program, one after the other; None where their number is known only when it runs."""
+    """The collectives of a program in order, with their loops; None where only running tells their number."""
     found: list[Any] = []
-    for eqn in jx.opened(closed)[0].eqns:
-        if eqn.primitive.name in PRIMITIVES:
-            found.append((eqn.primitive.name, str(eqn.params), *(str(v.aval) for v in eqn.invars)))
+    for eqn, times in visit(jx.opened(closed)[0].eqns):
+        name = eqn.primitive.name
+        if name in PRIMITIVES:
+            found.append((times, name, str(eqn.params), *(str(v.aval) for v in eqn.invars)))
         elif jx.communicates([eqn], PRIMITIVES):
-            if eqn.primitive.name in ("while", "cond"):
+            if name in ("while", "cond"):
                 return None
-            inner = [_sent(program) for program in jx.programs(eqn)]
-            if None in inner:
-                return None
-            found.append((eqn.params.get("length"), *inner))
+            found.append((times, name, eqn.params.get("length")))
     return tuple(found)
 
 

@@ -19,8 +19,6 @@ sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitiv
 rules of differentiation that a model brings along may put them among tangents, which must be transposed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +102,7 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
 _TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
+EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equations name them
 
 
 def _define(name: str, primitive: Any) -> None:

@@ -16,8 +16,6 @@ leaves a trace. Linear ones can be differentiated: the gradient is that of the s
 computes from its result.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral

@@ -16,8 +16,6 @@ added to it: neither NaN nor the sign of a zero changes. Other platforms order c
 program as it is.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -115,7 +113,7 @@ def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[
 
 def _collective(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
     """A collective, or a call of one that cannot be looked into. One of several operands is several for XLA."""
-    if eqn.primitive.name in _ELEMENTWISE and len(values) > 1:
+    if PRIMITIVES.get(eqn.primitive.name) == "all-reduce" and len(values) > 1:
         outs = []
         for value in values:
             token, (out,) = _collective(eqn, [value], token)
@@ -129,10 +127,6 @@ def _collective(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, l
 def _is_full(x: jax.Array) -> bool:
     """Whether an array has elements that are numbers: a call's may be keys."""
     return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-# Those that take several operands, and do to each what they do to one.
-_ELEMENTWISE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
 def _scan(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
@@ -171,8 +165,7 @@ def _cond(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[An
 
 def _inline(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
     """A call: of `jit`, of `checkpoint`, or of a function whose derivatives, which are its own, have been taken."""
-    inner = called(eqn)
-    return _run(inner, values, token)
+    return _run(called(eqn), values, token)
 
 
 _INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]]] = {
@@ -181,9 +174,6 @@ _INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]
     "cond": _cond,
     **dict.fromkeys((*jx.CALLS, *jx.REMATS, *jx.CUSTOM), _inline),
 }
-
-
-# -- calls within one trace --------------------------------------------------------------------------------------------
 
 
 class _Last(threading.local):

@@ -3,8 +3,6 @@
 Ranks count along the axes in the mesh's order, the first axis outermost. Axes of size 1 add no rank.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,7 +1,5 @@
 """What a collective reduces with: NCCL's ncclRedOp_t, and the dtypes for which each operation is defined."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -10,8 +10,6 @@ go round. Three ranks, complete sums in capitals:
     rank 2      a  b  c    +b (1)        +a (0, 1)  A        A and C     A B C
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -11,8 +11,6 @@ stage's own leaf that is used outside the stack as well is all-gathered for that
 own, parts of a cut program, it is the one's that sends most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -20,12 +20,11 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any, Self
 
 import jax
 
-from ..program.collectives import KINDS, PRIMITIVES
+from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.jaxpr import live, opened, programs
 from ..program.trip_counts import Share, share_of
 from ..text import table
@@ -160,8 +159,7 @@ def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Col
     for eqn in eqns:
         name = eqn.primitive.name
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
-            named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-            named = (named,) if isinstance(named, str) else named
+            named = axes_of(eqn)
             if unknown := set(named) - set(mesh.axis_names):
                 raise ValueError(
                     f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"
@@ -177,15 +175,12 @@ def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Col
             walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
             yield from nesting.branches(walks)
         else:
-            inner = nesting.loop(_trips(eqn)) if name in ("scan", "while") else nesting
+            share = _share(eqn)
+            trips = share.runs if share else eqn.params.get("length")
+            inner = nesting.loop(trips) if name in ("scan", "while") else nesting
             for sub in programs(eqn):
                 yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
 
 
 def _share(eqn: Any) -> Share | None:
     return share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
-
-
-def _trips(eqn: Any) -> int | Fraction | None:
-    share = _share(eqn)
-    return share.runs if share else eqn.params.get("length")

@@ -1,8 +1,5 @@
 """What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,9 +68,6 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     return parts | {"program": name, "total": sum(parts.values()) - found.alias_size_in_bytes}
 
 
-# -- between forward and backward --------------------------------------------------------------------------------------
-
-
 class _Whole:
     """An `Access` to leaves that are whole already."""
 
@@ -124,8 +118,6 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
-    return ForwardCost(flops, _products(loss.program.eqns), saved)
-
-
-def _products(eqns: Iterable[Any]) -> int:
-    return sum(runs for eqn, runs in visit(eqns) if eqn.primitive.name in ("dot_general", "conv_general_dilated"))
+    known = ("dot_general", "conv_general_dilated")
+    products = sum(runs for eqn, runs in visit(loss.program.eqns) if eqn.primitive.name in known)
+    return ForwardCost(flops, products, saved)

@@ -1,7 +1,5 @@
 """What a central server sends and receives in a step, and the programs between: the step itself, in rehearsal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

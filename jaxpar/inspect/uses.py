@@ -7,8 +7,6 @@ its schedule that has a forward, and again in every one that has a backward, idl
 beside it, and the epilogue in m ticks. What no stage owns it fetches once, and gives once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -116,9 +114,6 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
 
 def _some(*times: Times) -> tuple[Times, ...]:
     return tuple(each for each in times if each.count)
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
 
 
 # An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.
@@ -238,9 +233,7 @@ def _layers(leaf: Leaf, dim: int = 0) -> int:
 
 
 def _pieces(leaf: Leaf, dim: int | None, n: int, dtype: Any, wider: Any) -> int:
-    """The number of reduce-scatters of one gradient, of a layer on `dim` or of the whole: several pieces of a very
-    large one.
-    """
+    """How many reduce-scatters a gradient takes, of a layer on `dim` or of the whole: several if very large."""
     if dim is None:
         return scatter_pieces(leaf.stored, dtype, leaf.inner(False), n, wider)
     shape = (*leaf.stored[:dim], *leaf.stored[dim + 1 :]) if dim else leaf.stored[leaf.stage + 1 :]

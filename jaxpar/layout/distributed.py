@@ -1,7 +1,5 @@
 """Processes and devices of a run: simulating devices, stopping together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -42,7 +40,7 @@ class Stop:
         self.signal: signal.Signals | None = None
         self._old: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             # With several hosts SIGTERM is jax's: whoever gets it, all learn of it and agree on a step.
             caught = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]

@@ -7,8 +7,6 @@ optimizer is cannot be seen by trying it, since it may warm up, or clip only lat
 in both forms: every result must be the same expression of its own element and of scalars.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 from ..model.paths import name_of
 from ..program import jaxpr as jx
 from ..program import primitives
+from ..program.walk import propagate
 from .storage import Storage
 
 _IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
@@ -31,15 +30,13 @@ class _Unclear(Exception):
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a value: the expression that it is, of whose element (None: a scalar of no leaf's), and for a
-    sum over some leaves, which.
-    """
+    """A value: its expression, the leaf whose element it is of (None: a scalar), the leaves it partly sums."""
 
     expression: Any
     leaf: int | None = None
     partial: frozenset[int] = frozenset()
 
-    def complete(self, leaves: int) -> _Value:
+    def complete(self, leaves: int) -> "_Value":
         """A sum over all leaves is a scalar like any other, and the same in both forms."""
         return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
 
@@ -80,9 +77,7 @@ class _Seen(NamedTuple):
 
 
 def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequence[_Seen]) -> dict[str | None, Any]:
-    """What an optimizer makes of each leaf and its part of the state, at first and in an update, by path; and of
-    scalars, under None.
-    """
+    """By path, what an optimizer makes of a leaf and its state, in `init` and `update`; None: of scalars."""
     params = jax.tree.unflatten(tree, masters)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     state = jax.eval_shape(optimizer.init, params)
@@ -151,22 +146,13 @@ def _run(eqns: Sequence[Any], env: dict[Any, _Value], shapes: Sequence[tuple[int
     for eqn in eqns:
         values = [_read(env, atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        results = _cond(eqn, values, shapes) if name == "cond" else [_one(eqn, name, values, shapes)]
+        if name == "cond" and values[0].leaf is None and not values[0].partial:
+            branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
+            results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
+            assert results is not None
+        else:
+            results = [_one(eqn, name, values, shapes)]
         env.update(zip(eqn.outvars, results, strict=True))
-
-
-def _cond(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    which, *operands = values
-    if which.leaf is not None or which.partial:
-        raise _Unclear("cond")
-    branches = []
-    for branch in eqn.params["branches"]:
-        flat = jx.flatten(branch)
-        env = dict(zip(flat.invars, operands, strict=True))
-        env.update((v, _Value(("constant", float(c)))) for v, c in zip(flat.constvars, flat.consts, strict=True))
-        _run(flat.eqns, env, shapes)
-        branches.append([_read(env, atom) for atom in flat.outvars])
-    return [_joined(("cond", which.expression), outs) for outs in zip(*branches, strict=True)]
 
 
 def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:

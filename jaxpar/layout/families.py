@@ -2,8 +2,6 @@
 Linen's `Block_0/...`, or stacked. Found by paths and shapes alone, since a layout is made before any batch is seen.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +16,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters of alike blocks: `members[pattern][layer]` are positions in the model's tree, `paths[pattern]` have a
-    `*` for the block's number.
-    """
+    """Alike blocks' parameters: `members[pattern][layer]`, positions in the tree; `paths[pattern]`, numbers as `*`."""
 
     paths: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
@@ -140,20 +136,25 @@ def inside_stack(
     """Whether a path lies below one all of whose leaves, a stack of vectors among them, have one first dim: layers,
     unless it is one of the `others`, dims by path that are something else.
     """
-    below: dict[str, list[tuple[int, ...]]] = {}
-    for path, shape in flat:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(() if others.get(path) == 0 else shape)
     stacks = {
         name
-        for name, shapes in below.items()
+        for name, shapes in _below(flat, others, 0).items()
         if len(shapes) > 1
         and all(map(may_stack, shapes))
         and len({shape[0] for shape in shapes}) == 1
         and any(len(shape) == 2 for shape in shapes)
     }
     return lambda path: any(path.startswith(f"{name}/") for name in stacks)
+
+
+def _below(flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int], dim: int) -> dict[str, Any]:
+    """The shapes of the leaves below each path; () for those whose `dim` is one of the `others`."""
+    below: dict[str, list[tuple[int, ...]]] = {}
+    for path, shape in flat:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            below.setdefault("/".join(parts[:n]), []).append(() if others.get(path) == dim else shape)
+    return below
 
 
 def on_second_dim(
@@ -163,15 +164,10 @@ def on_second_dim(
     dims, or first and last: layers on dim 1, as by `nn.scan(variable_axes={"params": 1})`, unless it is one of the
     `others`, as S4's features are that `nn.vmap` put there.
     """
-    below: dict[str, list[tuple[int, ...]]] = {}
-    for path, shape in flat:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            below.setdefault("/".join(parts[:n]), []).append(() if others.get(path) == 1 else shape)
     varied = lambda values: len({*values}) > 1
     stacks = {
         name
-        for name, shapes in below.items()
+        for name, shapes in _below(flat, others, 1).items()
         if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
         and not varied(shape[1] for shape in shapes)
         and any(len(shape) > 2 for shape in shapes)

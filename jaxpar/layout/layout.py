@@ -1,7 +1,5 @@
 """Where every leaf of a training state lives: its spec, and the bytes that a device stores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -197,9 +195,7 @@ class Layout:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What a reader should know: leaf path -> why it is replicated or padded, or whole on every tensor rank; large
-        optimizer arrays likewise.
-        """
+        """Path -> why a leaf is replicated, padded, or whole on tensor ranks; likewise large optimizer arrays."""
         notes = {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
         for path, why in self.whole.items():
             notes[path] = f"{notes[path]}; {why}" if path in notes else why

@@ -10,8 +10,6 @@ layers do not divide, zeros follow the last. The other leaves serve every rank, 
 together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +38,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The form of layers of a Python loop, leaves that the model has one by one (`slicing/rolling/roll.py`): one stack,
-    layers on dim 0.
-    """
+    """Layers of a Python loop, the model's own leaves, as one stack along dim 0 (`slicing/rolling/roll.py`)."""
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
         """A stack [layers, ...] -> its layers."""
@@ -181,13 +177,13 @@ class Leaf:
         return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
 
     @property
-    def of_experts(self) -> Leaf:
+    def of_experts(self) -> "Leaf":
         """The leaf as one rank of `expert` has it."""
         part = tuple(n // self.experts if d == self.expert else n for d, n in enumerate(self.shape))
         return self if self.expert is None else replace(self, shape=part, expert=None, experts=1)
 
     @property
-    def local(self) -> Leaf:
+    def local(self) -> "Leaf":
         """The leaf as one rank of `expert` and `tensor` has it: its part is a leaf like any other."""
         mine = self.of_experts
         part = tuple(n // mine.ranks if d == mine.tensor else n for d, n in enumerate(mine.shape))

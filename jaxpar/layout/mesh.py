@@ -1,7 +1,5 @@
 """Strategy + devices -> mesh. Every mesh has the six axes, outermost to innermost; unused ones have size 1."""
 
-from __future__ import annotations
-
 import collections
 import math
 import os

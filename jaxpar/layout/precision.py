@@ -1,7 +1,5 @@
 """Dtypes of a step, and dynamic loss scaling for float16."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -29,7 +27,7 @@ class Policy:
     scaled: bool
 
     @classmethod
-    def of(cls, strategy: Strategy) -> Policy:
+    def of(cls, strategy: Strategy) -> "Policy":
         """The policy that a strategy names."""
         reduce = jnp.dtype(jnp.float32) if strategy.reduce == "f32" else None
         return cls(jnp.dtype(_DTYPES[strategy.precision]), reduce, strategy.precision == "f16")
@@ -67,11 +65,11 @@ class LossScale:
     skipped: jax.Array
 
     @classmethod
-    def create(cls) -> LossScale:
+    def create(cls) -> "LossScale":
         """The first scale, 2^15."""
         return cls(jnp.float32(_FIRST_SCALE), jnp.int32(0), jnp.int32(0))
 
-    def next(self, finite: jax.Array) -> LossScale:
+    def next(self, finite: jax.Array) -> "LossScale":
         """The scale after a step whose gradients were all finite, or not."""
         grow = finite & (self.good + 1 >= _INTERVAL)
         factor = jnp.where(finite, jnp.where(grow, _GROWTH, 1.0), _BACKOFF)

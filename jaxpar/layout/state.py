@@ -1,7 +1,5 @@
 """The state of a training run, a pytree of arrays."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

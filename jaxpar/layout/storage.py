@@ -1,7 +1,5 @@
 """The leaves of a model as a step keeps them: layers of a Python loop stacked, those of a pipeline in whole stages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,9 +56,7 @@ class Storage:
         return (*self.leaves, *layers)
 
     def unit_values(self, local: Sequence[Any]) -> list[Any]:
-        """One value for each unit from a device's own values of the leaves: of stages their layers, chunk by chunk, on
-        dim 0.
-        """
+        """The value of each unit from a device's values of the leaves: stages' layers, by chunk, on dim 0."""
         whole = [
             x.reshape(-1, *x.shape[len(leaf.form.held) :]) if isinstance(leaf.form, Staged) else x
             for leaf, x in zip(self.leaves, local, strict=True)
@@ -128,13 +124,13 @@ class _ModelLeaf:
     def rolled(self) -> bool:
         return len(self.members) > 1
 
-    def stacked(self, path: str, members: tuple[int, ...]) -> _ModelLeaf:
+    def stacked(self, path: str, members: tuple[int, ...]) -> "_ModelLeaf":
         """Layers like this one as one leaf."""
         tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
         shape = (len(members), *self.shape)
         return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
 
-    def in_front(self) -> _ModelLeaf:
+    def in_front(self) -> "_ModelLeaf":
         """Layers on dim 1 -> on dim 0, where stages take them from."""
         tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
         shape = (self.shape[1], self.shape[0], *self.shape[2:])
@@ -290,9 +286,7 @@ def list_name(leaf: Leaf) -> str:
 
 
 def uneven(storage: Storage) -> dict[str, str]:
-    """The lists some of whose blocks are kept as one stack and others, of other shapes, one by one: the first leaf that
-    differs.
-    """
+    """The first leaf that differs, of lists with some blocks in one stack and others, of other shapes, one by one."""
     shapes = [(leaf.path, leaf.shape) for leaf in storage.models]
     found: dict[str, str] = {}
     for leaf, members in zip(storage.leaves, storage.origin, strict=True):

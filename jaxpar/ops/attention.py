@@ -3,8 +3,6 @@
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import numbers
 

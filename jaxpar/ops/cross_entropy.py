@@ -3,8 +3,6 @@
 Dims: T positions, D features, V vocab.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

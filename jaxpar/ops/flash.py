@@ -7,8 +7,6 @@ are mapped (jax 0.10 to 0.12, https://github.com/jax-ml/jax/pull/36702); and bac
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

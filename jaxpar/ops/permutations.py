@@ -6,8 +6,6 @@ function can say so. A function with a derivative of its own stands in the trace
 what was said. It is an ordinary `jax.custom_vjp` to everything else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +14,7 @@ import jax
 
 Kind = Literal["rows", "routed", "whole"]
 _PREFIX = "jaxpar_route_"
-_routes: dict[str, Route] = {}
+_routes: "dict[str, Route]" = {}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ A rule says itself twice: as functions of arrays that the step runs, and as a cl
 second is never derived from the first, so that `check`, which compares the two, proves something.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ with the backward of the next (section 3.2.3). With several microbatches gradien
 once (3.2.4). In plain JAX: `experiments/naive/ddp.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

@@ -11,8 +11,6 @@ gathered, so that low precision halves the traffic; the transpose of the gather,
 In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

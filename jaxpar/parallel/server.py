@@ -16,8 +16,6 @@ The replicas' programs hold no collective (but for models whose rows are coupled
 In plain JAX: `experiments/naive/server.py`.
 """
 
-from __future__ import annotations
-
 import jax
 
 from .contract import Promise, Rule, Use

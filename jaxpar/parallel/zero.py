@@ -13,8 +13,6 @@ the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
 In plain JAX: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -91,9 +89,7 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[j
 
 
 def scattered(leaf: Uses, gradients: Sequence[Times]) -> Iterator[Sent]:
-    """The closed form of `scatter` and `finish`: a reduce-scatter of each of the `gradients`, and an all-reduce of the
-    leaf's shard over the rest.
-    """
+    """`scatter` and `finish`: a reduce-scatter of each of `gradients`, an all-reduce of the shard over the rest."""
     for each in gradients:
         yield Sent("reduce-scatter", leaf.shard, leaf.reduce, each.count * each.pieces, each.total)
     for each in leaf.once:

@@ -5,8 +5,6 @@ results, or of a scatter, before the loops that run first, and hold it all the w
 dependency and changes no value. What they save was measured on the step in `experiments/benchmarks/handwritten.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +31,7 @@ def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
-    """Equations whose large constant buffers cannot exist before `after` does, and the values of the variables
-    added.
-    """
+    """Equations whose large constant buffers cannot exist before `after` does, and values of the variables added."""
     values: dict[Any, jax.Array] = {}
     out = []
     for eqn in eqns:

@@ -5,8 +5,6 @@ tensor_... are the edges of a tensor rank's program (`collectives/edges.py`). JA
 `vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -19,11 +17,8 @@ KINDS = {
         *("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"),
     ),
     "all-gather": (
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "tensor_gather",
-        "tensor_all_gather_replicated",
+        *("all_gather", "all_gather_invariant", "all_gather_reduced"),
+        *("tensor_gather", "tensor_all_gather_replicated"),
     ),
     "reduce-scatter": ("reduce_scatter", "unreduced_reduce_scatter", "tensor_scatter"),
     "all-to-all": ("all_to_all",),
@@ -33,6 +28,12 @@ KINDS = {
 }
 PRIMITIVES = {name: kind for kind, names in KINDS.items() for name in names}
 _PLAIN = {"psum": lax.reduce_sum, "psum2": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def axes_of(eqn: Any) -> tuple[Any, ...]:
+    """The axes that a collective runs over."""
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return (named,) if isinstance(named, str) else tuple(named)
 
 
 def on_the_wire(kind: str, ranks: int) -> float:
@@ -50,9 +51,7 @@ def on_the_wire(kind: str, ranks: int) -> float:
 
 
 def reduced(jaxpr: Any) -> Any:
-    """A jaxpr, closed or not, in which collectives reduce over mesh axes alone, and reductions over dims are plain; the
-    same object where nothing changes.
-    """
+    """A jaxpr, closed or not, with reductions over dims as plain ones; the same object if nothing changes."""
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:  # closed; newer jax has one class for both
         inner = reduced(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jec.ClosedJaxpr(inner, jaxpr.consts)

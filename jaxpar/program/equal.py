@@ -1,7 +1,5 @@
 """Whether two equations do the same, down to the programs and the rules of differentiation inside them."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

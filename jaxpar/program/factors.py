@@ -9,16 +9,15 @@ the equation is the same on the parts; `params` says which parameters name sizes
 rows are at the end, one for each primitive, with what else is known of it (`primitives.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .primitives import PRIMITIVES, primitive
+from .primitives import having, primitive
 from .primitives import of as primitive_of
+from .walk import CUSTOM, REMATS
 
 Shape = tuple[int, ...]
 Local = Callable[[Shape, int | None], Shape]  # the shape of a part, from that of the whole and the dim that is split
@@ -241,9 +240,7 @@ def convolution(eqn: Any) -> Iterable[Factor]:
 
 
 def gather(eqn: Any) -> Iterable[Factor]:
-    """Rows of indices, each with what is looked up in its own part of the table; and dims of the table of which all is
-    taken.
-    """
+    """Rows of indices, each with what it looks up; and dims of the table that are taken whole."""
     ((table, at), (out,)), n, sizes = shapes(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     of_rows = [d for d in range(len(out)) if d not in n.offset_dims]
     paired = dict(zip(n.start_indices_batching_dims, n.operand_batching_dims, strict=True))
@@ -309,11 +306,11 @@ primitive("dynamic_update_slice", dynamic_update_slice, kernel=True)
 primitive("gather", gather, kernel=True, linear="first")
 primitive("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", scatter, kernel=True)
 
-primitive("reduce_sum", without("axes", "sum"), linear="all")
+primitive("reduce_sum", without("axes", "sum"), linear="all", reduces=True)
 for _name in ("max", "min", "prod", "and", "or", "xor"):
-    primitive(f"reduce_{_name}", without("axes", _name))
-primitive("argmax", without("axes", "argmax"))
-primitive("argmin", without("axes", "argmin"))
+    primitive(f"reduce_{_name}", without("axes", _name), reduces=True)
+primitive("argmax", without("axes", "argmax"), reduces=True)
+primitive("argmin", without("axes", "argmin"), reduces=True)
 primitive("reduce", reduce)
 primitive("cumsum", along("axis"), kernel=True, linear="all")
 primitive("cumprod cummax cummin cumlogsumexp", along("axis"), kernel=True)
@@ -335,7 +332,10 @@ primitive("lu_pivots_to_permutation", rows(1), kernel=True)
 primitive("all_gather", tiled("all_gather_dimension"), kernel=True)
 primitive("reduce_scatter", tiled("scatter_dimension"), kernel=True)
 primitive("all_to_all", tiled("split_axis", "concat_axis"), kernel=True)
-primitive("scan while cond ragged_dot_general random_bits", kernel=True)
+primitive("ragged_dot_general random_bits", kernel=True)
+primitive("optimization_barrier psum pmax pmin ppermute pbroadcast", separate=True)
+primitive("scan while cond", kernel=True, nested=True)
+primitive(" ".join(("custom_linear_solve", *REMATS, *CUSTOM)), nested=True)
 
-FACTORS = tuple(name for name, known in PRIMITIVES.items() if known.factors)
-ELEMENTWISE = tuple(name for name, known in PRIMITIVES.items() if known.elementwise)
+FACTORS = having("factors")
+ELEMENTWISE = having("elementwise")

@@ -5,8 +5,6 @@ their results, copies of the weights, with the activations of every layer. Here 
 which runs right after the parameters are fetched, forwards and again backwards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

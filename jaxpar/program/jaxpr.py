@@ -4,23 +4,24 @@ Everything here reads programs that JAX has traced; nothing knows of devices or 
 supported range of jax spell some things differently, and only this file and `walk.py` know.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import flax
 import jax
 import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+import optax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
-from . import collectives, kernels, lines
+from . import collectives, kernels
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit
 from .walk import Scan as Scan
 from .walk import programs as programs
@@ -78,7 +79,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
             ):
                 inner, inner_consts = opened(called(eqn))
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env, lines.source(eqn, site), derived or kernels.derived(eqn))
+                walk(inner, inner_consts, inner_env, _source(eqn, site), derived or kernels.derived(eqn))
                 outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
@@ -86,7 +87,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
                 foreign.append(eqn)
             else:
                 env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
-                ins, source = list(map(read, eqn.invars)), lines.source(eqn, site)
+                ins, source = list(map(read, eqn.invars)), _source(eqn, site)
                 eqn = eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source)
                 if communicates([eqn], ("sharding_constraint",)):
                     foreign.append(eqn)
@@ -207,9 +208,40 @@ def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
     return any(eqn.primitive.name in by for eqn, _ in visit(eqns))
 
 
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (*(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (flax, optax)), _HERE)
+_MODELS = os.path.join(_HERE, "models", "")  # jaxpar's own are models like any other
+_TRACE = os.path.abspath(__file__)  # calls the user's program; further out are lines that call a step
+
+
+def _user_line(source: Any) -> str:
+    """The innermost line that is not of JAX, Flax, Optax or jaxpar; "" if there is none."""
+    seen, count = 0, 1
+    while True:  # most equations need one frame, and few need all
+        frames = source_info_util.summarize(source, count).split("\n")[::-1]
+        for frame in frames[seen:]:
+            if frame.startswith(_TRACE):
+                return ""
+            if not frame.startswith(_LIBRARIES) or frame.startswith(_MODELS):
+                return frame
+        if len(frames) < count:
+            return ""
+        seen, count = count, 8 * count
+
+
 def where(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from."""
-    return lines.line(eqn.source_info)
+    """The line of the user's program that an equation comes from; of what Optax or Flax computes, the one calling it.
+
+    Where there is none, the innermost one that is not of JAX; "" for a function of JAX alone.
+    """
+    return _user_line(eqn.source_info) or source_info_util.summarize(eqn.source_info)
+
+
+def _source(eqn: Any, call: Any) -> Any:
+    """Where an equation stands: as it says, or with the `call` that it is in (None: in none), since what a library
+    wraps in `jax.jit` is traced once for all callers and knows no line of them.
+    """
+    return call if call is not None and not _user_line(eqn.source_info) else eqn.source_info
 
 
 def depends(

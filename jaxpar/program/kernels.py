@@ -6,8 +6,6 @@ equation of a name of its own, by which `of` finds the function and its dims: th
 parts of a rank. Elsewhere it is an ordinary `jit`: it runs, is differentiated, batched and rematerialised as such.
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import functools
@@ -19,7 +17,7 @@ from typing import Any
 import jax
 
 Dims = tuple[int | None, ...]
-_kernels: dict[str, LocalKernel] = {}
+_kernels: "dict[str, LocalKernel]" = {}
 _names: dict[Any, str] = {}
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 

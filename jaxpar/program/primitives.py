@@ -1,7 +1,5 @@
 """What is known of a primitive, whatever its parameters: one record each. The rows are in `factors.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +22,10 @@ class Primitive:
       linear: of which operands it is linear while the others stay, and its derivative too: of "all" together, of
         "each", of the "first", or of the "cases", which are all but the first.
       zero: of an elementwise one, that it is zero where all operands are.
+      reduces: its result lacks dims of its operand, over which it reduces.
+      separate: of several operands each becomes one result, whatever the others are.
+      nested: it runs programs that it holds on its operands: a loop, a branch, a solver, a call with a backward of its
+        own.
     """
 
     factors: Callable[[Any], Iterable[Any]] | None = None
@@ -34,6 +36,9 @@ class Primitive:
     kernel: bool = False
     linear: Literal["", "all", "each", "first", "cases"] = ""
     zero: bool = False
+    reduces: bool = False
+    separate: bool = False
+    nested: bool = False
 
 
 PRIMITIVES: dict[str, Primitive] = {}
@@ -50,10 +55,13 @@ def of(eqn: Any) -> Primitive:
     return PRIMITIVES.get(eqn.primitive.name, UNKNOWN)
 
 
+def having(attribute: str) -> tuple[str, ...]:
+    """The names of the primitives whose records have an attribute."""
+    return tuple(name for name, known in PRIMITIVES.items() if getattr(known, attribute))
+
+
 def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
-    """Whether an equation is linear in the operands that `among` says, together; or, with `affine`, linear but for what
-    is added to them.
-    """
+    """Whether an equation is linear (`affine`: but for what is added) in all operands marked `among` at once."""
     name, how = eqn.primitive.name, of(eqn).linear
     if name in ("convert_element_type", "div") and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return False  # it rounds

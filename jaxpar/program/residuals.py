@@ -7,8 +7,6 @@ with what reads them. What operators with backwards of their own save is counted
 arXiv:2205.05198, section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -17,9 +15,7 @@ from . import primitives
 
 
 def cheap(eqn: Any) -> bool:
-    """Whether an equation is computed element by element, or puts elements in another order: no sum, no product of
-    matrices, no random numbers.
-    """
+    """Whether it is elementwise or moves elements: no sum, no product of matrices, no random numbers."""
     return primitives.of(eqn).cheap
 
 

@@ -6,8 +6,6 @@ for whoever reads the program. XLA does not know.
     rank     the rank that runs it, where ranks have loops of their own; None where all have it
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import NamedTuple

@@ -5,8 +5,6 @@ them by `visit`; whoever follows a property of values, such as what depends on p
 of the supported range of jax spell some parameters differently, and this is the only file that knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,6 +87,19 @@ def scan_parts(eqn: Any) -> Scan:
         outs[:k],
         outs[k:],
     )
+
+
+def through(program: Any, ins: Sequence[V], of: Callable[[Any, list[V]], Sequence[V]], constant: V) -> list[V]:
+    """A property of values, followed through a program (open or closed): of its results, from its inputs'.
+
+    `of(eqn, ins)` is that of an equation's results, and `constant` that of literals and of arrays that it closed over.
+    """
+    jaxpr, _ = opened(program)
+    env = dict(zip(jaxpr.invars, ins, strict=True))
+    read = lambda atom: constant if is_literal(atom) else env.get(atom, constant)
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, of(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def settled(carry: Sequence[V], step: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]) -> list[V]:

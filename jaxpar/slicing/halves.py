@@ -13,8 +13,6 @@ its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, i
 the second recomputes it again, and only what follows from cotangents is left.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +44,7 @@ class Halves:
 
     fetched: tuple[tuple[bool, ...], tuple[bool, ...]]
     saved: tuple[bool, ...]
-    inputs: Callable[..., tuple[list[Any], WeightGradResiduals]] = field(repr=False)
+    inputs: "Callable[..., tuple[list[Any], WeightGradResiduals]]" = field(repr=False)
     weights: Callable[..., list[Any]] = field(repr=False)
 
     @classmethod

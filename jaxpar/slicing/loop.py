@@ -9,8 +9,6 @@ layers side by side would both compute and then both wait. So they take turns:
     sent         other's   one's    other's  one's   each while the next computes
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class LayerLoop:
     reverse: bool
     result: Callable[[Any, Any], Any]
 
-    def then(self, fun: Callable[[Any], Any]) -> LayerLoop:
+    def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
         """The same, and `fun` of its result."""
         return dataclasses.replace(self, result=lambda carry, ys: fun(self.result(carry, ys)))
 
@@ -47,10 +45,8 @@ class LayerLoop:
         """The result."""
         return self.result(*_counted(self.body, self.init, self.xs, self.length, self.reverse))
 
-    def beside(self, other: LayerLoop) -> tuple[Any, Any]:
-        """The results of both, of which neither depends on the other: one loop, with an iteration of each in it. The
-        other's all-to-alls come first.
-        """
+    def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
+        """The results of two independent loops, run as one; the other's all-to-alls come first."""
         assert self.length == other.length
         turned = self.reverse != other.reverse
         # Where they are: a reversed copy of what is scanned would be as large as all its layers.

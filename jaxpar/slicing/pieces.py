@@ -10,8 +10,6 @@ is a choice of those two functions. So parameters that live sharded are whole fo
 are reduced inside the backward loop.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,9 +69,7 @@ class Segment:
         cotangents: list[Any],
         into: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """`into` with this use's gradients added, one for each leaf of the unit, and cotangents of the linear
-        inputs.
-        """
+        """`into` with this use's gradients added, one per leaf of the unit, and cotangents of the linear inputs."""
         saved, full = saved
         reads, run = self.unit.backward(inputs, saved, cotangents)
         if full is None:

@@ -1,7 +1,5 @@
 """A sliced loss as one program: its pieces run in order forwards, and in reverse backwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ What depends on parameters alone is computed not where the model wrote it but wh
 is kept from one piece to another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,9 +100,15 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
             wanted = {v: None for v in wanted if v not in set(piece.outputs)}
             wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
             pieces.insert(0, piece)
+    return _program(flat, eqns, leaves, pieces, cut)
+
+
+def _program(
+    flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], *cut: Any
+) -> Program:
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, cut)
+    return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, *cut)
 
 
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]

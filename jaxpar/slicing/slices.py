@@ -4,8 +4,7 @@ A scan may read a leaf as it is, or what is computed from it layer by layer: a c
 (`stack[2:8:2]`), layers that are on another dim than the first (`nn.scan(variable_axes={"params": 1})`).
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ class Slice:
         number = self.start + self.stride * number
         return lax.dynamic_update_index_in_dim(leaf, layer, number, self.dim, allow_negative_indices=False)
 
-    def meets(self, other: Slice, length: int) -> bool:
+    def meets(self, other: "Slice", length: int) -> bool:
         """Whether two slices of one leaf share a layer."""
         mine, theirs = (range(s.start, s.start + s.stride * length, s.stride) for s in (self, other))
         return bool({*mine} & {*theirs})
@@ -80,7 +79,8 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
                 rest = [d for d in order if d != order[dim]]
                 dim = order[dim]
                 if rest != sorted(rest):
-                    chain.insert(0, _transposed(tuple(int(d) for d in np.argsort(np.argsort(rest)))))
+                    order = tuple(int(d) for d in np.argsort(np.argsort(rest)))
+                    chain.insert(0, functools.partial(lax.transpose, permutation=order))
             else:
                 break
             at = atoms[0]
@@ -91,10 +91,6 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
 
 def _elementwise(step: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda x: step.primitive.bind(*(a.val if jx.is_literal(a) else x for a in step.invars), **step.params)
-
-
-def _transposed(order: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: lax.transpose(x, order)
 
 
 def _only(step: Any, dim: int) -> bool:

@@ -1,7 +1,5 @@
 """What became of a model's layers, in words: how many each stack has, and why blocks that look alike are none."""
 
-from __future__ import annotations
-
 import math
 import posixpath
 from collections.abc import Sequence
@@ -51,9 +49,7 @@ def _part(span: Span) -> str:
 
 
 def gathered(pieces: Sequence[Segment | Stack], leaves: Sequence[Leaf]) -> tuple[int, list[Leaf]]:
-    """Elements of the sharded parameters that the piece which reads most of them holds whole at once, and those leaves,
-    the largest first.
-    """
+    """Sharded elements, and leaves from the largest, of the piece that holds most of them whole at once."""
 
     def size(piece: Segment | Stack) -> tuple[int, list[Leaf]]:
         read = [(leaves[i], x) for i, x in zip(piece.unit.leaves, piece.unit.shapes, strict=True)]

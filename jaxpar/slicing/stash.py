@@ -1,7 +1,5 @@
 """Where the layers of a stack leave what their backwards read, if that waits among that of other runs of the stack."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

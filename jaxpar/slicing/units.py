@@ -4,10 +4,9 @@ Equations that depend on parameters alone (casts, transposes, 1 + scale, weight 
 the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
 """
 
-from __future__ import annotations
-
+import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.orientation import oriented
 from ..program.residuals import residuals_to_save
 from .halves import Halves, merge, pick
 
@@ -40,13 +38,13 @@ class Unit:
     active: tuple[bool, ...]
     held: tuple[bool, ...]
     twice: bool = False
-    _forwards: dict[Any, Forward] = field(default_factory=dict, compare=False, repr=False)
+    _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The outputs, without derivatives."""
         return self.rest(self.pre(full, inputs), inputs)
 
-    def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], Saved]:
+    def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> "tuple[list[Any], Saved]":
         """Outputs, and what the backward needs besides the weights and the inputs that are held."""
         weights = self.pre(full, inputs)
         kind = _kind(weights, inputs)
@@ -57,7 +55,7 @@ class Unit:
         outs = made.run(*made.consts, *weights, *inputs)
         return outs[: made.outs], Saved(outs[made.outs :], made)
 
-    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> Forward:
+    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> "Forward":
         trees = []
 
         def program(weights: Any, inputs: Any) -> Any:
@@ -87,7 +85,7 @@ class Unit:
         return Forward(n, flat.consts, run, pull)
 
     def backward(
-        self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]
+        self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]
     ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
         """Which leaves the backward reads, and the backward as `run(those leaves, after)`.
 
@@ -111,7 +109,7 @@ class Unit:
 
         return reads, run
 
-    def halves(self, inputs: Sequence[Any], saved: Saved, cotangents: Sequence[Any]) -> Halves:
+    def halves(self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]) -> Halves:
         """The backward in two programs; the arguments are those of `backward`, and may be abstract."""
         rest = (pick(self.held, inputs), saved.values, list(cotangents))
         kind = ("halves", _kind(*rest))
@@ -123,7 +121,7 @@ class Unit:
         return made
 
     def _pulled(
-        self, forward: Forward, held: Any, values: Any, cotangents: Any, remats: bool = False
+        self, forward: "Forward", held: Any, values: Any, cotangents: Any, remats: bool = False
     ) -> tuple[Any, ...]:
         """The backward's program, its equations, which leaves they read, and the tree of its results."""
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
@@ -180,3 +178,38 @@ def _kind(*arrays: Sequence[Any]) -> Any:
     """What a trace depends on: abstract arrays, and the mesh whose axes it may name."""
     leaves = ((jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for xs in arrays for x in xs)
     return (jax.sharding.get_abstract_mesh(), *map(len, arrays), *leaves)
+
+
+def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
+    """The equations with every `transpose(dot_general(a, b))` that swaps the operands' dims as `dot_general(b, a)`.
+
+    JAX computes the gradient of `x @ w` as the transpose of `g^T x`; `x^T g` is the same sums without a transposed
+    copy, which XLA's CPU backend keeps, and which makes the product itself slow there.
+
+    Products that something else reads as well, or that are among `outvars`, stay. Those that nobody reads any more are
+    left for `jx.live` to drop.
+    """
+    reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
+    reads.update(v for v in outvars if not jx.is_literal(v))
+    products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
+
+    def one(eqn: Any) -> Any:
+        given = eqn.invars[0] if eqn.primitive.name == "transpose" else None
+        if given is None or jx.is_literal(given) or given not in products or reads[given] > 1:
+            return eqn
+        product = products[given]
+        (a_sums, b_sums), (a_batch, b_batch) = product.params["dimension_numbers"]
+        batch = len(a_batch)
+        a, b = (v.aval.ndim - len(sums) - batch for v, sums in zip(product.invars, (a_sums, b_sums), strict=True))
+        if tuple(eqn.params["permutation"]) != (
+            *range(batch),
+            *range(batch + a, batch + a + b),
+            *range(batch, batch + a),
+        ):
+            return eqn
+        params = {**product.params, "dimension_numbers": ((b_sums, a_sums), (b_batch, a_batch))}
+        if isinstance(precision := params["precision"], tuple):  # one for each operand
+            params["precision"] = precision[::-1]
+        return product.replace(invars=product.invars[::-1], outvars=list(eqn.outvars), params=params)
+
+    return [one(eqn) for eqn in eqns]

@@ -3,8 +3,6 @@
 jax's own errors on dims that do not divide name no array; they are raised again with its name.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import math
@@ -117,9 +115,6 @@ def _described(sharding: Sharding) -> str:
         return str(sharding)
     axes = ",".join(f"{axis}={n}" for axis, n in sharding.mesh.shape.items() if n > 1)
     return f"{sharding.spec} over {axes or 'one device'}".replace("PartitionSpec", "P")
-
-
-# -- what jax says of dims that do not divide --------------------------------------------------------------------------
 
 
 def shapes_of(layout: Layout, batch: Any) -> Named:

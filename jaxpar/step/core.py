@@ -1,7 +1,5 @@
 """The step: the one place where model, optimizer, strategy and layout meet. `Step._train` has it in one view."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -105,8 +103,6 @@ class Step(FirstState, Intake):
         """The mesh on which the state lives."""
         return self.mesh
 
-    # -- running -------------------------------------------------------------------------------------------------------
-
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step: `(state, metrics)`; see `TrainStep.__call__`."""
         return self._run("train", state, batch)
@@ -136,9 +132,7 @@ class Step(FirstState, Intake):
         return self._run("measured", state, (batch, Replicated(placed)))
 
     def params(self, state: State) -> Any:
-        """The parameters in the model's own tree, unpadded, sharded where a dim divides: float32 masters, and frozen
-        ones in the compute dtype.
-        """
+        """The model's own tree, unpadded, sharded where a dim divides; float32, or frozen in the compute dtype."""
         check_state(state)
         return self.model_def.wrap(self._params(state))
 
@@ -148,9 +142,7 @@ class Step(FirstState, Intake):
         return self._jitted["params"](state.params)
 
     def model(self, state: State) -> Any:
-        """The user's module with these parameters: an NNX module, or a bound Linen module. Raises ValueError if it
-        has none.
-        """
+        """The user's module, NNX or bound Linen, with these parameters. Raises ValueError if the model has none."""
         if self.model_def.bind is None:
             raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
         check_state(state)
@@ -246,8 +238,6 @@ class Step(FirstState, Intake):
             self._jitted[key] = run
         return self._jitted[key]
 
-    # -- the programs, under jit ---------------------------------------------------------------------------------------
-
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One training step, for `_function` to compile: all that is wrapped around a loss.
 
@@ -264,7 +254,10 @@ class Step(FirstState, Intake):
         return self.update(state, *placed(state))
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        grads, _, sums = self._placed(self.local.gradients, batch)(state)
+        return self.handed_out(*self._placed(self.local.gradients, batch)(state))
+
+    def handed_out(self, grads: Any, variables: Any, sums: Sums) -> tuple[jax.Array, Any]:
+        """The loss and its gradients in the model's own tree."""
         return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
 
     def _measured(self, state: State, ordered: Any) -> dict[str, jax.Array]:
@@ -321,9 +314,7 @@ class Step(FirstState, Intake):
         return state.copy if self.layout.copied else state.params
 
     def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
-        """Reduced gradients -> float32 gradients of the loss itself, without padding, in the tree of the leaves; None
-        for frozen ones.
-        """
+        """Reduced gradients -> those of the unscaled loss: float32, unpadded, in the leaves' tree, None if frozen."""
         trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
         whole, tree = jax.tree.flatten(self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True))
         whole = [g.astype(Policy.master(leaf.dtype)) for leaf, g in zip(trainable, whole, strict=True)]

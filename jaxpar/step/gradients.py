@@ -4,8 +4,6 @@ Every replica differentiates its local loss with respect to local values, one mi
 and leaves all reductions over replicas to its strategy's rule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +19,7 @@ from ..model.batches import dealt, microbatches
 from ..model.paths import name_of
 from ..model.running import Deferred
 from ..parallel import rule_of
-from ..parallel.access import RuleAccess
-from ..parallel.spread import SpreadAccess
+from ..parallel.access import RuleAccess, SpreadAccess
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 
@@ -123,9 +120,7 @@ class Local:
         scale: jax.Array,
         alike: bool = False,
     ) -> tuple[list[jax.Array | None], Any, Sums]:
-        """Gradients as the update gets them (times `scale`), new variables, and the sums of each metric over all
-        rows; `alike` as for `keys`.
-        """
+        """Gradients times `scale`, new variables, each metric's sums over all rows; `alike` as for `keys`."""
         variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step, alike)
@@ -150,9 +145,7 @@ class Local:
         return self.finished(loss, grads), self.closed(variables), self.total(sums, rows)
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        """Accumulated gradients as the update gets them: zeros where the loss does not depend on a leaf, None where it
-        is frozen.
-        """
+        """Gradients as the update gets them: zeros if the loss does not depend on a leaf, None if it is frozen."""
         layout, access = self.tracing.layout, loss.access
         members = {i: at for family in layout.storage.families for i, at in family}
 

@@ -1,7 +1,5 @@
 """How the state of a run comes to be: every array of it created where the layout keeps it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,9 +56,10 @@ class FirstState:
 
     @functools.cached_property
     def _beginning(self) -> Callable[..., State]:
-        return jax.jit(
-            self._begun, out_shardings=self._shardings, donate_argnums=(1, 2), compiler_options=self._options
-        )
+        def begun(key: jax.Array, params: Any, variables: Any) -> State:
+            return self._first(key, self.layout.to_logical(params, "params", as_stacked=True), variables)
+
+        return jax.jit(begun, out_shardings=self._shardings, donate_argnums=(1, 2), compiler_options=self._options)
 
     @property
     def _options(self) -> dict[str, bool | int | str] | None:
@@ -77,9 +76,6 @@ class FirstState:
             return layout.to_stored(jax.tree.unflatten(layout.storage.model_tree, kept), "copy"), variables
 
         return self._first(key, *draws_together(stored)(key))
-
-    def _begun(self, key: jax.Array, params: Any, variables: Any) -> State:
-        return self._first(key, self.layout.to_logical(params, "params", as_stacked=True), variables)
 
     def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
         """The state before the first step, of masters without padding, in the tree of the leaves."""

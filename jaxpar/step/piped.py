@@ -1,7 +1,5 @@
 """A device's microbatches as a pipeline (`parallel/pipeline/`): what each tick of it reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +46,7 @@ class Piped:
     keys: jax.Array | None
 
     def pipeline(self, seed: jax.Array | None) -> Pipeline | Slots | FlatPipeline:
-        """The pipeline of a step, where `seed` is the gradient of its loss with respect to the sum of one microbatch;
-        without one, of an evaluation: forwards alone.
-        """
+        """That of a step with `seed`, its loss's gradient by one microbatch's sum; else of an evaluation."""
         schedule, traced = self.tracing.schedule, self.loss.traced
         assert schedule is not None
         if self.tracing.layout.storage.cut:
@@ -72,9 +68,7 @@ class Piped:
         return engine(traced.program, schedule, access, leaves, self._values, summed, seeds, shared, part)
 
     def run(self, seed: jax.Array | None) -> tuple[list[Any], list[jax.Array], Any]:
-        """Gradients as accumulated, this rank's part of the summed outputs, and new variables; `seed` as for
-        `pipeline`.
-        """
+        """Accumulated gradients, this rank's part of the summed outputs, new variables; `seed` as for `pipeline`."""
         pipeline = self.pipeline(seed)
         if not isinstance(pipeline, FlatPipeline):
             grads, sums = pipeline.run()

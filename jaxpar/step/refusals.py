@@ -1,7 +1,5 @@
 """What a sliced loss must be for its strategy: every refusal of one, and a warning."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 
 from ..layout.families import unlike
 from ..layout.layout import Layout
-from ..model.paths import below
+from ..model.paths import below, name_of
 from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
@@ -80,11 +78,10 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     given = set(program.inputs)
     for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[at] not in given:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"variable {name} changes from microbatch to microbatch, which pipe={ranks} runs at the same time; "
-                "give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it (BatchNorm: "
-                "use_running_average=True)"
+                f"variable {name_of(path)} changes from microbatch to microbatch, which pipe={ranks} runs at the same "
+                "time; give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it "
+                "(BatchNorm: use_running_average=True)"
             )
 
 
@@ -96,9 +93,7 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
 
 
 def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> None:
-    """Raises ValueError where a pipeline whose stages are parts of a program cannot be that of a strategy; `paths` are
-    those of the parameters.
-    """
+    """Raises ValueError where a strategy cannot have a cut program's pipeline; `paths` are the parameters'."""
     stages = schedule.ranks * schedule.chunks
     cuts = points(strategy.cuts, stages, paths)
     for cut in cuts:
@@ -135,10 +130,9 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
         home = len(program.pieces) - 1 if jx.is_literal(new) else homes.get(new, len(program.pieces) - 1)
         read = [i for i, piece in enumerate(program.pieces) if old in piece.inputs and i != home]
         if new is not old and read:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"variable {name} is changed in stage {home} of pipe={ranks} and read in stage {read[0]}, which runs "
-                "another microbatch at that time; use data or fsdp for pipe, or freeze it"
+                f"variable {name_of(path)} is changed in stage {home} of pipe={ranks} and read in stage {read[0]}, "
+                "which runs another microbatch at that time; use data or fsdp for pipe, or freeze it"
             )
 
 
@@ -231,9 +225,8 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
     fed = program.inputs[-inputs:][len(jax.tree.leaves(variables)) :]  # batch and key differ from replica to replica
     for path, at in jax.tree_util.tree_leaves_with_path(variables):
         if program.depends(fed, at, axes):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"variable {name} is updated from this replica's rows alone, so replicas would drift apart; "
+                f"variable {name_of(path)} is updated from this replica's rows alone, so replicas would drift apart; "
                 "average what it is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar "
                 "switches to all rows"
             )

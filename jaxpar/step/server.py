@@ -1,7 +1,5 @@
 """The step of data parallel 1.0: four programs, and the five exchanges between them; see `parallel/server.py`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from ..model.batches import as_array, batch_shardings, batch_specs, dealt
 from ..program.filter_primitives import without_filter_primitives
 from .checks import check_state
 from .core import Step
-from .gradients import Metrics, added, first, measures, metrics_of
+from .gradients import added, first, measures, metrics_of
 from .tracing import Sums
 
 OF_REPLICAS = ("forward", "backward")  # the programs that run on every device; "loss" and "update" are the server's
@@ -55,9 +53,7 @@ class Live:
 
 
 class ServerStep(Step):
-    """A step whose state lives on the first device of the mesh. One process only: raises ValueError with several
-    hosts.
-    """
+    """A step whose state lives on the mesh's first device. One process only: ValueError with several hosts."""
 
     def _home(self) -> Mesh:
         if jax.process_count() > 1:
@@ -113,8 +109,6 @@ class ServerStep(Step):
         grads = by.move("gather", "gradients", grads, home)
         return by.run("update", self._server(name), state, (grads, variables, sums))
 
-    # -- the replicas' programs ----------------------------------------------------------------------------------------
-
     def _programs(self, batch: Any) -> dict[str, Any]:
         leaves, tree = jax.tree.flatten(batch)
         key = ("replicas", tree, *(np.shape(x) for x in leaves))
@@ -149,7 +143,7 @@ class ServerStep(Step):
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
 
-    def _backward(self, state: State, batch: Any, tapes: Tapes, seeds: jax.Array) -> list[jax.Array | None]:
+    def _backward(self, state: State, batch: Any, tapes: "Tapes", seeds: jax.Array) -> list[jax.Array | None]:
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Tapes, seeds: jax.Array) -> Any:
@@ -173,15 +167,13 @@ class ServerStep(Step):
         (sums, variables), tapes = self._forward(state, batch)
         return self._backward(state, batch, tapes, self._seeds(sums, state.scale)), variables, sums
 
-    # -- the server's --------------------------------------------------------------------------------------------------
-
     def _server(self, name: str) -> Any:
         if name not in self._jitted:
             fun = {
                 "loss": self._seeds,
-                "train": self._serve,
-                "gradients": self._serve_gradients,
-                "measured": self._serve_measured,
+                "train": lambda state, gathered: self.update(state, *self._summed(state, gathered)),
+                "gradients": lambda *given: self.handed_out(*self._summed(*given)),
+                "measured": lambda *given: measures(*self._summed(*given)[::2]),
                 "report": lambda sums: metrics_of(added(sums)),
             }[name]
             options = cpu_options(self.mesh.devices.flat[0].platform)
@@ -197,17 +189,6 @@ class ServerStep(Step):
     def _summed(self, state: State, gathered: Any) -> Any:
         grads, variables, sums = gathered
         return self._unscaled(added(grads), state), variables, added(sums)
-
-    def _serve(self, state: State, gathered: Any) -> tuple[State, Metrics]:
-        return self.update(state, *self._summed(state, gathered))
-
-    def _serve_gradients(self, state: State, gathered: Any) -> tuple[jax.Array, Any]:
-        grads, _, sums = self._summed(state, gathered)
-        return metrics_of(sums)["loss"], self.layout.to_logical(grads, "grads")
-
-    def _serve_measured(self, state: State, gathered: Any) -> dict[str, jax.Array]:
-        grads, _, sums = self._summed(state, gathered)
-        return measures(grads, sums)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "where"])

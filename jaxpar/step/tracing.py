@@ -4,8 +4,6 @@ The loss is that of one microbatch of one replica (a block of rows). It is trace
 anything runs, and every part of a step works on the program that comes out.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -128,9 +126,7 @@ class Loss:
         return *jax.tree.unflatten(jax.tree.structure(self.traced.outputs), outs), tape
 
     def backward(self, tape: Any, seed: jax.Array, into: Sequence[jax.Array | None]) -> list[Any]:
-        """`into` with the gradients of one microbatch added; `seed` is that of the step's loss with respect to its
-        sum.
-        """
+        """`into` with one microbatch's gradients added; `seed` is that of the step's loss with respect to its sum."""
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into)
 
 

@@ -6,8 +6,6 @@ shape; they are shown to the transformation as they are where that makes no diff
 own shape, at the price of moving them, where it does.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass
@@ -56,9 +54,7 @@ class Update:
         return self.layout.to_logical(tuned, "params", self.as_stacked)
 
     def __call__(self, state: State, grads: Any, variables: Any, sums: Sums) -> tuple[State, Metrics]:
-        """The next state and the metrics, from gradients without padding, a tree of the leaves with None for frozen
-        ones, variables and sums.
-        """
+        """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables, sums."""
         params, updates = self._seen(self._shards(state.params)), self._seen(grads)
         loss = metrics_of(sums)["loss"]
         opt_state = self.layout.to_logical(state.optimizer, "optimizer")

@@ -20,17 +20,56 @@ A schedule is a function of p ranks, m microbatches and v chunks a rank that wri
   buffers, and ranks branch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .greedy import one_f_one_b_halves, zb_h1, zb_h2
-from .lockstep import gpipe, one_f_one_b, one_f_one_b_beside
-from .operations import Placement, Table
+from .operations import Op, Placement, Table
 from .search import asked, auto
 from .v_shaped import dualpipe_v, v_half, v_min, zb_v
+
+
+def lockstep(p: int, m: int, v: int, lag: int) -> Table:
+    """Forward number u of rank s at tick u + s, backward number w at tick w + lag + (p - 1 - s).
+
+    Both count groups of p microbatches that pass through one chunk after the other, backwards from the last chunk
+    (Narayanan et al. 2021, section 2.2.2). `lag` is the tick of the first backward, which is the last rank's.
+    """
+    if v > 1 and m % p:
+        raise ValueError(
+            f"chunks={v} sends microbatches in groups of pipe={p}, and microbatches={m} is no multiple of it; use "
+            f"{-(-m // p) * p} microbatches, or chunks=1"
+        )
+    table: list[list[list[Op]]] = [[[] for _ in range(p)] for _ in range(m * v + lag + p - 1)]
+    places = [(rank, number, *divmod(number, p * v)) for rank in range(p) for number in range(m * v)]
+    for rank, number, group, rest in places:
+        table[number + rank][rank].append(Op("F", rest // p, group * p + rest % p))
+    for rank, number, group, rest in places:
+        table[number + lag + p - 1 - rank][rank].append(Op("B", v - 1 - rest // p, group * p + rest % p))
+    return tuple(tuple(tuple(ops) for ops in column) for column in table)
+
+
+def gpipe(p: int, m: int, v: int) -> Table:
+    """Huang et al. 2019, section 2.3: every forward, then every backward."""
+    return lockstep(p, m, v, lag=m * v + p - 1)
+
+
+def one_f_one_b(p: int, m: int, v: int) -> Table:
+    """1F1B, for v > 1 interleaved: the last rank's backward runs in the tick of the forward that it needs.
+
+    Every rank does its forward and its backward in one tick, so that 1F1B holds up to 2 p - 1 microbatches on the first
+    rank where the paper's holds p.
+    """
+    return lockstep(p, m, v, lag=v * p - 1)
+
+
+def one_f_one_b_beside(p: int, m: int, v: int) -> Table:
+    """1F1B in which the last rank's backward runs one tick later: then no backward of a tick needs what a forward of it
+    makes, and each rank runs the two side by side, layer by layer (the idea of DualPipe, DeepSeek-AI 2024, section
+    3.2.1). No tick more than 1F1B has forwards or backwards, and one microbatch more in flight.
+    """
+    return lockstep(p, m, v, lag=v * p)
 
 
 class Recipe(NamedTuple):

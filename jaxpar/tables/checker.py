@@ -3,8 +3,6 @@
 It shares nothing with the functions that write tables.
 """
 
-from __future__ import annotations
-
 from .operations import WORDS, Op, Placement, Table, place_of, stage_of
 
 

@@ -12,8 +12,6 @@ As time goes on, each rank runs F and I in turn as they arrive, F only while its
 else is there.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What tables of pipelines are made of: operations, and where a rank's chunks lie among the stages."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]

@@ -1,7 +1,5 @@
 """Tables from the order of each rank's operations, and the time that they take."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 finds under each of its rules, and the patterns of the V, each timed by simulation.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -5,8 +5,6 @@ Source: `torch.distributed.pipelining.schedules`, `_Action` and `_PipelineSchedu
 `(0F3;7B1)OVERLAP_F_B`, is one after the other here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

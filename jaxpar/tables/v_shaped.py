@@ -5,8 +5,6 @@ and memory is even. Here F0 is the forward through chunk 0, I1 the gradient of c
 one of them.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from .operations import Kind, Op, Orders, Table

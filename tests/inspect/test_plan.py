@@ -17,7 +17,7 @@ from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.line import RESERVE, Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
-from jaxpar.inspect.plan.prune import reason_to_skip
+from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.targets.devices import Target, target

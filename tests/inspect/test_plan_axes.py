@@ -13,7 +13,7 @@ from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import Splits, candidates, enough
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import families, neighbours
-from jaxpar.inspect.plan.prune import reason_to_skip
+from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.models import named
 
 LENGTH, HOST = 32, here(devices=4)

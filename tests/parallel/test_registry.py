@@ -14,13 +14,14 @@ import optax
 import pytest
 
 import jaxpar as jp
+import jaxpar.parallel
 from jaxpar.inspect.check import check
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.targets.devices import target
 from jaxpar.inspect.targets.hardware import KINDS
-from jaxpar.parallel import Promise, Rule, register, registry
+from jaxpar.parallel import Promise, Rule, register
 from jaxpar.parallel.fsdp import ZERO3
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies" / "own.md"
@@ -50,12 +51,12 @@ MODEL = jp.Model(init=init, loss=loss)
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Rule:
     """The rule of the page, registered for one test."""
-    monkeypatch.setattr(registry, "_RULES", {})
+    monkeypatch.setattr(jaxpar.parallel, "_RULES", {})
     first = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert first is not None
     with contextlib.redirect_stdout(io.StringIO()):
         exec(first[1], {})
-    return registry._RULES["int8"]
+    return jaxpar.parallel._RULES["int8"]
 
 
 def made(strategy: Any, **options: Any) -> Any:
@@ -96,7 +97,7 @@ def test_a_rule_of_one_s_own_composes(strategy: str, int8: Rule) -> None:
 
 
 def test_a_rule_that_shards_is_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", {})
+    monkeypatch.setattr(jaxpar.parallel, "_RULES", {})
     register(dataclasses.replace(ZERO3, name="mine"))
     ours, mine = made("data=2,fsdp=4"), made("data=2,fsdp=4,rule=mine")
     assert mine.layout.bytes == ours.layout.bytes

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from equations import EXAMPLES, RANKS
 
+from jaxpar.collectives.edges import EDGES
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor
@@ -143,9 +144,7 @@ NOT_BY_FACTORS = {
         addupdate check debug_callback debug_print freeze get io_callback new_ref pure_callback swap
     """,
     "numbers of another format, as they are": "from_edtype to_edtype",
-    "our own edges of tensor": """
-        tensor_all_gather_replicated tensor_enter tensor_gather tensor_leave tensor_scatter tensor_take
-    """,
+    "our own edges of tensor": " ".join(EDGES),
 }
 
 

@@ -15,9 +15,11 @@ import pytest
 from test_factors import NEWER
 
 import jaxpar
+from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.factors import ELEMENTWISE, FACTORS
-from jaxpar.program.primitives import PRIMITIVES, linear
+from jaxpar.program.primitives import PRIMITIVES, having, linear
+from jaxpar.program.walk import CALLS, programs, visit
 
 PACKAGE = Path(jaxpar.__file__).parent
 WORKER = Path(__file__).parents[1] / "new_primitive.py"
@@ -74,6 +76,31 @@ def test_what_moves_has_elements_of_its_operands() -> None:
         for eqn, values in equations.equations(name, 1):
             there = {float(x) for value in values for x in value.ravel()}
             assert {float(x) for y in jx.bind(eqn, values) for x in np.asarray(y).ravel()} <= there, eqn
+
+
+def test_reductions_have_no_dim_of_what_they_reduce() -> None:
+    """All of one operand whose rows say how to join parts without a dim, and no other."""
+    eqns = [eqn for name in HERE for eqn, _ in equations.equations(name, 3) if len(eqn.invars) == 1]
+    reduced = {eqn.primitive.name for eqn in eqns if any(f.reduced and f.outs == (None,) for f in factors.of(eqn))}
+    assert reduced == {*having("reduces")}
+
+
+def test_what_is_nested_holds_programs_and_takes_their_operands() -> None:
+    @jax.custom_vjp
+    def own(x: Any) -> Any:
+        return jax.checkpoint(jax.numpy.sin)(x)
+
+    own.defvjp(lambda x: (x, x), lambda x, ct: (ct,))
+
+    def fun(x: Any) -> Any:
+        x = jax.lax.cond(x > 0, jax.nn.relu, own, x)
+        x = jax.lax.while_loop(lambda x: x < 3, lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, None, 2)[0], x)
+        return jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda mv, b: b / 2, lambda mv, b: b / 2)
+
+    seen = [eqn for eqn, _ in visit(jax.make_jaxpr(fun)(1.0).eqns) if programs(eqn)]
+    held = {eqn.primitive.name for eqn in seen} - {*CALLS}
+    assert len(held) == 7
+    assert held <= {*having("nested")}
 
 
 def test_a_new_primitive_is_one_line(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`jaxpar bench collectives`: collectives over all devices, in nccl-tests' terms, as a table, JSON and a picture."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

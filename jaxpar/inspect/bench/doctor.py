@@ -4,8 +4,6 @@ Every process looks at its own host and tells the others by JAX's key-value stor
 come to the same findings. Only the collectives use devices, and they come last: where one hangs, the rest is said.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -115,9 +113,6 @@ def examine(
     yield shared(others, folder, who)
     yield shared_memory(others.gather("shm", shutil.disk_usage(_SHM).total if _SHM.exists() else None), who)
     yield from collectives(strategy, bytes_, others)
-
-
-# -- each of them ------------------------------------------------------------------------------------------------------
 
 
 def installed() -> dict[str, str]:

@@ -9,8 +9,6 @@ What is timed is one compiled program of several collectives in a row, each wait
 launch to the moment when all devices are done: the median program, divided by their number.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time
@@ -110,9 +108,7 @@ def _expected(op: str, rank: Any, n: int, at: jax.Array, dtype: str) -> jax.Arra
 
 
 def measure(op: str, size: int, dtype: str, mesh: Mesh, effort: Effort, axis: str | None = None) -> Measurement:
-    """Time and check one collective of `size` bytes over all devices of a mesh of one axis, or over `axis` of several,
-    by all its groups at once.
-    """
+    """Times and checks a collective of `size` bytes: over a mesh, or by all groups along its `axis` at once."""
     if axis is None:
         (axis,) = mesh.axis_names
     every = tuple(mesh.axis_names)

@@ -5,8 +5,6 @@ So the loss and every gradient stay what they are, to rounding, when rows change
 block give what the same rows do, each twice. Reading (`rows/`) names the line; running decides where it cannot.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

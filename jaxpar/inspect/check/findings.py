@@ -10,8 +10,6 @@
 `promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,9 +55,6 @@ def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -
     return Proof(str(step.strategy), devices, tuple(findings))
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
 def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
     state, given = step.abstract_state(), jax.eval_shape(lambda x: x, batch)
     entering, rows = compiled.input_shardings[0]
@@ -103,9 +98,6 @@ def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
     return ("UNPROMISED", "more than promised") if found > most else ("ok", "")
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 def _layers(step: Step, batch: Any) -> Iterator[Finding]:
     traced = step.traced(batch)
     if not traced.axes:
@@ -128,9 +120,6 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
     if sliced:
         each = sum(sizes(leaf)[0] for leaf in sliced)
         yield Finding("layers", f"{len(sliced)} leaves, one layer", each, each)
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
@@ -210,9 +199,6 @@ def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
         yield Finding("tensor", f"{what}, {at}", 0, n, "UNPROMISED", note)
     if not large:
         yield Finding("tensor", "large gathers of weights", 0, 0)
-
-
-# -- a central server --------------------------------------------------------------------------------------------------
 
 
 def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:

@@ -4,10 +4,9 @@ It follows from what the strategy's rule says of itself (`parallel/`: `Promise`)
 from the specs that the step was built with: a step that shards nothing does not change what was promised.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,11 @@ from ...layout.leaves import PAD_FROM, Leaf
 from ...model.paths import name_of
 from ...parallel import rule_of
 from ...program import jaxpr as jx
+from ...program.collectives import PRIMITIVES, axes_of
+from ...program.walk import propagate, through
 from ...slicing.program import Program
 from ...step.core import Step
-from ..ledger import PRIMITIVES, Collective
+from ..ledger import Collective
 
 SCALARS = 1000  # bytes; collectives of less are sums of scalars
 LARGE = 1_000_000  # bytes a step; less beside what is promised is no broken promise
@@ -35,9 +36,6 @@ ALLOWED = {
     "merged": "the CPU compiler drops what keeps the gathers of one leaf apart, and gathers once for all its uses",
     "equal": "the CPU compiler reduces equal gradients once: of two biases of which the model reads the sum alone",
 }
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,6 @@ def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
     return -(-math.prod(leaf.stored) // (parts * math.prod(sizes[axis] for axis in leaf.shard)))
 
 
-# -- layers and weights ------------------------------------------------------------------------------------------------
-
-
 def not_by_layer(step: Step, program: Program) -> list[Leaf]:
     """Leaves whose layers a loop of the loss takes one by one, and which the program fetches whole all the same.
 
@@ -126,37 +121,26 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     if mapped is None:
         return {}
     body, _ = jx.opened(mapped.params["jaxpr"])
+    gathers: dict[tuple[int, ...], tuple[str, int]] = {}  # by its equation and those around it
+
+    def run(program: Any, of_data: Sequence[bool], around: tuple[int, ...] = ()) -> list[bool]:
+        def equation(eqn: Any, inputs: list[bool]) -> list[bool]:
+            here, moves = (*around, id(eqn)), any(inputs) and not is_token(eqn)
+            if PRIMITIVES.get(eqn.primitive.name) == "all-gather" and axis in axes_of(eqn):
+                size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+                gathers[here] = jx.where(eqn), 0 if any(inputs) else size  # in a loop the last time it was looked at
+            outs = propagate(eqn, inputs, lambda inner, ins, _: run(inner, ins, here), operator.or_)
+            return [moves] * len(eqn.outvars) if outs is None else outs
+
+        return through(program, of_data, equation, False)
+
+    data = needed(mapped.params["mesh"]) + leaves
+    run(body, [i >= data for i in range(len(body.invars))])
     found: dict[str, int] = {}
-    inputs = body.invars[needed(mapped.params["mesh"]) :]
-    of_data = [v in set(inputs[leaves:]) for v in body.invars]
-    for where, size in _weights(body, of_data, axis):
-        found[where] = max(size, found.get(where, 0))
+    for where, size in gathers.values():
+        if size:
+            found[where] = max(size, found.get(where, 0))
     return found
-
-
-def _weights(jaxpr: Any, of_data: Sequence[bool], axis: str) -> Iterator[tuple[str, int]]:
-    """`of_data` says which inputs depend on more than parameters."""
-    marked = jx.depends(jaxpr.eqns, [v for v, on in zip(jaxpr.invars, of_data, strict=True) if on], is_token)
-    for eqn in jaxpr.eqns:
-        inputs = [not jx.is_literal(v) and v in marked for v in eqn.invars]
-        name = eqn.primitive.name
-        if PRIMITIVES.get(name) == "all-gather" and axis in _axes(eqn) and not any(inputs):
-            yield jx.where(eqn), sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-        if name == "scan":
-            parts = jx.scan_parts(eqn)
-            n, k = len(parts.consts), len(parts.carry)
-            inputs[n : n + k] = [v in marked for v in parts.carry_out]
-        for inner in jx.programs(eqn):
-            known = inputs if len(inputs) == len(inner.invars) else [any(inputs)] * len(inner.invars)
-            yield from _weights(inner, known, axis)
-
-
-def _axes(eqn: Any) -> tuple[str, ...]:
-    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return (named,) if isinstance(named, str) else tuple(named)
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What `check` finds: every promise of a strategy beside what the program does, as text, JSON or an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from dataclasses import dataclass

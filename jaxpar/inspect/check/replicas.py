@@ -5,8 +5,6 @@ every device has done the same; where one has not (a broken device, a collective
 data), training goes on with several models, each of which looks fine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +29,8 @@ def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[
         return jnp.stack([_checksum(x) for x in arrays])[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=stacked, check_vma=False)
-    return jax.jit(lambda arrays: mapped(*map(_raw, arrays)), out_shardings=everywhere)
+    raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.jit(lambda arrays: mapped(*map(raw, arrays)), out_shardings=everywhere)
 
 
 def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
@@ -56,10 +55,6 @@ def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
 
 def _of(device: Any) -> str:
     return f"device {device.id} of process {device.process_index}"
-
-
-def _raw(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _checksum(x: jax.Array) -> jax.Array:

@@ -9,8 +9,6 @@ Where it finds no way from one sharding to another it gathers the whole and cuts
 XLA warns of none. Here the program tells, and the trace who asked.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math
@@ -197,9 +195,6 @@ def _text(spec: PartitionSpec) -> str:
     return str(spec).replace("PartitionSpec", "P")
 
 
-# -- what an optimizer asks for ----------------------------------------------------------------------------------------
-
-
 def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
     """By leaf the sharding that is asked for outside `shard_map`, and the line that asks: where it is the only one for
     arrays of the leaf's shape besides the leaf's own.
@@ -235,9 +230,6 @@ def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
-
-
-# -- what the program says ---------------------------------------------------------------------------------------------
 
 
 def _users(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:

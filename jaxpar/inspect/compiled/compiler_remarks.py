@@ -2,31 +2,19 @@
 whose programs are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from .cost import Cost
-from .kernels import Kernel
 
 # The einsum of JAX's own attention (jax.nn.dot_product_attention, implementation "xla"), which writes its scores down.
 _SCORES = "BTNH,BSNH->BNTS"
 
 
-def is_again(name: str) -> bool:
-    """Whether XLA's rematerialisation made an instruction, by its name; not those of `jax.checkpoint`."""
-    return ".remat" in name
-
-
-def is_scores(kernel: Kernel) -> bool:
-    """Whether a kernel multiplies queries and keys for XLA's own attention."""
-    return _SCORES in kernel.source and bool(kernel.products)
-
-
 def remarks(costs: Iterable[Cost], platform: str) -> Iterator[str]:
     """A sentence for each of them. On CPUs, where attention is always XLA's, none on attention."""
     costs = list(costs)
-    again = [cost for cost in costs if is_again(cost.kernel.name)]
+    # XLA's rematerialisation names what it makes; `jax.checkpoint` does not.
+    again = [cost for cost in costs if ".remat" in cost.kernel.name]
     if again:
         flops = sum(cost.kernel.flops * (cost.executions or 1) for cost in again)
         times = sum(cost.executions or 1 for cost in again)
@@ -35,7 +23,7 @@ def remarks(costs: Iterable[Cost], platform: str) -> Iterator[str]:
             f"XLA computes {len(again)} kernels again to save memory, {times} times a step (.remat, {share:.1%} of its "
             "FLOPs): less in a microbatch, or remat=layer, would let it choose better."
         )
-    scores = [cost.kernel for cost in costs if is_scores(cost.kernel)]
+    scores = [cost.kernel for cost in costs if _SCORES in cost.kernel.source and cost.kernel.products]
     if scores and platform == "gpu":
         # Of queries, keys and features, which backward products have in another order, features are fewest.
         heads = sorted({min(product.m, product.n, product.k) for kernel in scores for product in kernel.products})

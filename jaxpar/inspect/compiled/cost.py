@@ -3,8 +3,6 @@
 Loops count by their `known_trip_count`, as for `Ledger`, which has the collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self

@@ -1,7 +1,5 @@
 """A compiled program as kernels, collectives and loops, in the order in which they are launched."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -103,7 +101,7 @@ class While:
 
     name: str
     trips: int | Fraction | None
-    body: tuple[Operation, ...]
+    body: "tuple[Operation, ...]"
     paces: Fraction | None = None
     rank: int | None = None
 
@@ -113,7 +111,7 @@ class Choice:
     """A `conditional`: one of these runs. `overflow`: one has what finds no slot in experts' buffers, or nothing."""
 
     name: str
-    branches: tuple[tuple[Operation, ...], ...]
+    branches: "tuple[tuple[Operation, ...], ...]"
     overflow: bool = False
 
 
@@ -229,9 +227,6 @@ def _label(i: Instruction) -> str:
         backend = re.search(r'"fusion_backend_config":\{"kind":"_*(\w+)"', i.rest)
         return f"{backend[1] if backend else kind[1].lower() if kind else ''} fusion".strip()
     return i.opcode
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def traffic(module: Module, i: Instruction, shapes: dict[str, str]) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """What `explain` found, and how it prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap
@@ -129,9 +127,7 @@ class Explanation:
         }
 
     def picture(self, path: Path | str) -> None:
-        """Draws memory per device and the bytes that it sends, as .svg, .png or .pdf; it has no ground of its own, so
-        that it is legible on light and dark pages.
-        """
+        """Draws a device's memory and bytes sent, as .svg, .png or .pdf, transparent for light and dark pages."""
         from .picture import Bar, picture  # matplotlib takes its time
 
         if self.transfers:

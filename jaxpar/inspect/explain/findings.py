@@ -1,7 +1,5 @@
 """explain: what a training step holds, sends and computes, from the compiled program, beside the closed form."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +19,6 @@ from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.piped import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
-from ...step.tracing import Traced
 from ...text import size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
@@ -60,7 +57,6 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     storage, traced = step.layout.storage, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
     remarks += [
-        *_layers(step, traced),
         *_remarks(step, traced.program, found, known, moved),
         *unasked,
         *_elsewhere(step, batch),
@@ -139,19 +135,19 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return "scalars"
     if "tensor" in axes:
         return "tensor"
-    if axes == ("context",) and kind != "all-reduce":
-        return "context"
-    if axes == ("expert",) and kind != "all-reduce":
-        return "experts"
     if axes == ("pipe",):
         return "pipeline"
+    if kind != "all-reduce" and axes in (("context",), ("expert",)):
+        return {"context": "context", "expert": "experts"}[axes[0]]
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return rule_of(step.strategy).name
     return "data parallel"
 
 
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
-    schedule = step.schedule
+    schedule, main = step.schedule, program.main
+    if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
+        yield f"{why}."
     if schedule is not None and step.layout.storage.cut:
         held = [math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
         yield (
@@ -211,13 +207,6 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         most = f"{moved[0].count} x {size(moved[0].bytes)}"
         why = cause(step, moved[0])
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
-
-
-def _layers(step: Step, traced: Traced) -> Iterator[str]:
-    """What a pipeline computes and drops."""
-    main = traced.program.main
-    if step.schedule and main and (why := padded(main.length, step.schedule.ranks, step.schedule.chunks)):
-        yield f"{why}."
 
 
 def _elsewhere(step: Step, batch: Any) -> Iterator[str]:

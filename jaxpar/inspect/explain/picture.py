@@ -1,7 +1,5 @@
 """The picture of `explain`: a device's memory as one bar, and bars of the bytes that it sends, by kind and axes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

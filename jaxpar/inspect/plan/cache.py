@@ -4,8 +4,6 @@ A file's name is the hash of all that its numbers depend on: the jaxprs of the l
 shapes, the strategy, the target with its hardware, the compiler's flags, the versions, and jaxpar's own source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

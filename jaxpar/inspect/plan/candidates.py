@@ -1,7 +1,5 @@
 """The strategies that a plan considers for a number of devices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -66,9 +64,7 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NONE)
 
 
 def _spread(replicas: int, target: Target, inner: int, experts: int, context: int) -> Iterator[dict[str, Any]]:
-    """For each number of expert ranks: plain replicas, ZeRO over all of them, and where they span hosts, ZeRO within a
-    host. Each replica is `inner` devices.
-    """
+    """By number of expert ranks: replicas, ZeRO over all, and within hosts; a replica is `inner` devices."""
     for expert in powers(math.gcd(replicas, experts)):
         left = replicas // expert
         yield {"data": left, "expert": expert}

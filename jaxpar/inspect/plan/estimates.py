@@ -18,8 +18,6 @@
 The forms only choose what is compiled. Every number that is shown of a line comes from its compiled program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -92,9 +90,7 @@ class _Facts:
 
 @dataclass
 class _Group:
-    """Leaves that are spread alike: elements that a rank computes with, those that no stage of a pipeline owns, and of
-    both those that are trained.
-    """
+    """Elements of leaves spread alike: a rank's, those outside a pipeline's stages, and the trained of both."""
 
     elements: int = 0
     trained: int = 0

@@ -1,7 +1,5 @@
 """A plan: its lines, each a compiled strategy, in their order, and why each but the first loses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Line:
         """Of a step, predicted."""
         return self.prediction["seconds"]
 
-    def ties(self, best: Line) -> bool:
+    def ties(self, best: "Line") -> bool:
         """Whether it may be as fast as `best`, by what predictions were off."""
         return self.fits and self.seconds * ERROR[0] <= best.seconds * ERROR[1]
 

@@ -1,7 +1,5 @@
 """What a plan tries next: the families of strategies, and those that differ from a strategy in one choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

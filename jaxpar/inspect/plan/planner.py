@@ -4,8 +4,6 @@ The strategies of `candidates` are ordered by closed forms, the best few of them
 ranked by what their programs hold and how long `predict` says that they take.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
@@ -24,18 +22,24 @@ from ...layout.dims.tensor import Rules
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import Model
+from ...parallel.pipeline.chunks import padded
+from ...step.core import Step
 from ...strategy import Strategy, as_strategy
 from ...text import size
 from ..compiled.compiler_remarks import unread
+from ..compiled.kernels import Executable
+from ..expected import expected
+from ..ledger import Ledger
+from ..memory import of_step
+from ..predict.prediction import predict
+from ..predict.slots import searched
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
 from .line import RESERVE, Line, ranked
-from .neighbours import families, neighbours
-from .numbers import numbers
-from .prune import memory_overrun, reason_to_skip
+from .neighbours import alike_but, families, keeps_more, neighbours
 from .ranking import Plan
 
 _TRIES = 3  # of a family whose fastest do not fit
@@ -164,8 +168,6 @@ class _Planner:
             f"no strategy can be for {rows} rows on {self.target.name} ({n} devices): {'; '.join(whys)}; try more "
             "devices, a batch whose rows they divide, or strategies= of your own"
         )
-
-    # -- what to compile -----------------------------------------------------------------------------------------------
 
     def _compile_all(self, given: Sequence[Strategy], bar: Progress) -> None:
         task = bar.add_task("compile", total=len(given))
@@ -308,30 +310,26 @@ class _Planner:
             self.cache.put(found, "splits")
         return found
 
-    # -- compiling -----------------------------------------------------------------------------------------------------
-
     def _compile(self, strategy: Strategy, estimate: Estimate | None) -> bool:
         """Adds its line, or the reason why it cannot be; whether there is a line."""
         # A policy is known by its name alone, and two may share it.
         cache = None if callable(strategy.remat) else self.cache
         key = ("line", str(strategy), str(self.flops))
-        found = cache and cache.get(*key)
-        if not found:
+        found: Any = cache and cache.get(*key)
+        if not (cached := bool(found)):
             try:
                 found = self._numbers(strategy)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                if isinstance(error, jax.errors.JaxRuntimeError) and not _of_compiler(error):
+                # That a program is too large is its strategy's fault, other errors of the compiler are not.
+                if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 found = {"refused": str(error)}
             if cache:
                 cache.put(found, *key)
-            found = {**found, "cached": False}
-        else:
-            found = {**found, "cached": True}
         if "refused" in found:
             self.refused[str(strategy)] = found["refused"]
             return False
-        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, **found))
+        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, cached=cached, **found))
         return True
 
     def _numbers(self, strategy: Strategy) -> dict[str, Any]:
@@ -342,6 +340,78 @@ class _Planner:
         return numbers(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
 
 
-def _of_compiler(error: Exception) -> bool:
-    """Whether the compiler found the program too large, which is a strategy's fault."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+def numbers(
+    step: Step, batch: Any, compiled: jax.stages.Compiled, target: Target, flops: float | None
+) -> dict[str, Any]:
+    """The fields of a `Line` that its program gives, as JSON has them; `flops` as for `plan`."""
+    program = Executable(compiled.as_text() or "", step.mesh)
+    (memory,) = of_step(step, batch, compiled).values()
+    found = predict(program, step, batch, target.hardware, flops)
+    ledger, closed = Ledger.of(program), expected(step, batch)
+    sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
+    links: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    for part in found.collectives:
+        axes = "+".join(part.axes)
+        links[part.way] = links.get(part.way, 0) + part.bytes
+        exposed[axes] = exposed.get(axes, 0.0) + part.exposed
+    prediction = {k: v for k, v in found.json().items() if k != "parts"}
+    main, schedule = step.traced(batch).program.main, step.schedule
+    if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
+        prediction["notes"].append(f"{why}.")
+    prediction["notes"] += [
+        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
+    ]
+    prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
+    prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
+    return {
+        "memory": dataclasses.asdict(memory),
+        "prediction": prediction,
+        "kernels": found.lines(),
+        "links": links,
+        "exposed": exposed,
+        "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
+        "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
+    }
+
+
+_ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
+
+
+def memory_overrun(line: Line) -> float:
+    """How many times what its closed form says the program of a line needs; the line has one."""
+    assert line.estimate is not None
+    return line.memory["total"] / line.estimate.bytes
+
+
+def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
+    """Why a strategy need not be compiled, after `lines` were; None where it is worth it.
+
+    Args:
+      strategy, estimate: of none of the lines; its closed forms.
+      lines: what was compiled.
+      usable: bytes that a program may take.
+      top: so many are compiled at most; twice as many until one fits.
+    """
+    fitting = [line for line in lines if line.fits]
+    if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
+        return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+    for line in lines:
+        if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
+            return f"as {line.strategy}, by closed forms: of attention the way is the same"
+        if not line.fits and keeps_more(strategy, line.strategy):
+            return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
+    alike = [
+        line
+        for line in lines
+        if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _ALIKE)
+    ]
+    if not all(line.fits for line in alike):
+        # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
+        nearest = min(alike, key=memory_overrun)
+        if (likely := estimate.bytes * memory_overrun(nearest)) > 1.1 * usable:
+            needs = size(nearest.memory["total"])
+            return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
+    if len(lines) >= top and (fitting or len(lines) >= 2 * top):
+        return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
+    return None

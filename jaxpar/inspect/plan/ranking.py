@@ -1,7 +1,5 @@
 """What `plan` found, and how it prints."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import re
@@ -85,8 +83,8 @@ def table(plan: Plan) -> str:
             [*head, *(row for at, line in enumerate(plan.lines, 1) for row in _row(plan, at, line, ways, bool(common)))]
         ),
     ]
-    if losers := [line for line in plan.lines if line.why]:
-        parts.append("\n".join(["why not", *(_reason(plan, line) for line in losers)]))
+    if losers := [_fill(f"{at:>2}  {line.why}", 4) for at, line in enumerate(plan.lines, 1) if line.why]:
+        parts.append("\n".join(["why not", *losers]))
     parts += _left(plan)
     return "\n\n".join(parts)
 
@@ -149,11 +147,6 @@ class _Wrapper(textwrap.TextWrapper):
 def _fill(text: str, indent: int) -> str:
     """A paragraph whose lines but the first are indented."""
     return _Wrapper(WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False).fill(text)
-
-
-def _reason(plan: Plan, line: Line) -> str:
-    number = plan.lines.index(line) + 1
-    return _fill(f"{number:>2}  {line.why}", 4)
 
 
 def _left(plan: Plan) -> Iterator[str]:

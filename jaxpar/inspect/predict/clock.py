@@ -1,7 +1,5 @@
 """The clock of a prediction: a program walked in the order of its schedule, on two streams; see `predict`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

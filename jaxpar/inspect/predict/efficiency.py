@@ -120,9 +120,7 @@ def _product_seconds(product: Product, hardware: Hardware) -> tuple[float, str]:
 
 
 def quantized_seconds(product: Product, peak: float, hardware: Hardware) -> float:
-    """Seconds of a matmul in whole waves of whole tiles, with the tile that is fastest (guide, 3.1 and 3.2); 0 where
-    the number of SMs is not known.
-    """
+    """Seconds of a matmul in whole waves of the fastest tile (guide, 3.1 and 3.2); 0 if SMs are unknown."""
     cores = _cores(hardware)
     if not cores:
         return 0.0

@@ -13,8 +13,6 @@ those measured on one, and at the ends of a prediction's interval 0% and 22% (`e
 Left out: caches, the launch of the step itself and its input, and clocks and power but for what these shares contain.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from dataclasses import dataclass
@@ -98,9 +96,7 @@ class Prediction:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of kernels by kind, `slowed` included, and of what is exposed of collectives; they add up to
-        `seconds`. Most first.
-        """
+        """Seconds of kernels by kind, and exposed ones of collectives, most first; they add up to `seconds`."""
         sums: dict[str, float] = {}
         for part in self.parts:
             sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.collective else part.seconds)

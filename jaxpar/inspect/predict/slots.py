@@ -1,7 +1,5 @@
 """From a predicted step to a better table: what F, I, W and a message take, and the best order for these times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -69,9 +67,7 @@ def best_schedule(
 
 
 def searched(found: Prediction, step: Step) -> list[Schedule]:
-    """The best schedules for a step's predicted times with room for p activations a rank, and for 2 p, if its schedule
-    is a named one with I and W; else none.
-    """
+    """The best schedules for predicted times with room for p and 2 p activations; none unless it runs I and W."""
     schedule = step.schedule
     if schedule is None or schedule.kind not in SCHEDULES or not halved(schedule) or not op_costs(found, step).forward:
         return []

@@ -7,8 +7,6 @@ Cells are as wide as they are long, on the assumption that every chunk takes the
 its forward, and each half of the backward (I, W) as long as the forward. Prologue, epilogue and messages are not drawn.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from fractions import Fraction
@@ -28,9 +26,6 @@ from .svg import INK, kinds_of, tint
 _BANDS = 6  # a schedule of more is drawn without its middle
 _LABEL = 8  # characters left of a lane
 Columns = list[Column]
-
-
-# -- drawing -----------------------------------------------------------------------------------------------------------
 
 
 def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[Text]:
@@ -156,9 +151,6 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room}, as all run one program",
     }
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def slot_bytes(step: Step, batch: Any) -> int:

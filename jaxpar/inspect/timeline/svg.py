@@ -1,7 +1,5 @@
 """A pipeline's schedule as SVG: a lane for each rank, cells as wide as they are long, on white and on black."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule

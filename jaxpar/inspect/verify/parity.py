@@ -1,7 +1,5 @@
 """verify: the same mathematics as one device, shown leaf by leaf."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,9 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
-    furthest off.
-    """
+    """The result of `verify`: `ok` if loss and leaves agree to `tolerance`; `worst` is the leaf furthest off."""
 
     ok: bool
     tolerance: float
@@ -202,7 +198,7 @@ class _Shown:
         self._on = self._terminal if progress is None else progress
         self._console, self._status = console, console.status("verify")
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> "_Shown":
         if self._on and self._terminal:
             self._status.start()
         return self

@@ -1,7 +1,5 @@
 """One device, plainly: what the strategies are compared with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +125,7 @@ class Reference:
                 changes, state = tuned.update(_trained(grads), state, _trained(params), value=loss)
                 moved = optax.apply_updates(_trained(params), changes)
                 return jax.tree.map(
-                    lambda new, old: old if new is None else new, moved, params, is_leaf=_is_none
+                    lambda new, old: old if new is None else new, moved, params, is_leaf=lambda x: x is None
                 ), state
 
             self._updates[id(optimizer)] = tuned, update, optimizer  # held, so that its id stays its own
@@ -162,7 +160,7 @@ class Reference:
     def _start(self, key: jax.Array, nudge: float, sample: int) -> tuple[Any, Any]:
         """Master parameters and variables, the parameters changed by up to `nudge`, relatively."""
         params, variables = self._create(key)
-        params = _masters(params)
+        params = jax.tree.map(lambda x: x.astype(Policy.master(x.dtype)), params)
         if not nudge:
             return params, variables
         leaves, tree = jax.tree.flatten(params)
@@ -192,14 +190,6 @@ def _moves(x: Any) -> bool:
 def _trained(tree: Any) -> Any:
     """None in place of what no optimizer moves: integers, and the float0 that stands for their gradients."""
     return jax.tree.map(lambda x: x if _moves(x) else None, tree)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _masters(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(Policy.master(x.dtype)), params)
 
 
 def _marked(x: Any) -> bool:

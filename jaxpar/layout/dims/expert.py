@@ -10,8 +10,6 @@ A rule for this axis is `{path: {"expert": dim}}`, which may name "tensor" as we
 to which annotations give that name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -24,8 +24,7 @@ A guess can be wrong (a module that creates its leaves in another order). Then m
 because `localise` follows the loss itself.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ...model.paths import name_of
-from ...program import jaxpr as jx
+from ...program.walk import propagate, through
 from ..leaves import PAD_FROM
 
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
@@ -54,29 +53,21 @@ def creation_order(create: Callable[[jax.Array], Any]) -> list[str]:
     """The paths of the leaves of `create(key)[0]` in the order in which it makes them."""
     closed, out = jax.make_jaxpr(create, return_shape=True)(jax.random.key(0))
     paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(out[0])]
-    flat = jx.flatten(closed)
-    places = dict(zip(paths, _places(flat.eqns, flat.outvars), strict=False))  # variables may follow the parameters
+    places = dict(zip(paths, _places(closed, [()]), strict=False))  # variables may follow the parameters
     natural = lambda path: [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)]
     return sorted(paths, key=lambda path: (places[path], natural(path)))
 
 
-def _places(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Where each output is made: the number of its equation, then that in the body of a loop, and so on."""
-    made = {v: (number, at) for number, eqn in enumerate(eqns) for at, v in enumerate(eqn.outvars)}
-    inside: dict[int, list[tuple[int, ...]]] = {}
+def _places(program: Any, ins: Sequence[tuple[int, ...]], within: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Where outputs are made: the equation's number, then that within its loop or call, ...; () for constants."""
+    number = itertools.count()
 
-    def place(v: Any) -> tuple[int, ...]:
-        number, at = (-1, 0) if jx.is_literal(v) else made.get(v, (-1, 0))  # -1: constants
-        if number < 0:
-            return (number,)
-        for jaxpr in jx.programs(eqns[number]):
-            if len(jaxpr.outvars) == len(eqns[number].outvars):
-                if number not in inside:
-                    inside[number] = _places(jaxpr.eqns, jaxpr.outvars)
-                return (number, *inside[number][at])
-        return (number,)
+    def made(eqn: Any, ins: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        at = (*within, next(number))
+        inside = propagate(eqn, ins, lambda inner, ins, _: _places(inner, ins, at), max)
+        return [at] * len(eqn.outvars) if inside is None else inside
 
-    return [place(v) for v in outvars]
+    return through(program, ins, made, ())
 
 
 class _Product(NamedTuple):
@@ -87,7 +78,7 @@ class _Product(NamedTuple):
     out_of: int
     size: int
 
-    def pairs(self, after: _Product, ranks: int) -> bool:
+    def pairs(self, after: "_Product", ranks: int) -> bool:
         """Whether another can be the row-parallel one to this."""
         hidden = self.out_of
         return after.into == hidden >= min(self.into, after.out_of) and hidden % ranks == 0

@@ -4,8 +4,6 @@ Python's `re` goes back and tries again, and where one repetition stands in anot
 among them double with each character. Such a pattern is refused before it is tried.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

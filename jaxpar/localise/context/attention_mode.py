@@ -6,8 +6,6 @@ ring       keys and values move from rank to rank            sends as gather; ho
 usp        ulysses in groups of ranks, a ring of the groups  where c does not divide the heads, and a divisor of it does
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

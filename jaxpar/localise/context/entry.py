@@ -2,8 +2,6 @@
 [rows, positions, features] do, by a matmul.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -39,9 +37,7 @@ class FirstSplit:
 
 
 def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, FirstSplit]:
-    """The equations of a program where a split begins, by their `id`. Raises ValueError where there is none, or the
-    ranks do not divide the positions.
-    """
+    """The equations where a split begins, by `id`. ValueError: none, or ranks do not divide positions."""
     weights = jx.depends(flat.eqns, flat.invars[:leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
     found: dict[int, FirstSplit] = {}

@@ -16,8 +16,6 @@ ceil(n / c), or of ceil(n / 2c) in zigzag order. What is beyond the last
 position repeats others, and is left out where positions are added up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -30,14 +28,11 @@ from jax import lax
 
 from ...ops.context import from_zigzag, order_of
 from ...program import jaxpr as jx
+from ...program import primitives
 from ..tensor.localiser import Localiser, LocalValue
 from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
-
-# Their inputs need not be split alike: they hold programs, or treat each input by itself.
-MIXING = frozenset((*jx.REMATS, *jx.CUSTOM, "scan", "while", "cond", "custom_linear_solve", "optimization_barrier",
-                    "dot_general", "concatenate"))  # fmt: skip
 
 
 @dataclass
@@ -55,8 +50,6 @@ class Positions(Localiser):
     eqns: Sequence[Any] = ()
     rows: int = 1
     overlap: int = 0
-
-    # -- whole, split, partial -----------------------------------------------------------------------------------------
 
     def whole(self, x: LocalValue) -> jax.Array:
         """All of it, on every rank."""
@@ -178,8 +171,6 @@ class Positions(Localiser):
         """That of a whole input is a partial sum."""
         return self.shared(x) if dim is None else self.part(x, dim)
 
-    # -- equations -----------------------------------------------------------------------------------------------------
-
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program: partial sums only of one that is linear in them."""
         outer, self.eqns = self.eqns, flat.eqns
@@ -211,7 +202,9 @@ class Positions(Localiser):
             if found is None:
                 inputs = [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
         split = any(x.dim is not None for x in inputs)
-        known = name in self.rules and (name in MIXING or not mixed)
+        how = primitives.of(eqn)
+        apart = how.nested or how.separate or name in ("dot_general", "concatenate")  # inputs need not be split alike
+        known = name in self.rules and (apart or not mixed)
         if found is None and split and known:
             found = self.rules[name](self, eqn, inputs)
         if found is None:
@@ -273,11 +266,7 @@ def split_sequence(
 
     def fun(*values: Any) -> list[Any]:
         work = Positions(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
-        args = []
-        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
-            leaf = i < leaves
-            args.append(LocalValue(x, None, v.aval.shape, leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact), leaf))
-        outs = work.run(flat, args, linear=True)
+        outs = work.run(flat, work.arguments(flat, values, [None] * leaves), linear=True)
         return [work.shared(x) if i < sums else work.whole(x) for i, x in enumerate(outs)]
 
     return fun

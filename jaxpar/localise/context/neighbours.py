@@ -5,8 +5,6 @@ A rank gets what is next to its chunks from their neighbours (`ops/context/halo.
 those behind it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -218,8 +216,6 @@ def _convolution(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     return [(jnp.concatenate(done, out), Split(out, 1, more))]
 
 
-# -- with all before ---------------------------------------------------------------------------------------------------
-
 _JOINED = {
     "cumsum": (jnp.add, lambda dtype: 0),
     "cumprod": (jnp.multiply, lambda dtype: 1),
@@ -265,9 +261,6 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
         before.append(join(before[-1], total))
     known = jnp.stack(before[::-1] if back else before)
     return [(jnp.concatenate([join(known[at], y) for at, y in zip(work.chunks(), each, strict=True)], int(dim)), dim)]
-
-
-# -- recurrences -------------------------------------------------------------------------------------------------------
 
 
 @rule("scan")
@@ -324,9 +317,7 @@ def _recurrence(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
 
 def diagonal(parts: jx.Scan) -> bool:
-    """Whether each carry of a scan becomes a h + b, where neither a nor b depends on any carry, and an element of h
-    goes into the same one alone.
-    """
+    """Whether every carry becomes a h + b, element by element, where a and b depend on no carry."""
     flat = jx.flatten(parts.body)
     n, k = len(parts.consts), len(parts.carry)
     of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}  # None: of carries in another way

@@ -3,11 +3,9 @@
 Equations that leave positions apart, as their factors say, have the rules of `tensor`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +16,18 @@ from ...ops.context import gather_attention, ring_attention, ulysses_attention, 
 from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
 from ...program import jaxpr as jx
+from ...program.primitives import having
+from ...program.walk import called
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
-from .keys import keys_of
 from .localiser import Positions
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
-_EACH = ("optimization_barrier", "psum", "pmax", "pmin", "cond", "while", "custom_linear_solve", *jx.REMATS)
-RULES: dict[str, Rule] = {name: TENSOR[name] for name in (*factors.FACTORS, *_EACH) if name in TENSOR}
+_KNOWN = (*factors.FACTORS, *having("separate"), *having("nested"))
+RULES: dict[str, Rule] = {name: TENSOR[name] for name in _KNOWN if name in TENSOR}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -62,9 +61,6 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     )
 
 
-# -- functions that put tokens into another order ----------------------------------------------------------------------
-
-
 @rule(*jx.CUSTOM)
 def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A route (`ops/permutations.py`) takes each rank's own tokens, in slots of its own."""
@@ -91,23 +87,22 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
-
-
-@rule("reduce_sum", "argmax", "argmin")
+@rule(*having("reduces"))
 def _reduce(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A sum stays a partial one; others than these are `tensor`'s."""
-    (x,) = inputs
+    """A sum stays a partial one, the place of an extreme needs all positions, and others are `tensor`'s."""
+    (x,), name = inputs, eqn.primitive.name
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
-    return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)] if eqn.primitive.name == "reduce_sum" else None
+    if name == "reduce_sum":
+        return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)]
+    return None if name.startswith("arg") else TENSOR[name](work, eqn, inputs)
 
 
 @rule("dot_general")
 def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Each position by itself where they are free or batched; a partial sum where they are contracted.
 
-    Of two operands whose positions meet, keys (`keys.py`) are gathered and queries stay.
+    Of two operands whose positions meet, keys (`keys_of`) are gathered and queries stay.
     """
     split = [side for side in (0, 1) if inputs[side].dim is not None]
     every = factors.of(eqn)
@@ -125,9 +120,6 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
         values[keep] = work.kept(inputs[keep])
         return [(jx.bind(eqn, values)[0], PARTIAL)]
     return [(jx.bind(eqn, values)[0], Split(out, *how))]
-
-
-# -- lookups -----------------------------------------------------------------------------------------------------------
 
 
 @rule("gather")
@@ -158,9 +150,6 @@ def _own(work: Positions, eqn: Any, table: LocalValue, indices: LocalValue) -> F
     (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
     batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [(value, batch[at])]
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 @rule("jit", "pjit")
@@ -204,3 +193,49 @@ def attend(
     if mode.name == "usp":
         return usp_attention(query, key, value, group=mode.group, **given)
     return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **given)
+
+
+Sides = dict[int, int]  # dim -> which operand's positions it has
+
+
+def keys_of(eqns: Sequence[Any], product: Any, dims: Sequence[int]) -> int | None:
+    """The operand that has the keys, of a product among `eqns` with the positions of either operand at these dims."""
+    at = next(i for i, eqn in enumerate(eqns) if eqn is product)
+    return _follow(eqns[at + 1 :], {product.outvars[0]: {dims[0]: 0, dims[1]: 1}})[0]
+
+
+def _follow(eqns: Sequence[Any], known: dict[Any, Sides]) -> tuple[int | None, Mapping[Any, Sides]]:
+    for eqn in eqns:
+        sides = [{} if jx.is_literal(v) else known.get(v, {}) for v in eqn.invars]
+        if not any(sides):
+            continue
+        if (hit := _summed(eqn, sides)) is not None:
+            return hit, known
+        inner = called(eqn)
+        if inner is not None and eqn.primitive.name != "scan":
+            opened, _ = jx.opened(inner)
+            hit, within = _follow(opened.eqns, dict(zip(opened.invars, sides, strict=True)))
+            if hit is not None:
+                return hit, known
+            known.update((v, within.get(w, {})) for v, w in zip(eqn.outvars, opened.outvars, strict=True)
+                         if not jx.is_literal(w))  # fmt: skip
+        else:
+            known.update((v, _moved(eqn, v, sides)) for v in eqn.outvars)
+    return None, known
+
+
+def _summed(eqn: Any, sides: Sequence[Sides]) -> int | None:
+    mixed = [(i, d) for f in factors.of(eqn) if f.reduced for i, d in enumerate(f.ins) if d is not None]
+    mixed += [
+        (0, eqn.params[k])
+        for k in ("axis", "dimension")
+        if eqn.primitive.name.startswith(("cum", "sort")) and k in eqn.params
+    ]
+    return next((sides[i][d] for i, d in mixed if d in sides[i]), None)
+
+
+def _moved(eqn: Any, out: Any, sides: Sequence[Sides]) -> Sides:
+    """Where the positions are in an output of an equation that leaves them apart."""
+    at = list(eqn.outvars).index(out)
+    pairs = [(d, f.outs[at], i) for f in factors.of(eqn) for i, d in enumerate(f.ins)]
+    return {to: sides[i][d] for d, to, i in pairs if d in sides[i] and to is not None}

@@ -19,8 +19,6 @@ without the last 2         a b c d | e f . .              overlap -2
 ```
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,23 +36,21 @@ PARTIAL = -1  # in the place of the dim along which a value is split: it is a pa
 
 
 class Split(int):
-    """A dim, which consists of `rows` equal stretches, each split by itself: 1 but for a merged one. A stretch is
-    longer by `overlap` than what is in chunks.
-    """
+    """A dim of `rows` equal stretches (1 unless merged), each split by itself, `overlap` beyond its chunks."""
 
     rows: int
     overlap: int
 
-    def __new__(cls, dim: int, rows: int = 1, overlap: int = 0) -> Split:
+    def __new__(cls, dim: int, rows: int = 1, overlap: int = 0) -> "Split":
         """The dim of this number."""
         made = super().__new__(cls, dim)
         made.rows, made.overlap = rows, overlap
         return made
 
-    def __add__(self, n: int) -> Split:
+    def __add__(self, n: int) -> "Split":
         return Split(int(self) + n, self.rows, self.overlap)
 
-    def __sub__(self, n: int) -> Split:
+    def __sub__(self, n: int) -> "Split":
         return Split(int(self) - n, self.rows, self.overlap)
 
     @property
@@ -117,15 +113,10 @@ def linear(eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     return None
 
 
-# -- a part of a whole value from parts of what it was made of: no rank holds a mask [T, T] whole ----------------------
-
-
 def pushed(
     work: Localiser, positions: Callable[[int, Split], jax.Array], x: LocalValue, dim: Split
 ) -> jax.Array | None:
-    """The part of `x` along `dim`; None where it is to be cut out of the whole. `positions(n, dim)` are this rank's of
-    n.
-    """
+    """The part of `x` along `dim`; None to cut it out of the whole. `positions(n, dim)` are this rank's of n."""
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name

@@ -1,13 +1,10 @@
 """The program of one expert rank, from end to end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ...program import jaxpr as jx
 from ..tensor.localiser import LocalValue
@@ -35,7 +32,7 @@ class TokenExchange(ExpertLocaliser):
 
     def grouped(self, run: ExpertRun, env: dict[Any, LocalValue]) -> None:
         """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
-        inputs = [self._read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
+        inputs = [self.read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
         k = 1 + len(run.rows)
         leaves, rest = inputs[k : k + len(run.leaves)], inputs[k + len(run.leaves) :]
         tokens, experts = run.bytes()
@@ -73,11 +70,6 @@ def exchange_tokens(
         work.gathered.clear()
         work.fewer.clear()
         work.all_tokens.clear()
-        args = []
-        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
-            leaf = i < len(dims)
-            active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(LocalValue(x, dims[i] if leaf else None, v.aval.shape, active, leaf))
-        return [work.whole(x) for x in work.run(flat, args)]
+        return [work.whole(x) for x in work.run(flat, work.arguments(flat, values, dims))]
 
     return fun, work

@@ -7,8 +7,6 @@ equations is a function of a row and of its expert's leaves, and is computed as 
 capacity: the first slots of every expert exchanged at once, the rest in rounds (`ops/experts/dropless.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +20,11 @@ from ...ops import permutations
 from ...ops.experts.dropless import dropless, slots_of
 from ...ops.experts.tables import wide
 from ...program import jaxpr as jx
+from ...program import primitives
 from ..tensor.localiser import Found, LocalValue
 from .localiser import ExpertLocaliser, SlotDims
 
 PRIMITIVE = "ragged_dot_general"
-_SAME = ("convert_element_type", "copy", "stop_gradient")  # sizes are what they were
-
 
 BY_ROWS: Any = SlotDims(0, 0)
 
@@ -170,7 +167,7 @@ def _plain(eqn: Any) -> bool:
 
 def _source(v: Any, made: dict[Any, Any]) -> Any:
     """The variable of which this one is a copy."""
-    while v in made and made[v].primitive.name in _SAME:
+    while v in made and (how := primitives.of(made[v])).view and how.elementwise:
         v = made[v].invars[0]
     return v
 

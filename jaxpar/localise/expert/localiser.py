@@ -12,8 +12,6 @@ Each rank's loss is its own part of the sum over rows, as on `data`, so that the
 own. The gradient of experts is that of all tokens that they got: a strategy's rule does not sum it over `expert`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +33,10 @@ class SlotDims:
     dim: int
     slots: int
 
-    def __add__(self, n: int) -> SlotDims:
+    def __add__(self, n: int) -> "SlotDims":
         return SlotDims(self.dim + n, self.slots + n)
 
-    def moved(self, to: Callable[[int], int]) -> SlotDims:
+    def moved(self, to: Callable[[int], int]) -> "SlotDims":
         """Where they are in another value."""
         return SlotDims(to(self.dim), to(self.slots))
 
@@ -54,8 +52,6 @@ class ExpertLocaliser(Localiser):
     """
 
     all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    # -- whole, split, slotwise ----------------------------------------------------------------------------------------
 
     def whole(self, x: LocalValue) -> jax.Array:
         """As the model has it: all experts, and of slots those of this rank's rows."""
@@ -120,31 +116,9 @@ class ExpertLocaliser(Localiser):
         each = {dim.dim: lambda n: n // self.ranks, dim.slots: lambda n: n * self.ranks}
         return tuple(each.get(d, lambda n: n)(n) for d, n in enumerate(shape))
 
-    # -- equations -----------------------------------------------------------------------------------------------------
-
-    def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
-        """The outputs of a flat program."""
-        env: dict[Any, LocalValue] = {}
-        consts = zip(flat.constvars, flat.consts, strict=True)
-        env.update((v, LocalValue(x, None, v.aval.shape, weight=True)) for v, x in consts)
-        env.update(zip(flat.invars, args, strict=True))
-        self.through(flat, env)
-        return [self._read(env, v) for v in flat.outvars]
-
-    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
-        """All equations of a flat program, in the values `env` of its variables."""
-        for eqn in flat.eqns:
-            self.compute(eqn, env)
-
-    def compute(self, eqn: Any, env: dict[Any, LocalValue]) -> None:
-        """One equation."""
-        inputs = [self._read(env, v) for v in eqn.invars]
-        with jx.source_info_of(eqn):
-            env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
-
-    @staticmethod
-    def _read(env: dict[Any, LocalValue], atom: Any) -> LocalValue:
-        return LocalValue(atom.val, None, jnp.shape(atom.val), weight=True) if jx.is_literal(atom) else env[atom]
+    def constant(self, value: Any) -> LocalValue:
+        """Equal on all ranks, as parameters are."""
+        return LocalValue(value, None, jnp.shape(value), weight=True)
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
@@ -157,7 +131,7 @@ class ExpertLocaliser(Localiser):
                 self.note(eqn, x)
             found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
         active = any(x.active for x in inputs)
-        alike = all(x.weight for x in inputs) and not _knows_rank(eqn)
+        alike = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))  # each rank's own
         outs = [
             LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), alike)
             for v, (value, dim) in zip(eqn.outvars, found, strict=True)
@@ -178,8 +152,3 @@ class ExpertLocaliser(Localiser):
 def place(eqn: Any) -> str:
     """An equation and its line, for people."""
     return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
-
-
-def _knows_rank(eqn: Any) -> bool:
-    """Whether an equation may give each rank its own result of equal inputs."""
-    return jx.communicates([eqn], ("axis_index",))

@@ -4,8 +4,6 @@ Of split leaves alone, the rules are `tensor`'s. A rule returns None where it do
 for itself: then every input is as the model has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +14,7 @@ from ...ops import permutations
 from ...ops.experts.gathered import fewer
 from ...program import factors
 from ...program import jaxpr as jx
+from ...program.primitives import having
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow
@@ -49,9 +48,7 @@ def _slots(inputs: Sequence[LocalValue]) -> Any:
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
-@rule("optimization_barrier")
-def _each(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]
+rule("optimization_barrier")(TENSOR["optimization_barrier"])
 
 
 @rule(*factors.FACTORS)
@@ -113,9 +110,6 @@ def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
 RULES["dot_general"] = _dot
 
 
-# -- equations that hold programs --------------------------------------------------------------------------------------
-
-
 def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Layers by layers, and what is done again and again. Leaves of experts that become something else are gathered."""
     first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # where what is carried begins and ends
@@ -163,6 +157,5 @@ def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gat
     return [(rows, slotwise), *((table, None) for table in tables)]
 
 
-RULES |= {"scan": _loop, "while": _loop, "cond": TENSOR["cond"], "custom_linear_solve": TENSOR["custom_linear_solve"]}
-RULES |= {name: TENSOR[name] for name in jx.REMATS if name in TENSOR}
-RULES |= {name: _custom for name in jx.CUSTOM if name in TENSOR}
+RULES |= {name: TENSOR[name] for name in having("nested")}
+RULES |= {"scan": _loop, "while": _loop, **dict.fromkeys(jx.CUSTOM, _custom)}

@@ -2,17 +2,17 @@
 same rules (`localiser.py`), but that chunks follow one another: nothing can be had of several at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from ...collectives.edges import EDGES
 from ...ops import permutations
 from ...ops.cross_entropy import HeadProduct, product
 from ...program import jaxpr as jx
+from ...program.primitives import having
 from ..context.localiser import Positions
 from ..context.rules import RULES as CONTEXT
 from ..context.split import Split
@@ -20,21 +20,10 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
 
-_EDGES = (
-    "tensor_enter",
-    "tensor_leave",
-    "tensor_gather",
-    "tensor_scatter",
-    "tensor_all_gather_replicated",
-    "tensor_take",
-)
 # Of what is no single factor, the rules that ask nothing of other chunks.
-_OWN = """
-reshape reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin dot_general gather pmax psum
-optimization_barrier
-""".split()
+_OWN = ("reshape", "dot_general", "gather", *having("reduces"), *having("separate"), *jx.REMATS)
 RULES: dict[str, Any] = {name: rule for name, rule in TENSOR.items() if rule is follow}
-RULES |= {name: CONTEXT[name] for name in (*_OWN, *jx.REMATS) if name in CONTEXT}
+RULES |= {name: CONTEXT[name] for name in _OWN}
 
 
 class StayWholeError(Exception):
@@ -88,7 +77,7 @@ class Chunk(Positions):
 def _edge(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """To other ranks of `tensor`, of other dims."""
     (x,) = inputs
-    if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in _EDGES[:2]):
+    if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in ("tensor_enter", "tensor_leave")):
         return None
     return [(jx.bind(eqn, [x.value])[0], x.dim)]
 
@@ -120,4 +109,4 @@ def _custom(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None
     return TENSOR[eqn.primitive.name](work, eqn, inputs)
 
 
-RULES |= dict.fromkeys(_EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}
+RULES |= dict.fromkeys(EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}

@@ -10,8 +10,6 @@ several chunks at once, leaves them whole.
 It is the last rewriting: of the program of one device, whose logits are its own part of the positions and the words.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,7 +84,7 @@ def _is_large(eqn: Any, least: float) -> bool:
 
 def _held(
     eqns: Iterable[Any], leaves: Iterable[Any], rest: Iterable[Any], least: float
-) -> Iterator[tuple[_Region, str]]:
+) -> "Iterator[tuple[_Region, str]]":
     """The cross-entropies within equations of a program, which stay as they are, and what each is within."""
     held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e, _ in visit([eqn]))]
     if not held:
@@ -136,10 +134,8 @@ class _Region:
     splits: list[LocalValue] = field(default_factory=list)
 
     @classmethod
-    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> _Region | None:
-        """That of a product, where `leaves` are parameters and the `rest` is of the batch; None where it is no
-        cross-entropy's.
-        """
+    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> "_Region | None":
+        """That of a product; `leaves` are parameters, `rest` is of the batch. None if it is no cross-entropy's."""
         how = _product(head, jx.depends(flat.eqns, rest))
         if how is None:
             return None
@@ -206,9 +202,7 @@ class _Region:
         return jx.where(self.head) or f"logits [{self.tokens}, {self.words}]"
 
     def looped(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
-        """The program from `inputs` to `outs`, for so many tokens at a time, and its number of chunks. Raises
-        StayWholeError.
-        """
+        """The program from `inputs` to `outs` in chunks of tokens, and their number. Raises StayWholeError."""
         hidden, weight, *others = self.inputs
         if self.why:
             raise StayWholeError(self.why)

@@ -2,6 +2,5 @@
 
 from . import calls as calls
 from . import sums as sums
-from . import windows as windows
 from .localiser import localise as localise
 from .primitives import RULES as RULES

@@ -1,7 +1,5 @@
 """Rules of equations that hold programs: scans, rematerialised calls, rules of differentiation, kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -94,9 +92,7 @@ def _settled(
 
 @rule("while")
 def _while(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """What is carried as in a scan; the condition reads all of it. None where it may end on some ranks before others,
-    which would wait for them in its collectives.
-    """
+    """Carried as by a scan; the condition reads all. None where ranks may end apart, inside its collectives."""
     cond, body = (jx.flatten(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     if cond.outvars[0].aval.shape:
         values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -178,9 +174,7 @@ def _remat(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
 
 @rule(*jx.CUSTOM)
 def _custom(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """A function with its own rule of differentiation keeps it: forward and backward are traced at the whole's shapes,
-    and each is rewritten.
-    """
+    """A function with its own derivative: forward and backward, traced at whole shapes, are each rewritten."""
     avals = [jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.value)) for x in inputs]
     at = [i for i, x in enumerate(inputs) if x.active]
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]

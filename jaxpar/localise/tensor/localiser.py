@@ -2,7 +2,7 @@
 
 Of a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`, comes the loss
 that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
-whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`, `windows.py`,
+whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`,
 `calls.py`) says what its equation becomes. Whole values that split computation reads pass an edge
 (`collectives/edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
 share it. A sum over a split dim is followed by an all-reduce; with `sequence`, that of a matmul with a parameter by a
@@ -12,8 +12,6 @@ gathering them, which is noted.
 
 All of it is linear in what it moves, so that the rewritten loss is differentiated like any other.
 """
-
-from __future__ import annotations
 
 import math
 import warnings
@@ -51,9 +49,9 @@ class LocalValue:
     active: bool = False
     weight: bool = False
     origin: str = ""
-    broadcast: tuple[LocalValue, tuple[int, ...]] | None = None
+    broadcast: "tuple[LocalValue, tuple[int, ...]] | None" = None
     partial: bool = False
-    made: tuple[Any, Sequence[LocalValue]] | None = field(default=None, repr=False)
+    made: "tuple[Any, Sequence[LocalValue]] | None" = field(default=None, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
@@ -69,16 +67,12 @@ PrimitiveRule = Callable[["Localiser", Any, Sequence[LocalValue]], Found | None]
 
 @dataclass
 class Localiser:
-    """One rewriting, for `ranks` ranks, by the rule of each primitive. `gathered` notes what had none: where, and bytes
-    of the whole.
-    """
+    """One rewriting for `ranks` ranks; `gathered` notes what had no rule: where, and bytes of the whole."""
 
     ranks: int
     sequence: bool
     rules: Mapping[str, PrimitiveRule]
     gathered: dict[str, int] = field(default_factory=dict)
-
-    # -- edges ---------------------------------------------------------------------------------------------------------
 
     def whole(self, x: LocalValue) -> jax.Array:
         """For computation that every rank repeats."""
@@ -161,22 +155,41 @@ class Localiser:
             return edges.leave(value, self.ranks), None
         return edges.scatter(value, 1, self.ranks), 1
 
-    # -- equations -----------------------------------------------------------------------------------------------------
-
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program; `linear` where it is that of cotangents."""
-        env: dict[Any, LocalValue] = {}
-        env.update((v, LocalValue(x, None, v.aval.shape)) for v, x in zip(flat.constvars, flat.consts, strict=True))
+        env = dict(zip(flat.constvars, map(self.constant, flat.consts), strict=True))
         env.update(zip(flat.invars, args, strict=True))
-        for eqn in flat.eqns:
-            inputs = [self._read(env, v) for v in eqn.invars]
-            with jx.source_info_of(eqn):
-                env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
-        return [self._read(env, v) for v in flat.outvars]
+        self.through(flat, env)
+        return [self.read(env, v) for v in flat.outvars]
 
-    @staticmethod
-    def _read(env: dict[Any, LocalValue], atom: Any) -> LocalValue:
-        return LocalValue(atom.val, None, jnp.shape(atom.val)) if jx.is_literal(atom) else env[atom]
+    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
+        """All equations of a flat program, in the values `env` of its variables."""
+        for eqn in flat.eqns:
+            self.compute(eqn, env)
+
+    def compute(self, eqn: Any, env: dict[Any, LocalValue]) -> None:
+        """One equation."""
+        inputs = [self.read(env, v) for v in eqn.invars]
+        with jx.source_info_of(eqn):
+            env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
+
+    def read(self, env: dict[Any, LocalValue], atom: Any) -> LocalValue:
+        """The value of a variable or a literal."""
+        return self.constant(atom.val) if jx.is_literal(atom) else env[atom]
+
+    def constant(self, value: Any) -> LocalValue:
+        """A literal, or an array that the program closes over: whole."""
+        return LocalValue(value, None, jnp.shape(value))
+
+    def arguments(
+        self, flat: jx.Flat, values: Sequence[Any], dims: Sequence[int | None], names: Sequence[str] = ()
+    ) -> list[LocalValue]:
+        """The inputs of a flat program: parameters first, split along `dims` because of rules for `names`."""
+        args = [LocalValue(x, None, v.aval.shape) for v, x in zip(flat.invars, values, strict=True)]
+        for x, dim, name in zip(args, dims, names or [""] * len(dims), strict=False):
+            x.dim, x.origin, x.weight = dim, name, True
+            x.active = jnp.issubdtype(jnp.result_type(x.value), jnp.inexact)
+        return args
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
@@ -223,11 +236,6 @@ def localise(
 
     def fun(*values: Any) -> list[Any]:
         work.gathered.clear()
-        args = []
-        for i, (v, x) in enumerate(zip(flat.invars, values, strict=True)):
-            leaf = i < len(dims)
-            active = leaf and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            args.append(LocalValue(x, dims[i] if leaf else None, v.aval.shape, active, leaf, names[i] if leaf else ""))
-        return [work.whole(x) for x in work.run(flat, args)]
+        return [work.whole(x) for x in work.run(flat, work.arguments(flat, values, dims, names))]
 
     return fun, work.gathered

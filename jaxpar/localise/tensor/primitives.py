@@ -5,8 +5,6 @@ which that is split (None: whole). It returns None where it knows no better than
 the factors of the equation (`program/factors.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.factors import ELEMENTWISE as ELEMENTWISE
 from ...program.factors import Factor
+from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue, PrimitiveRule
 
 RULES: dict[str, PrimitiveRule] = {}
@@ -64,7 +63,7 @@ def on_parts(work: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Fa
     return list(zip(jx.bind(eqn, values, **changes), factor.outs, strict=True))
 
 
-@rule("optimization_barrier", "psum", "pmax", "pmin", "ppermute", "pbroadcast")
+@rule(*having("separate"))
 def _each(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Every input by itself; over other axes than `tensor`."""
     return [(value, x.dim) for value, x in zip(jx.bind(eqn, [x.value for x in inputs]), inputs, strict=True)]

@@ -1,7 +1,5 @@
 """Rules of what adds up over a split dim: reductions, matmuls, lookups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +10,12 @@ from jax import lax
 
 from ...collectives import edges
 from ...program import jaxpr as jx
+from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
 from .primitives import follow, followed, on_parts, rule, shape_of, without
 
-# -- reductions --------------------------------------------------------------------------------------------------------
 
-
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+@rule(*having("reduces"))
 def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
@@ -70,9 +67,6 @@ def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
 
 
-# -- matmuls -----------------------------------------------------------------------------------------------------------
-
-
 @rule("dot_general", "conv_general_dilated")
 def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
@@ -88,9 +82,6 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     left, right = inputs
     residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
     return [work.summed(value, shape_of(eqn), residual, eqn)]
-
-
-# -- lookups -----------------------------------------------------------------------------------------------------------
 
 
 @rule("gather")

@@ -12,8 +12,6 @@ its callers in bfloat16 (jax 0.10 to 0.12).
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,9 +142,6 @@ def _backward(options: AttentionOptions, *arrays: jax.Array) -> list[jax.Array]:
 def _refused(q: jax.Array, k: jax.Array) -> bool:
     """Whether cuDNN computes this nowhere: its dtype or head_dim, or odd lengths, of which it has no backward."""
     return bool(q.shape[1] % 2 or k.shape[1] % 2 or refusal(q.shape, k.shape, q.dtype.name))
-
-
-# -- without cuDNN: float32, scores of some queries at once -----------------------------------------------------------
 
 
 def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> tuple:

@@ -4,8 +4,6 @@
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -64,17 +62,7 @@ def gather_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        scale=scale,
-        order=order,
-    )
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale, order)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
         return _by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)

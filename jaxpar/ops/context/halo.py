@@ -3,8 +3,6 @@
 Dims: c ranks, k positions that are asked for on either side.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -7,8 +7,6 @@
 Four ranks:   plain  01|23|45|67    zigzag  07|16|25|34
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import jax

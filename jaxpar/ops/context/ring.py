@@ -18,8 +18,6 @@ computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are
 Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -72,17 +70,7 @@ def ring_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; keys of another length, for which there is `gather_attention`.
     """
-    check_inputs(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        segment_ids=segment_ids,
-        kv_segment_ids=None,
-        scale=scale,
-        order=order,
-    )
+    check_inputs(q, k, v, causal, window, segment_ids, None, scale, order)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"ring_attention of {q.shape[1]} queries and {k.shape[1]} keys a rank; use gather_attention for keys of "
@@ -139,9 +127,7 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
 
 
 def _passed_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both moved on by one rank in one permute: of two, XLA's scheduler for GPUs keeps one at a time under way, and
-    hid the other behind nothing.
-    """
+    """Both one rank on in one permute: XLA's GPU scheduler overlaps one of two, and exposed the other."""
     if kv.dtype == dkv.dtype:
         moved = rounds.passed(jnp.stack([kv, dkv]))
         return moved[0], moved[1]

@@ -3,8 +3,6 @@
 Dims: b rows, t positions, c ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Self
 

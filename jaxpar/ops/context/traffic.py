@@ -5,8 +5,6 @@ Each function returns (forward, backward). Gradients of keys and values travel i
 come on top, once forward: an all-gather of (c-1)/c 4 b s.
 """
 
-from __future__ import annotations
-
 import math
 
 WIDE = 4  # bytes of float32
@@ -32,9 +30,7 @@ def usp_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int)
 
 
 def ring_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int, hops: int | None = None) -> tuple[int, int]:
-    """Permutes of keys and values, `hops` of them (c - 1 if None, fewer with a window: `ring_hops`), backward again,
-    and of their gradients, one more.
-    """
+    """`hops` permutes of keys and values (c - 1; `ring_hops` with a window), twice, and of gradients, one more."""
     hops = c - 1 if hops is None else hops
     block = 2 * b * (s // c) * hkv * d
     return hops * block * e, hops * block * e + (hops + 1) * block * WIDE * (hops > 0)

@@ -6,8 +6,6 @@ Dims: b rows, t query positions, s key positions, c ranks, u of them in a group,
 head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -61,17 +59,7 @@ def ulysses_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or c does not divide hq.
     """
-    check_inputs(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        scale=scale,
-        order=order,
-    )
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale, order)
     c, heads, groups = count(axis), q.shape[2], k.shape[2]
     if heads % c:
         raise ValueError(
@@ -135,8 +123,7 @@ def usp_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
     """
-    given = {"segment_ids": segment_ids, "kv_segment_ids": None, "scale": scale, "order": order}
-    check_inputs(q, k, v, causal=causal, window=window, **given)
+    check_inputs(q, k, v, causal, window, segment_ids, None, scale, order)
     c, heads, groups = count(axis), q.shape[2], k.shape[2]
     if group < 1 or any(n % group for n in (c, heads, groups)) or q.shape[1] != k.shape[1]:
         raise ValueError(

@@ -3,8 +3,6 @@
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
-from __future__ import annotations
-
 import numbers
 
 import jax
@@ -17,7 +15,6 @@ def check_inputs(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
     causal: bool,
     window: int | None,
     segment_ids: jax.Array | None,

@@ -6,8 +6,6 @@ places (which GPUs do in any order).
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Dims: B rows, T tokens of a row, N = B T, D features, F hidden, E experts, k choices of a token, C slots of an expert.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple
 

@@ -9,8 +9,6 @@ Dims: T tokens of a rank, k choices of a token, E experts, e ranks, C slots of a
 features.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,16 +47,12 @@ def _theirs(table: jax.Array, ranks: int) -> jax.Array:
 
 
 def _sums(parts: jax.Array) -> jax.Array:
-    """The sum over ranks of their parts for each rank's tokens: [e, T, D] -> [T, D] in float32 or wider, which a
-    reduce-scatter would not add in.
-    """
+    """[e, T, D], a part from every rank -> [T, D], their sum in float32 or wider, unlike a reduce-scatter's."""
     return lax.all_to_all(parts, AXIS, 0, 0, tiled=True).astype(wide(parts.dtype)).sum(axis=0)
 
 
 def _slots(slot: jax.Array, experts: int, slots: int, ranks: int) -> jax.Array:
-    """Slots [e, T, k] of all ranks' choices, each in 0 to E C, as they are in this rank's buffers; beyond the last
-    where a choice has none here.
-    """
+    """Slots [e, T, k], 0 to E C, of all ranks as this rank's buffers number them; beyond these where elsewhere."""
     per, each = experts // ranks, slots * ranks
     mine = slot // slots - lax.axis_index(AXIS) * per
     rank = jnp.arange(ranks, dtype=slot.dtype)[:, None, None]

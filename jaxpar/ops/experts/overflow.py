@@ -7,8 +7,6 @@ kept for the backward pass, which computes it again.
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens of a block, D features.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -26,9 +24,7 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 
 
 def block_size(slots: int) -> int:
-    """A quarter of a buffer, for experts whose last block is half empty; 128 rows at least, below which a GPU's matmul
-    takes as long.
-    """
+    """A quarter of a buffer, as last blocks are half empty; 128 rows or more: a GPU's matmul of less is no faster."""
     return min(slots, max(128, -(-slots // 4)))
 
 

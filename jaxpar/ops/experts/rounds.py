@@ -9,8 +9,6 @@ Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots o
 choices that go to one rank in a round, D features.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -139,8 +137,6 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
 
 def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """`compute(carry)` where `needed`, bool [], else `carry`: what finds no slot in experts' buffers. Its name says so
-    to whoever reads the compiled program.
-    """
+    """`compute(carry)` where `needed`, bool [], else `carry`; named for readers of programs as overflow of experts."""
     with jax.named_scope(trip_counts.OVERFLOW):
         return jax.lax.cond(needed, compute, lambda carry: carry, carry)

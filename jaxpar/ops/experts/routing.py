@@ -3,8 +3,6 @@
 Dims: B rows, T tokens of a row, E experts, k choices of a token, G groups of experts.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

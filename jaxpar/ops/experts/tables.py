@@ -6,8 +6,6 @@ of each get a slot in its buffer. Two tables say it all: the slot of each choice
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Iterable
@@ -53,9 +51,7 @@ def tables(by: Order, slots: int) -> tuple[jax.Array, jax.Array]:
 def places(
     ids: jax.Array, weights: jax.Array, experts: int, slots: int, groups: int, by_weight: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables for tokens in groups of their own, each with C / groups slots of every expert, as
-    slot [N, k] and choice [E, C].
-    """
+    """For tokens in groups with C / groups slots of every expert each: slot [N, k] and choice [E, C]."""
     n, k = ids.shape
     each, per = slots // groups, n // groups
 

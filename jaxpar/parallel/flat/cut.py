@@ -8,8 +8,6 @@ element by element is written where a product reads it, and else computed where 
 is asked: what counts is the ratio of a device's operations to its bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -20,6 +18,7 @@ import numpy as np
 
 from ...program import jaxpr as jx
 from ...program import primitives
+from ...program.collectives import PRIMITIVES as COLLECTIVES
 from ...program.walk import visit
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
@@ -30,7 +29,8 @@ _PLACES = 3000  # at most so many equations are looked at as the first of a stag
 # How often a collective of a stage sends its larger side, forwards and backwards together, on a ring of many.
 _SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter"), 2)
 _SENDS |= dict.fromkeys(("tensor_all_gather_replicated", "tensor_take"), 1)  # one of a pair
-_SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
+_TWICE = ("all-gather", "reduce-scatter", "all-to-all")
+_SENDS |= {"psum": 4} | {n: 2 for n, kind in COLLECTIVES.items() if kind in _TWICE and n not in _SENDS}
 
 
 def bytes_of(var: Any) -> int:

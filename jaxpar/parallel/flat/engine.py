@@ -8,8 +8,6 @@ iteration on the rank whose operation it is, and of none on the others; why loop
 gradients at both ends of a step, and messages behind every slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -86,9 +84,7 @@ class FlatPipeline:
     seeds: dict[int, jax.Array] | None = None
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array], list[jax.Array]]:
-        """This rank's part of the gradient of each leaf, None where there is none, of the summed outputs, and the new
-        variables.
-        """
+        """This rank's part of each leaf's gradient, None if none, and of the summed outputs; the new variables."""
         weights = self.weights.dispatch(self.parts)
         state, _ = lax.scan(lambda state, row: (self.slot(state, row, weights), None), self.first(), self.lookups())
         grads: list[jax.Array | None] = [None] * len(self.parts)
@@ -120,8 +116,6 @@ class FlatPipeline:
             for kind in made.backwards:
                 found.append((m, rank, self._backward(kind, stage, made, (row, weights, state.stash), number, back)))
         return [*found, (1, None, self._everywhere(state.variables))]
-
-    # -- what there is -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -225,8 +219,6 @@ class FlatPipeline:
             sums,
             list(self.variables),
         )
-
-    # -- one slot ------------------------------------------------------------------------------------------------------
 
     def slot(self, state: FlatCarry, row: Any, weights: Buffers) -> FlatCarry:
         """Every stage's operation, if it is this rank's now; then messages."""

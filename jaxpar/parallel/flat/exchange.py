@@ -8,8 +8,6 @@ several stages use (a tied embedding) goes to each, and its gradients are summed
 is moved in shards, and gathered where it is used, in the group of devices that share a stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ class Exchange:
     packings: tuple[Packing, ...]
 
     @classmethod
-    def of(cls, used: Sequence[Sequence[int]], parts: Sequence[jax.ShapeDtypeStruct | None]) -> Exchange:
+    def of(cls, used: Sequence[Sequence[int]], parts: Sequence[jax.ShapeDtypeStruct | None]) -> "Exchange":
         """`parts` are what a rank holds of each leaf; None of those that do not move."""
         moved = [[(i, part) for i in some if (part := parts[i]) is not None] for some in used]
         packings = tuple(Packing.of(part for _, part in some) for some in moved)

@@ -4,8 +4,6 @@ buffer float32   | x [8, 32]        | skip [8, 64]              | 0 0 0 0 |     
                  | y [8, 128]                  | skip [8, 64]           |     message before stage 2
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Packing:
     widths: Mapping[str, int]
 
     @classmethod
-    def of(cls, avals: Iterable[Any]) -> Packing:
+    def of(cls, avals: Iterable[Any]) -> "Packing":
         """One after the other."""
         rooms, widths = [], dict[str, int]()
         for aval in avals:

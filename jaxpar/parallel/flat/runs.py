@@ -9,8 +9,6 @@ A schedule has B, or I and W (`slicing/halves.py`). Of what a backward reads, ro
 each other value is stashed once, from F to B or W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -29,7 +27,7 @@ from .stages import Stage, is_linear
 
 class Spread(Access, Protocol):
     """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
-    is a number (`parallel/spread.py`).
+    is a number (`parallel/access.py`).
     """
 
     leaves: Sequence[Leaf]
@@ -126,12 +124,12 @@ class _Part:
     shape: tuple[list[Any], list[Any], list[Any]]
 
     @classmethod
-    def of(cls, fun: Callable[..., Any], leaves: Sequence[Any], tape: Any, given: Sequence[Any]) -> _Part:
+    def of(cls, fun: Callable[..., Any], leaves: Sequence[Any], tape: Any, given: Sequence[Any]) -> "_Part":
         flat, shape = jx.trace(fun, list(leaves), tape, list(given))
         n, m = len(leaves), len(jax.tree.leaves(tape))
         return cls(flat, flat.invars[:n], flat.invars[n : n + m], flat.invars[n + m :], shape)
 
-    def leaving(self, which: Sequence[bool]) -> _Part:
+    def leaving(self, which: Sequence[bool]) -> "_Part":
         """The same, which leaves no more than these for the other half."""
         cts, grads, left = self.shape
         made = len(self.flat.outvars) - len(left)

@@ -1,7 +1,5 @@
 """The stages of a cut program: what each reads and hands on, and how long it takes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,9 +84,7 @@ def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
 
 
 def described(program: Program, held: Sequence[int]) -> str:
-    """The stages in numbers: their parts of the predicted time, their weights, and the messages between them. `held`
-    are the bytes of each leaf.
-    """
+    """The stages' shares of the predicted time, weights and messages; `held` are the bytes of each leaf."""
     each = [float(times(group).sum()) for group in program.groups]
     every = stages(program)
     weights = [size(sum(held[i] for i in dict.fromkeys(stage.piece.unit.leaves))) for stage in every]

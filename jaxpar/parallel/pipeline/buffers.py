@@ -9,8 +9,6 @@ In a slot, a rank runs one operation or none; then messages move, one each way a
 the next slot begins.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 layers are a chunk, and what the message between two chunks holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -97,7 +95,7 @@ class Message:
     carry: list[Any]
     by_layer: list[Any]
 
-    def where(self, flags: Message) -> Message:
+    def where(self, flags: "Message") -> "Message":
         """The parts whose flag is true."""
         pick = lambda parts, flags: [x for x, on in zip(parts, flags, strict=True) if on]
         return Message(pick(self.carry, flags.carry), pick(self.by_layer, flags.by_layer))
@@ -176,10 +174,6 @@ class Cut:
         consts, _, xs = (pick(on, some) for on, some in zip(linear, atoms, strict=True))
         zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
         return [zeros(v, v.aval.shape) for v in consts], [zeros(v, (self.each, *v.aval.shape[1:])) for v in xs]
-
-    def side(self) -> list[Any]:
-        """Variables that the prologue computes and the epilogue reads, with derivatives."""
-        return side(self.program)
 
     def _inputs(self, env: dict[Any, Any], op: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """The stack's constants, first carry, and this chunk's part of what it scans besides parameters."""

@@ -8,8 +8,6 @@ Computed where they are read, they would take the time of as many layers of ever
 the first rank's nothing is read. A prologue without layers (an embedding, masks) costs less than what would be sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

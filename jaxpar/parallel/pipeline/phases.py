@@ -1,7 +1,5 @@
 """What ticks are made of; of tables in lockstep the phases, a scan each, and where activations wait for backwards."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping
@@ -34,9 +32,7 @@ class Phase(NamedTuple):
 
 
 def grouped(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, list[Phase]]]:
-    """Ticks in order, by what each runs (forward, backward, epilogue), as (repeats, phases): two phases that alternate
-    stand there once.
-    """
+    """Ticks by what they run (forward, backward, epilogue), as (repeats, phases that alternate), in order."""
     runs = []
     for (f, b, e), ticks in itertools.groupby(enumerate(flags), key=lambda pair: pair[1]):
         first, *rest = [tick for tick, _ in ticks]
@@ -92,9 +88,7 @@ def looked_up(table: Table) -> dict[str, np.ndarray]:
 
 
 def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
-    """The least n for which each microbatch b can wait at b mod n, from the tick in which it is made to that
-    in which it is read, before another is written.
-    """
+    """The least n such that microbatch b, made in one tick and read in another, can wait at b mod n."""
 
     def free(n: int) -> bool:
         until = dict.fromkeys(range(n), 0)

@@ -1,7 +1,5 @@
 """What ranks of a pipeline run, whatever the schedule: one chunk of layers forwards and backwards, and the epilogue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ from ...slicing.loop import LayerLoop
 from ...slicing.pieces import Access
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
-from .chunks import AXIS, Cotangents, Cut, Message, after, before
+from .chunks import AXIS, Cotangents, Cut, Message, after, before, side
 from .distributed_prologue import SharedPrologues
 from .unstaged_params import UnstagedParams
 
@@ -82,9 +80,7 @@ class Engine(Cut):
         return self.prologues.backward(behind, list(grads)) if behind else list(grads)
 
     def entering(self) -> dict[str, list[int]]:
-        """For each tick the microbatches that enter the first stage, 0 where none does, and whose cotangents leave it,
-        -1 where none do.
-        """
+        """By tick: the microbatch that enters stage 0, or 0, and whose cotangents leave it, or -1."""
         found: dict[str, list[int]] = {"entered": [], "pulled": []}
         for column in self.schedule.table():
             first = [op for op in column[0] if op.chunk == 0]
@@ -125,9 +121,7 @@ class Engine(Cut):
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
     ) -> tuple[list[Any], list[jax.Array], Cotangents | None]:
-        """The loss of the microbatch that has left the last layer, and its gradients: grads, sums, and cotangents, if
-        there are any.
-        """
+        """The loss of the microbatch that leaves the last layer: gradients, sums, cotangents if there are any."""
         last = self.is_last
         program, access = self.program, _Masked(self.access, last)
         message = self.whole(message)
@@ -148,7 +142,7 @@ class Engine(Cut):
             return grads, sums, None
         cts = program.seeded(self.seeds)
         grads = backward(after(program), access, self.leaves, tape, cts, grads)
-        wanted = Cotangents(variables.where(self.linear), self.side())
+        wanted = Cotangents(variables.where(self.linear), side(self.program))
         made = jax.tree.map(lambda v: cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)), wanted)
         if self.shared is not None:
             made = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), made)

@@ -5,8 +5,6 @@ ranks, m microbatches and v chunks a rank cuts the layers into p v stages; which
 A tick, or slot, is a column of the table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -73,7 +71,7 @@ class Schedule:
         self.table()
 
     @staticmethod
-    def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> Schedule:
+    def from_table(table: Table, placement: Placement = "loop", name: str = "table") -> "Schedule":
         """The schedule of a `table[slot][rank]` of operations, none or one in a cell, or F and then B.
 
         Chunks and microbatches are counted in it. Raises ValueError that names the first operation whose dependency is
@@ -92,7 +90,7 @@ class Schedule:
         return Schedule(name, len(table[0]), microbatches, chunks, given=Given(table, placement))
 
     @staticmethod
-    def from_csv(lines: Iterable[str], name: str = "table") -> Schedule:
+    def from_csv(lines: Iterable[str], name: str = "table") -> "Schedule":
         """The schedule of torch's lines, one for each rank: what `csv` writes, and `_PipelineScheduleRuntime._dump_csv`
         with `format="compute_only"`.
 
@@ -105,7 +103,7 @@ class Schedule:
     @staticmethod
     def auto(
         ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
-    ) -> Schedule:
+    ) -> "Schedule":
         """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
         holds more than `limit` activations of all its layers (`tables/search.py`). Its kind, such as
         "auto:8.8:10.6:9.3:1.4:8", has them to five digits: a strategy that names it trains by the same table.
@@ -113,7 +111,7 @@ class Schedule:
         return Schedule(name_of(costs or OpCosts(), limit), ranks, microbatches, chunks)
 
     @staticmethod
-    def of(given: str | Schedule, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    def of(given: "str | Schedule", ranks: int, microbatches: int, chunks: int) -> "Schedule":
         """A strategy's schedule: by name, from a file of torch's lines (`from_csv`), or itself.
 
         Raises ValueError where its table has other numbers than these, and where there is no such file.
@@ -129,8 +127,6 @@ class Schedule:
             said = [", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), some)) for some in (own, asked)]
             raise ValueError(f"schedule={given.label} has {said[0]}, and the strategy {said[1]}; give what it has")
         return given
-
-    # -- the table -----------------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
         """Operations by tick and rank: none, one, or a forward and then a backward."""
@@ -155,7 +151,7 @@ class Schedule:
         return Walk(self.table(), self.placement, self.chunks, self.forwards_only).rows()
 
     @property
-    def forwards(self) -> Schedule:
+    def forwards(self) -> "Schedule":
         """The schedule of an evaluation: the same forwards, without the ticks that have backwards alone."""
         return dataclasses.replace(self, forwards_only=True)
 
@@ -170,8 +166,6 @@ class Schedule:
         if not self.branches:
             return [Column(tick, k, TIME[k]) for tick, kinds in enumerate(ran) for k in BOTH if k in kinds]
         return [Column(tick, "FBIW", max((TIME[k] for k in kinds), default=1)) for tick, kinds in enumerate(ran)]
-
-    # -- placement -----------------------------------------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement:
@@ -193,9 +187,7 @@ class Schedule:
         return operations.place_of(self.placement, self.ranks, stage)
 
     def neighbour(self, kind: Kind, rank: int, chunk: int) -> tuple[StagePlace | None, int]:
-        """Who waits for what an operation makes, if anyone, and the way there: 1 to the next rank, -1 to the one before
-        (around the ring), 0 on the rank itself.
-        """
+        """Who waits for what an operation makes, and the way: 1 next rank, -1 the one before, 0 the rank itself."""
         return neighbour(self.placement, self.ranks, self.chunks, kind, rank, chunk)
 
     @functools.cached_property
@@ -207,8 +199,6 @@ class Schedule:
                 if self.stage(rank, op.chunk) == self.ranks * self.chunks - 1:
                     out[op.kind][tick] = op.microbatch
         return out
-
-    # -- time ----------------------------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
@@ -273,8 +263,6 @@ class Schedule:
 
         return grouped([flags(tick) for tick in range(self.ticks)])
 
-    # -- the last stage ------------------------------------------------------------------------------------------------
-
     def epilogue(self, tick: int) -> int | None:
         """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
         return self._last["F"].get(tick)
@@ -291,8 +279,6 @@ class Schedule:
         if self.forwards_only or begun == made:
             return 0
         return places(made, begun)
-
-    # -- what ranks hold -----------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _slots(self) -> tuple[np.ndarray, np.ndarray]:
@@ -319,8 +305,6 @@ class Schedule:
     def _held(self) -> list[int]:
         changes = [[{"F": 1, "I": 0}.get(op.kind, -1) for op in order] for order in orders_of(self.table())]
         return [max(itertools.accumulate(row, initial=0)) for row in changes]
-
-    # -- other forms of the table --------------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, np.ndarray]:
         """A table in lockstep as int32 arrays [tick, rank]: for each kind `valid`, `chunk`, `microbatch`; and slots."""

@@ -16,8 +16,6 @@ and H100: 39.8 and 38.8 MB of temporaries where loops take 3.1 and 6.3), and wri
 moves out what is the same in all its iterations, so all that an operation looks up depends on the iteration's number.
 """
 
-from __future__ import annotations
-
 import collections as counts
 import dataclasses
 import functools
@@ -37,7 +35,7 @@ from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...tables.orders import orders_of
 from .buffers import CODES
-from .chunks import AXIS, Message, before
+from .chunks import AXIS, Message, before, side
 from .distributed_prologue import shared
 from .ranks import Engine, dce, with_totals
 
@@ -173,9 +171,7 @@ class Slots(Engine):
 
     @functools.cached_property
     def marks(self) -> dict[str, list[bool]]:
-        """Of each slot whether a microbatch enters the first stage, leaves the last, and whether cotangents of the
-        prologue are made.
-        """
+        """For each slot whether a microbatch enters stage 0, leaves the last, and gives the prologue cotangents."""
         schedule, stack = self.schedule, self.stack
         consts, _, xs = stack.parts(stack.unit.linear)
         everywhere = any((*consts, *xs))
@@ -222,8 +218,6 @@ class Slots(Engine):
         grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
         return dataclasses.replace(state, grads=grads), saved, left
 
-    # -- one slot ------------------------------------------------------------------------------------------------------
-
     def slot(self, state: SlotCarry, row: Any, saved: Any, left: WeightGradResiduals | None, once: Once) -> SlotCarry:
         """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
         stash, kept, behind, buffers = state.stash, state.kept, state.behind, state.buffers
@@ -256,9 +250,9 @@ class Slots(Engine):
             if made is not None:
                 full = self.full(self.padded(made.message), _at(buffers, row["epilogue"] + number))
                 buffers = _put(buffers, full, row["epilogue"] + number)
-                pairs = zip(self.side(), made.side, strict=True)
-                side = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
-                grads = backward(before(self.program), self.access, self.leaves, tape, side, grads)
+                pairs = zip(side(self.program), made.side, strict=True)
+                beside = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
+                grads = backward(before(self.program), self.access, self.leaves, tape, beside, grads)
             return buffers, grads, sums
 
         def pull(number: jax.Array, carry: Any) -> Any:
@@ -292,9 +286,7 @@ class Slots(Engine):
         return env, forward(before(self.program), self.access, self.leaves, env, grad)
 
     def inputs(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
-        """The gradient of a chunk's inputs, and what is left for that of its weights; `stashes` as for
-        `Stack.backward_inputs`.
-        """
+        """Cotangents of a chunk's inputs, and what is left for W; `stashes` as for `Stack.backward_inputs`."""
         known, given = self.known(env, op), self.given(op, cts)
         return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op), *stashes)
 

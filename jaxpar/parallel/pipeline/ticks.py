@@ -17,8 +17,6 @@ both belong to no stage: the sum of their gradients over `pipe` is right whateve
 In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from ... import collectives
 from ...slicing.loop import LayerLoop
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from .chunks import AXIS, Cotangents, Message, before
+from .chunks import AXIS, Cotangents, Message, before, side
 from .distributed_prologue import shared
 from .ranks import Engine, dce
 from .schedules import Kind, Phase
@@ -76,8 +74,6 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 @dataclass(frozen=True)
 class Pipeline(Engine):
     """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; fields as those of `Engine`."""
-
-    # -- all ticks -----------------------------------------------------------------------------------------------------
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""
@@ -163,7 +159,7 @@ class Pipeline(Engine):
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
         late = None
         if self.schedule.waiting:
-            made = Cotangents(variables.where(self.linear), self.side())
+            made = Cotangents(variables.where(self.linear), side(self.program))
             count = self.schedule.waiting
             late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
         none: list[jax.Array | None] = [None] * len(self.leaves)
@@ -179,8 +175,6 @@ class Pipeline(Engine):
 
         grads = jax.eval_shape(last, carry, row)
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
-
-    # -- one tick ------------------------------------------------------------------------------------------------------
 
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
@@ -242,7 +236,7 @@ class Pipeline(Engine):
             grads, sent, of_prologue = found
             if shared(self.program):
                 return found
-            for v, ct in zip(self.side(), made.side, strict=True) if made is not None else ():
+            for v, ct in zip(side(self.program), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
             return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent, {}

@@ -5,8 +5,6 @@ last, once a step; what stages own, in every tick.
     sent         of each of them what the rule sends for one use, in place of one for every microbatch
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

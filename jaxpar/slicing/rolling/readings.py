@@ -4,8 +4,6 @@ The trace of a Python loop stands in program order, one block after another. A *
 that is run twice in one loss has two.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +79,9 @@ class Readings:
     last: int | None = None
 
     @classmethod
-    def of(cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int], last: int | None = None) -> Readings:
+    def of(
+        cls, eqns: Sequence[Any], params: set[Any], members: Mapping[Any, int], last: int | None = None
+    ) -> "Readings":
         """Those of a program whose loop has `members`, variables of a block each."""
         number = members if last is None else {v: last - k for v, k in members.items()}
         out = cls(dict(number), {}, {}, [], last)
@@ -103,7 +103,7 @@ class Readings:
             out.others.append(eqn)
         return out
 
-    def without(self, moved: set[int]) -> Readings:
+    def without(self, moved: set[int]) -> "Readings":
         """The same, with some equations (by identity) outside the loop."""
         return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved], self.last)
 
@@ -138,9 +138,7 @@ class Readings:
         return [(e.primitive.name, avals(e.invars), avals(e.outvars), params(e)) for e in self.others]
 
     def ordered(self, part: Sequence[Any]) -> list[Any]:
-        """The equations of one block: first what comes from parameters alone and its own parameters need, then the
-        rest.
-        """
+        """The equations of one block: what parameters alone determine and its own need first, then the rest."""
         here = {v for e in part for v in e.outvars}
         alone = closure(jx.free(part), {v: e for v, e in self.pure.items() if v in self.own or v in here})
         first = {id(e) for e in alone}
@@ -162,11 +160,7 @@ class Readings:
 
 def rows(eqns: Sequence[Any], wanted: Callable[[Any], bool]) -> dict[Any, Row]:
     """What equations take by static number from arrays that are `wanted`."""
-    found: dict[Any, Row] = {}
-    for eqn in eqns:
-        if eqn.primitive.name in ("slice", "dynamic_slice", "split") and not jx.is_literal(eqn.invars[0]):
-            found.update((v, row) for v, row in numbered(eqn).items() if wanted(row.source))
-    return found
+    return {v: row for eqn in eqns for v, row in numbered(eqn).items() if wanted(row.source)}
 
 
 def _plain(value: Any) -> bool:

@@ -10,8 +10,6 @@ The trace of a loop stands in program order, one block after another. Between th
 parameters and the first that reads block k+1's, the cut is where the fewest bytes are alive: on the residual stream.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.layout.dims.patterns import pattern
-from jaxpar.layout.dims.presets import DIMS, ENDS, HEADS, PRESETS
+from jaxpar.layout.dims.tensor import DIMS, ENDS, HEADS, PRESETS
 
 TAKEN = [
     "ffn/up/kernel", "(query|key|value)/kernel", r"layers/\d+/attn/.*kernel", ".*", "[+*]+/x", r"\(a+\)+", "(?i:Up)/w",

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.pipeline.schedules import Schedule
-from jaxpar.tables import SCHEDULES, Recipe
-from jaxpar.tables.lockstep import lockstep
+from jaxpar.tables import SCHEDULES, Recipe, lockstep
 from jaxpar.tables.operations import TIME
 
 PIPES = range(2, 9)

@@ -12,7 +12,7 @@ from jax import lax
 import jaxpar as jp
 from jaxpar.models import named
 from jaxpar.program import jaxpr as jx
-from jaxpar.program.orientation import oriented
+from jaxpar.slicing.units import oriented
 
 
 def names(eqns: Any) -> list[str]:

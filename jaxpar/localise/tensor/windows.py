@@ -1,1 +1,0 @@
-"""Nothing: all follow from factors."""
