@@ -159,7 +159,7 @@ def _made_whole_early(eqns: Sequence[Any]) -> list[Any]:
 
     def place(at: int) -> float:
         eqn = eqns[at]
-        last = eqn.primitive.name == "tensor_unsplit" and not read.intersection(eqn.outvars)
+        last = eqn.primitive.name == "tensor_all_gather_replicated" and not read.intersection(eqn.outvars)
         return made.get(eqn.invars[0], -1) + 0.5 if last else at
 
     return [eqns[at] for at in sorted(range(len(eqns)), key=place)]

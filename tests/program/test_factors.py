@@ -143,7 +143,9 @@ NOT_BY_FACTORS = {
         addupdate check debug_callback debug_print freeze get io_callback new_ref pure_callback swap
     """,
     "numbers of another format, as they are": "from_edtype to_edtype",
-    "our own edges of tensor": "tensor_enter tensor_gather tensor_leave tensor_scatter tensor_take tensor_unsplit",
+    "our own edges of tensor": """
+        tensor_all_gather_replicated tensor_enter tensor_gather tensor_leave tensor_scatter tensor_take
+    """,
 }
 
 

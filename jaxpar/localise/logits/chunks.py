@@ -20,7 +20,7 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
 
-_EDGES = ("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter", "tensor_unsplit", "tensor_take")
+_EDGES = tuple(f"tensor_{edge}" for edge in ("enter", "leave", "gather", "scatter", "all_gather_replicated", "take"))
 # Of what is no single factor, the rules that ask nothing of other chunks.
 _OWN = """
 reshape reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin dot_general gather pmax psum

@@ -29,7 +29,7 @@ _PLACES = 3000  # at most so many equations are looked at as the first of a stag
 
 # How often a collective of a stage sends its larger side, forwards and backwards together, on a ring of many.
 _SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter"), 2)
-_SENDS |= dict.fromkeys(("tensor_unsplit", "tensor_take"), 1)  # one of a pair
+_SENDS |= dict.fromkeys(("tensor_all_gather_replicated", "tensor_take"), 1)  # one of a pair
 _SENDS |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), 2) | {"psum": 4}
 
 
