@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import itertools
 import linecache
@@ -51,6 +52,18 @@ def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") 
             hint = f"wrap it: lambda {', '.join(names)}: {name}(...)"
         hint += f" ({note})" * bool(note)
         raise ValueError(f"{what} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
+
+
+def needed(package: str, by: str) -> Any:
+    """A package of which jaxpar needs no more than its users have, imported when they call for it.
+
+    Raises ValueError where it is not installed. `by` is the function that needs it, named after jaxpar's extra.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        extra = by.removeprefix("from_")
+        raise ValueError(f'{by} needs {package}, which is not installed: pip install "jaxpar[{extra}]"') from error
 
 
 def described(batch: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..model.model import Mean, Replicated
+from ..model.model import MAKERS, Mean, Replicated
 from ..program import jaxpr as jx
 from ..strategy import Strategy
 from .reader import Reader
@@ -17,7 +17,7 @@ from .values import Note, Value, named, product_power
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
-_SILENCE = "if it is meant so, give rows='independent' to jp.Model, jp.from_nnx or jp.from_linen"
+_SILENCE = f"if it is meant so, give rows='independent' to {MAKERS}"
 
 
 def check_coupling(

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...layout.dims.tensor import Rules
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
-from ...model.model import Model
+from ...model.model import MAKERS, Model
 from ...strategy import Strategy, as_strategy
 from ...text import size
 from ..targets.devices import Target
@@ -57,7 +57,7 @@ def plan(
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
     Args:
-      model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
+      model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
       target: by name ("8xH100"), or from `jaxpar.inspect.targets.devices.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
@@ -79,9 +79,7 @@ def plan(
     Raises ValueError where the target's bandwidths and peaks are not known, and where no strategy can be.
     """
     if not isinstance(model, Model):
-        raise ValueError(
-            f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(...)"
-        )
+        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
     target = target if isinstance(target, Target) else target_of(target)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
