@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .calls import check_call, needed
+from .calls import IN_INIT, check_call, needed, traced
 from .model import Model, row_axes
 
 
@@ -47,7 +47,8 @@ def from_equinox(
 
     def parts(key: jax.Array) -> tuple[Any, Any, Any, Any]:
         """Parameters, other arrays, state (None without), and what is no array."""
-        made = make(key)
+        with traced("make(key)", IN_INIT):
+            made = make(key)
         with_state = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State)
         module, state = made if with_state else (made, None)
         params, rest = eqx.partition(module, eqx.is_inexact_array)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from .. import collectives
-from .calls import check_call, reading
+from .calls import IN_INIT, IN_LOSS, check_call, reading, traced
 
 MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox, jp.from_haiku or jp.Model(init=, loss=)"
 _MAKES = {
@@ -117,7 +117,7 @@ class Model:
         return jax.jit(self._create, inline=True)
 
     def _create(self, key: jax.Array) -> tuple[Any, Any]:
-        with without_mesh():
+        with without_mesh(), traced("init", IN_INIT):
             made = self.init(key)
         if self.stateful and not (isinstance(made, tuple) and len(made) == 2):
             raise ValueError(f"init returned {type(made).__name__}; with stateful=True return (params, variables)")
@@ -130,7 +130,7 @@ class Model:
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
-        with rows_over(rows), without_mesh(), reading(batch):
+        with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):
