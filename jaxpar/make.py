@@ -28,7 +28,7 @@ from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
 from .layout.state import State
 from .model.batches import GIVEN
-from .model.model import Model
+from .model.model import MAKERS, Model
 from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
@@ -51,7 +51,7 @@ def make_train_step(
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
     Args:
-      model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
+      model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
         (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout. Leaves for which
         the model has a rule of its own (`Model.optimizer`) are left to that.
@@ -80,9 +80,7 @@ def make_train_step(
     """
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
-        raise ValueError(
-            f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(init=, loss=)"
-        )
+        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
         what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"

@@ -7,6 +7,7 @@ randomness and statistics reach a loss. Dims: B rows, T positions, D dim, V voca
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -346,3 +347,14 @@ _ENTRIES = (
     mixture,
 )
 ZOO: dict[str, Callable[[], Entry]] = {entry.__name__: entry for entry in _ENTRIES}
+
+if find_spec("equinox") and find_spec("haiku"):  # without them tests/model says that they are missing
+    import others
+
+    TOKENS = {"tokens": random_tokens(others.VOCAB, others.LENGTH + 1)}
+    ZOO |= {
+        "equinox_stack": lambda: Entry("equinox_stack", others.decoder(stacked=True), TOKENS, stacks=1),
+        "equinox_resnet": lambda: Entry("equinox_resnet", others.resnet(), images(), stacks=0),
+        "haiku_stack": lambda: Entry("haiku_stack", others.haiku_decoder(), TOKENS, stacks=1),
+        "haiku_resnet": lambda: Entry("haiku_resnet", others.haiku_resnet(), images(), stacks=0),
+    }

@@ -17,7 +17,7 @@ from ..data.streams import training
 from ..files import json_of, member
 from ..model.batches import check_rows
 from ..model.calls import check_call
-from ..model.model import Model, Replicated
+from ..model.model import MAKERS, Model, Replicated
 from ..model.nnx import from_nnx
 from ..models import Named
 from ..models.llama import Llama, loss
@@ -104,7 +104,7 @@ def own(given: str) -> Own:
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], Model)):
         raise ValueError(
             f"--model {given} returned a {type(made).__name__}; needs (model, data) or (model, data, held_out): a "
-            "jp.Model, from jp.from_nnx, jp.from_linen or jp.Model(init=, loss=), and what jp.Trainer takes as data; "
+            f"jp.Model, from {MAKERS}, and what jp.Trainer takes as data; "
             "to check, explain and plan, a batch of arrays or jax.ShapeDtypeStruct serves as well"
         )
     mine = Own(*made)

@@ -7,7 +7,7 @@ and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axes import ROWS
+from .calls import described
 from .model import Replicated
 from .paths import name_of
 
@@ -221,6 +222,18 @@ def narrowed(batch: Any) -> Any:
         return x.astype(kind)
 
     return jax.tree_util.tree_map_with_path(leaf, batch)
+
+
+def example_shapes(example: Any, what: str) -> Any:
+    """The shapes of a batch that a user gives as an example, in the argument `what`, for the error if it is none."""
+    if isinstance(example, Iterator):
+        raise ValueError(f"{what} is a {type(example).__name__}; give one of its batches, next(loader)")
+    try:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
+    except TypeError as error:
+        raise ValueError(
+            f"{what} is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
+        ) from error
 
 
 def is_global(batch: Any) -> bool:

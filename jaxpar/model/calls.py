@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import itertools
 import linecache
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +57,18 @@ def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") 
         raise ValueError(f"{what} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
 
 
+def needed(package: str, by: str) -> Any:
+    """A package of which jaxpar needs no more than its users have, imported when they call for it.
+
+    Raises ValueError where it is not installed. `by` is the function that needs it, named after jaxpar's extra.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        extra = by.removeprefix("from_")
+        raise ValueError(f'{by} needs {package}, which is not installed: pip install "jaxpar[{extra}]"') from error
+
+
 def described(batch: Any) -> str:
     """A batch by its leaves: "a dict of image float32[8, 28, 28], label int32[8]"."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -62,6 +78,46 @@ def described(batch: Any) -> str:
     more = f" and {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
     kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array " * hasattr(batch, "dtype")
     return f"{kind}{', '.join(named)}{more}"
+
+
+_NUMBERS = (
+    jax.errors.ConcretizationTypeError,  # float(x), and bool(x) of an `if`
+    jax.errors.TracerArrayConversionError,  # np.asarray(x)
+    jax.errors.TracerIntegerConversionError,  # range(x), a list's x-th
+)
+IN_INIT = (
+    "it is traced by jax.jit, so that parameters are created sharded, and arrays have no numbers there; compute this "
+    "one with NumPy or Python (np.linspace for jnp.linspace)"
+)
+IN_LOSS = (
+    "it is traced once for all batches, and arrays have no numbers there; stay with jnp (jnp.where in place of if), "
+    "and return as a metric, (value, {'name': x}), what you want to see"
+)
+
+
+@contextlib.contextmanager
+def traced(what: str, why: str) -> Iterator[None]:
+    """Around a call of the user's function `what` under a trace: where it asks for the number of an array, ValueError
+    says at which line, and `why` there is none (`IN_INIT`, `IN_LOSS`).
+    """
+    try:
+        yield
+    except _NUMBERS as error:
+        file, line = asked_at(error) or ("", 0)
+        code = linecache.getline(file, line).strip()
+        place = f" at {file}:{line}" + f", `{code}`" * bool(code) if file else ""
+        raise ValueError(f"{what} asks for the number of an array{place}: {why}") from error
+
+
+def asked_at(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the user's own that an error comes from: the innermost that is neither jax's, nor of a library
+    of modules, nor ours.
+    """
+    others = [sys.modules[name] for name in ("jax", "flax", "equinox", "haiku") if name in sys.modules]
+    libraries = [Path(__file__).parents[1], *(Path(module.__file__ or "").parent for module in others)]
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not any(Path(file).is_relative_to(home) for home in libraries)]
+    return own[-1] if own else None
 
 
 @contextlib.contextmanager

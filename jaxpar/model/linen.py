@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from .batches import as_array
-from .calls import check_call, described, reading
-from .model import Model, row_axes, without_mesh
+from .batches import example_shapes
+from .calls import check_call, reading
+from .model import Model, averaged_axes, without_mesh
 from .paths import name_of
 
 
@@ -103,14 +103,7 @@ def from_linen(
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
-    if isinstance(example, Iterator):
-        raise ValueError(f"from_linen(example=) is a {type(example).__name__}; give one of its batches, next(loader)")
-    try:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
-    except TypeError as error:
-        raise ValueError(
-            f"from_linen(example=) is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
-        ) from error
+    shapes = example_shapes(example, "from_linen(example=)")
 
     def create(key: jax.Array) -> Apply:
         apply = Apply(module, {}, key, creating=True)
@@ -166,7 +159,9 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
         if isinstance(module, nn.BatchNorm):
-            object.__setattr__(module, "axis_name", _averaged(module.axis_name))  # this bound copy lives for one call
+            object.__setattr__(
+                module, "axis_name", averaged_axes(module.axis_name)
+            )  # this bound copy lives for one call
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
             # The switch may come by position, after the inputs.
@@ -175,22 +170,6 @@ def _interceptor(train: bool) -> Callable[..., Any]:
         return next_fun(*args, **kwargs)
 
     return intercept
-
-
-def _averaged(own: Any) -> tuple[str, ...] | None:
-    """The axes that a BatchNorm averages over: those of the rows, and its own of a `vmap` that is there. A name from
-    `pmap`, which is not, is that of the rows.
-    """
-
-    def there(name: str) -> bool:
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            return False
-        return True
-
-    names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
-    return (*(name for name in names if name not in row_axes() and there(name)), *row_axes()) or None
 
 
 def _union(new: Any, old: Any) -> Any:

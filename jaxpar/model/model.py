@@ -15,8 +15,15 @@ import numpy as np
 import optax
 
 from .. import collectives
-from .calls import check_call, reading
+from .calls import IN_INIT, IN_LOSS, check_call, reading, traced
 
+MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox, jp.from_haiku or jp.Model(init=, loss=)"
+_MAKES = {
+    "equinox": "jp.from_equinox(lambda key: ..., loss), which trains its floating-point arrays",
+    "flax.nnx": "jp.from_nnx(lambda rngs: ..., loss)",
+    "flax.linen": "jp.from_linen(Net(...), loss, example)",
+    "haiku": "jp.from_haiku(hk.transform(f), loss, example)",
+}
 _RESERVED = ("loss", "grad_norm", "skipped", "finite")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
@@ -47,7 +54,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as two functions; `from_nnx` and `from_linen` make one from a Flax module.
+    """A model as two functions; `from_nnx`, `from_linen`, `from_equinox` and `from_haiku` make one from a module.
 
     Attributes:
       init: `init(key) -> params`, any pytree of arrays. Arguments of `init` and `loss` come by position.
@@ -94,7 +101,10 @@ class Model:
             raise ValueError(f"Model(rows={self.rows!r}): use 'independent', or None to have the loss checked")
 
     def create(self, key: jax.Array) -> tuple[Any, Any]:
-        """Parameters and variables from a key. Raises ValueError where a stateful `init` returns no such pair."""
+        """Parameters and variables from a key.
+
+        Raises ValueError where a stateful `init` returns no such pair, or a leaf is no array.
+        """
         return self._created(key)
 
     @functools.cached_property
@@ -107,12 +117,12 @@ class Model:
         return jax.jit(self._create, inline=True)
 
     def _create(self, key: jax.Array) -> tuple[Any, Any]:
-        with without_mesh():
+        with without_mesh(), traced("init", IN_INIT):
             made = self.init(key)
         if self.stateful and not (isinstance(made, tuple) and len(made) == 2):
             raise ValueError(f"init returned {type(made).__name__}; with stateful=True return (params, variables)")
         params, variables = made if self.stateful else (made, {})
-        return jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, variables)
+        return _arrays(params), _arrays(variables)
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()) -> Any:
         """`({name: Mean}, variables)` of the loss; `rows` are the mesh axes over which the rows are spread.
@@ -120,7 +130,7 @@ class Model:
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
-        with rows_over(rows), without_mesh(), reading(batch):
+        with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):
@@ -195,6 +205,43 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
 def row_axes() -> tuple[str, ...]:
     """The mesh axes over which the rows of the current loss call are spread."""
     return _rows.get()
+
+
+def averaged_axes(own: Any) -> tuple[str, ...] | None:
+    """The axes that a BatchNorm averages over: those of the rows, and its own of a `vmap` that is there. A name from
+    `pmap`, which is not, is that of the rows.
+    """
+
+    def there(name: str) -> bool:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            return False
+        return True
+
+    names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
+    return (*(name for name in names if name not in row_axes() and there(name)), *row_axes()) or None
+
+
+def _arrays(tree: Any) -> Any:
+    """What `init` made, as arrays. Raises ValueError for a leaf that is none."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            jnp.asarray(x)
+        except TypeError as error:
+            place = jax.tree_util.keystr(path, simple=True, separator="/")
+            leaf = f"leaf {place} is" if place else "result is"
+            homes = [f"{base.__module__}." for base in type(tree).__mro__]
+            by = next((by for home, by in _MAKES.items() if any(one.startswith(f"{home}.") for one in homes)), "")
+            hint = f"hand the module over by {by}" if by else "return arrays alone, and keep in the loss what is none"
+            raise ValueError(
+                f"init returned a {type(tree).__name__}, whose {leaf} {_described(x)}, and no array; {hint}"
+            ) from error
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def _described(x: Any) -> str:
+    return f"the function {_name(x)}" if callable(x) and hasattr(x, "__name__") else f"a {type(x).__name__}"
 
 
 def _is_replicated(x: Any) -> bool:

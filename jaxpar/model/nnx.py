@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
 
-from .calls import check_call
+from .calls import IN_INIT, check_call, traced
 from .model import Model, row_axes
 
 _OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
@@ -54,7 +54,8 @@ def from_nnx(
     check_call(loss, "from_nnx(loss=)", "module", "batch")
 
     def build(key: jax.Array) -> Any:
-        with nnx.use_eager_sharding(False):  # annotated modules would ask for a mesh
+        # Annotated modules would ask for a mesh.
+        with nnx.use_eager_sharding(False), traced("make(rngs)", IN_INIT):
             module = make(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             found = _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"

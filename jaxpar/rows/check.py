@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..model.model import Mean, Replicated
+from ..model.model import MAKERS, Mean, Replicated
 from ..program import jaxpr as jx
 from ..strategy import Strategy
 from .arithmetic import named
@@ -20,7 +20,7 @@ from .values import FROM_ALL, NUMBER, Note, Value
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
-_SILENCE = "if it is meant so, give rows='independent' to jp.Model, jp.from_nnx or jp.from_linen"
+_SILENCE = f"if it is meant so, give rows='independent' to {MAKERS}"
 
 
 def check_coupling(

@@ -7,7 +7,6 @@ import ast
 import functools
 import math
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ..model.batches import (
     narrowed,
     part_of_rows,
 )
+from ..model.calls import asked_at
 from ..model.paths import name_of
 from ..strategy import Strategy
 
@@ -188,11 +188,9 @@ def _spec_in(text: str) -> tuple[Any, ...]:
 
 
 def _asked(error: BaseException) -> str:
-    """The line that asks for a sharding: the innermost that is neither jax's nor ours."""
-    ours = (Path(jax.__file__).parent, Path(__file__).parents[1])
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if not any(file.is_relative_to(folder) for folder in ours)]
-    return f", as {Path(*own[-1][0].parts[-3:])}:{own[-1][1]} asks for" if own else ""
+    """The user's line that asks for a sharding."""
+    at = asked_at(error)
+    return f", as {Path(*Path(at[0]).parts[-3:])}:{at[1]} asks for" if at else ""
 
 
 class Intake:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..layout.families import unlike
 from ..layout.layout import Layout
+from ..layout.leaves import Leaf
 from ..model.paths import below, name_of
 from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
@@ -197,18 +198,57 @@ def warn_no_rule(gathered: Mapping[str, int], ranks: int) -> None:
             )
 
 
-def warn_precision(eqns: Sequence[Any], low: Any, name: str) -> None:
-    """Say so where the low precision `name`, dtype `low`, does not reach the matmuls of the model's own program."""
-    by_dtype = jx.matmuls(eqns)
-    total = sum(flops for flops, _ in by_dtype.values())
-    flops, where = by_dtype.get("float32", (0, ""))
-    if low != jnp.float32 and flops > 0.5 * total:
+def warn_untrained(whole: jx.Flat, outputs: Any, leaves: Sequence[Leaf]) -> None:
+    """Say so where the loss reads no parameter that is trained."""
+    trained = [v for v, leaf in zip(whole.invars, leaves, strict=False) if leaf.trainable]
+    loss = whole.outvars[outputs[0]["loss"].total]
+    read = {v for eqn in jx.live(whole.eqns, [loss]) for v in eqn.invars if not jx.is_literal(v)} | {loss}
+    if trained and read.isdisjoint(trained):
         warnings.warn(
-            f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at "
-            f"{where}: an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module) to "
-            f"jnp.{low.name}",
+            "the loss reads no parameter that is trained: every gradient is zero, and nothing is learned; compute it "
+            "with the module or params that it is given, not with a module from outside of it",
             stacklevel=2,
         )
+
+
+def warn_precision(whole: jx.Flat, low: Any, name: str) -> None:
+    """Say so where the low precision `name`, dtype `low`, does not reach the matmuls of the model's own program."""
+    by_dtype = jx.matmuls(whole.eqns)
+    total = sum(flops for flops, _ in by_dtype.values())
+    flops, where = by_dtype.get("float32", (0, ""))
+    if low == jnp.float32 or flops <= 0.5 * total:
+        return
+    cause = "an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module)"
+    if cast := _widened(whole, low):
+        cause = (
+            f"{low.name} becomes float32 at {cast}, and is so from there on; cast what comes of it (or dtype= there)"
+        )
+    warnings.warn(
+        f"precision={name!r}, but {flops / total:.0%} of the matmuls' operations are in float32, first at {where}: "
+        f"{cause} to jnp.{low.name}",
+        stacklevel=2,
+    )
+
+
+def _widened(whole: jx.Flat, low: Any) -> str:
+    """Where values of dtype `low` become the float32 of the first matmul that is in it, as in an embedding whose module
+    computes in float32; "" if an input of the loss that is float32 itself has a part in that.
+    """
+    number = {v: at for at, eqn in enumerate(whole.eqns) for v in eqn.outvars}
+    first = next(at for at, eqn in enumerate(whole.eqns) if "float32" in jx.matmuls([eqn]))
+    wide = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v) and v.aval.dtype == jnp.float32]
+    todo, seen, casts = wide(whole.eqns[first]), set[Any](), []
+    while todo:
+        if (v := todo.pop()) in seen:
+            continue
+        seen.add(v)
+        if v not in number:
+            return ""
+        maker = whole.eqns[number[v]]
+        if maker.primitive.name == "convert_element_type" and maker.invars[0].aval.dtype == low:
+            casts.append(number[v])
+        todo += wide(maker)
+    return jx.where(whole.eqns[min(casts)]) if casts else ""
 
 
 def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, axes: frozenset[str]) -> None:

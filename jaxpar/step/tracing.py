@@ -42,6 +42,7 @@ from .refusals import (
     warn_no_rule,
     warn_padded,
     warn_precision,
+    warn_untrained,
 )
 
 Sums = dict[str, Mean]  # of each metric, over some rows
@@ -355,7 +356,8 @@ class Tracing:
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
-        warn_precision(whole.eqns, self.layout.policy.compute, self.strategy.precision)
+        warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
+        warn_untrained(whole, outputs, self.layout.storage.units)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:

@@ -22,8 +22,9 @@ from zoo import ZOO
 
 import jaxpar as jp
 from jaxpar import collectives
-from jaxpar.collectives import order
+from jaxpar.collectives import edges, order
 from jaxpar.inspect.targets.devices import gpu_topology
+from jaxpar.program.collectives import PRIMITIVES
 
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -43,6 +44,14 @@ def test_without_the_token_collectives_beside_a_loop_are_in_no_order(
     step, batch = decoder(strategy)
     found = unordered(step.compile(batch).as_text())
     assert any("while" in pair for pair in found), found
+
+
+@pytest.mark.parametrize("name", edges._RUN)
+def test_an_edge_of_tensor_is_in_the_table_as_what_it_runs(name: str) -> None:
+    """`all_gather_replicated` was renamed without its row: it stood in no order, in no ledger, at no price."""
+    run = jax.make_jaxpr(lambda x: edges._RUN[name](x, 0, 2), axis_env=[("tensor", 2)])(np.ones(4))
+    kinds = {kind for eqn in run.eqns if (kind := PRIMITIVES.get(eqn.primitive.name))}
+    assert kinds == {kind for kind in [PRIMITIVES.get(edges._PRIMITIVES[name].name)] if kind}
 
 
 def test_a_decoder_that_aborted_trains() -> None:

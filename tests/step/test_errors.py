@@ -156,7 +156,10 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
         (lambda: jp.from_linen(nn.Dense(2), 3, example=X), ("loss=3", "loss(apply, batch)")),
         (lambda: jp.from_linen(linear(nnx.Rngs(0)), len, example=X), ("Linear", "flax.linen.Module instance")),
         (lambda: jp.Model(init=3, loss=square), ("init=3", "must be a function")),
-        (lambda: build(model=linear), ("model is a function", "jp.from_nnx, jp.from_linen or jp.Model")),
+        (
+            lambda: build(model=linear),
+            ("model is a function", "jp.from_equinox, jp.from_haiku or jp.Model"),
+        ),
         (
             lambda: build(optimizer=optax.sgd),
             ("optimizer is a function, sgd, that was not called", "optax.adamw(3e-4)"),

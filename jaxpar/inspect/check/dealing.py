@@ -17,6 +17,7 @@ import numpy as np
 
 from ...layout.state import State
 from ...model.batches import dealt, rows_of
+from ...model.model import MAKERS
 from ...program import jaxpr as jx
 from ...step.core import Step
 
@@ -106,7 +107,7 @@ class RowCheck:
             raise ValueError(
                 f"{self}\ntake what needs all rows from jp.all_rows(x), return jp.Mean(total, count) for a mean over "
                 "anything but rows, and do not use the number of rows; or, where blocks are meant to be on their own, "
-                "give rows='independent' to jp.Model, jp.from_nnx or jp.from_linen"
+                f"give rows='independent' to {MAKERS}"
             )
 
     def __repr__(self) -> str:

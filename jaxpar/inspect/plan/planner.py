@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...layout.dims.tensor import Rules
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
-from ...model.model import Model
+from ...model.model import MAKERS, Model
 from ...parallel.pipeline.chunks import padded
 from ...step.core import Step
 from ...strategy import Strategy, as_strategy
@@ -63,7 +63,7 @@ def plan(
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
     Args:
-      model: from `from_nnx`, `from_linen` or `Model(init=..., loss=...)`.
+      model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
       target: by name ("8xH100"), or from `jaxpar.inspect.targets.devices.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
@@ -86,9 +86,7 @@ def plan(
     where no strategy can be.
     """
     if not isinstance(model, Model):
-        raise ValueError(
-            f"model is a {type(model).__name__}; make one with jp.from_nnx, jp.from_linen or jp.Model(...)"
-        )
+        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
     if isinstance(target, str) and (kind := re.fullmatch(r"(\w+):[\dx]+", target)):  # before a compiler is missed
         why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"

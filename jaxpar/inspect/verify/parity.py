@@ -62,13 +62,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`: `ok` if loss and leaves agree to `tolerance`; `worst` is the leaf furthest off."""
+    """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
+    furthest off; `idle`, whether every gradient is zero on one device, which proves little.
+    """
 
     ok: bool
     tolerance: float
     loss: float
     expected_loss: float
     differences: tuple[Difference, ...]
+    idle: bool = False
 
     @property
     def worst(self) -> Difference:
@@ -86,6 +89,8 @@ class Report:
         lines = [f"{verdict}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"]
         line = f"worst {w.kind} {w.path}: error {w.error:.2g} of {_OF[w.scale]} (allowed {self.tolerance:.0e})"
         lines.append(f"{line}, ratio {w.ratio:.4g}" + (f": {w.hint}" if w.hint and w.error > self.tolerance else ""))
+        if self.idle:
+            lines.append("every gradient is zero, on one device too: the loss does not depend on what is trained")
         if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
             some = ", ".join(by_terms[:4]) + (f" and {len(by_terms) - 4} more" if len(by_terms) > 4 else "")
             lines.append(f"judged by the terms that cancel in it: {some}")
@@ -154,7 +159,8 @@ def verify(
             found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
     close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
     ok = close and all(d.error <= tolerance for d in found)
-    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found))
+    idle = not any(np.any(leaf) for leaf in jax.tree.leaves(expected_grads))
+    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found), idle)
 
 
 def _remembering(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

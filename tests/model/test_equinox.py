@@ -1,0 +1,159 @@
+"""Equinox's modules under every axis; what of them is a parameter, static, state; what users read where they err.
+
+`tests/zoo.py` has a stack and a ResNet of Equinox in the battery of the data strategies.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cells import OneDevice, check
+from zoo import images, random_tokens
+
+import jaxpar as jp
+
+eqx = pytest.importorskip("equinox", reason='Equinox is not installed: pip install "jaxpar[equinox]"')
+pytest.importorskip("haiku", reason='Haiku is not installed: pip install "jaxpar[haiku]"')
+
+import others  # noqa: E402
+
+SGD = optax.sgd(0.02, momentum=0.9)
+STEPS = 2
+BATCH = {"tokens": random_tokens(others.VOCAB, others.LENGTH + 1)}
+
+
+@functools.cache
+def one_device(stacked: bool, dropout: float) -> OneDevice:
+    return OneDevice(others.decoder(stacked, dropout))
+
+
+@pytest.mark.parametrize(
+    ("stacked", "dropout", "strategy"),
+    [
+        (True, 0.2, "pipe=2,fsdp=2,microbatches=2"),
+        (True, 0.2, "tensor=2,sequence=true,data=2"),
+        (False, 0.0, "pipe=2,data=2,microbatches=2"),
+        (False, 0.0, "context=2,fsdp=2"),
+        pytest.param(True, 0.2, "context=2,fsdp=2", marks=pytest.mark.battery),
+        pytest.param(False, 0.0, "data=4", marks=pytest.mark.battery),
+        pytest.param(False, 0.0, "tensor=2,fsdp=2", marks=pytest.mark.battery),
+    ],
+)
+@pytest.mark.xdist_group("equinox")
+def test_parity(stacked: bool, dropout: float, strategy: str) -> None:
+    parsed, one = jp.Strategy.parse(strategy), one_device(stacked, dropout)
+    step = jp.make_train_step(one.model, SGD, parsed, mesh=jax.devices()[:4])
+    blocks = step.replicas * parsed.microbatches
+    check(step, one.model, one.first, BATCH, STEPS, *one.train(SGD, BATCH, blocks, STEPS))
+
+
+def test_a_module_comes_back() -> None:
+    """Whole, with its functions and integers, in the mode that `make` gave it; parameters alone are one as well."""
+    model = others.decoder(stacked=True, dropout=0.5)
+    step = jp.make_train_step(model, SGD, "fsdp")
+    state = step.init(jax.random.key(3))
+    module, made = step.model(state), others.Decoder(True, 0.5, key=jax.random.key(3))
+    assert jax.tree.structure(module) == jax.tree.structure(made)
+    assert module.blocks.mlp.activation is made.blocks.mlp.activation
+    assert module.offsets.tolist() == [*range(others.LENGTH)]
+    np.testing.assert_allclose(module.head.weight, made.head.weight, rtol=1e-6)
+
+    params = step.params(state)
+    assert isinstance(params, others.Decoder)
+    assert params.offsets is None
+    for given in (params, made):  # of a module the parameters are taken
+        again = step.init(jax.random.key(0), params=given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), again.params, state.params)
+
+    _, grads = step.value_and_grad(state, BATCH)
+    assert isinstance(grads, others.Decoder)
+    # Without dropout in `evaluate`, whatever the key.
+    quiet = eqx.nn.inference_mode(made)
+    wanted = others.next_token(quiet, BATCH, jax.random.key(7))
+    np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], wanted, rtol=1e-5)
+
+
+def test_state_comes_back() -> None:
+    step = jp.make_train_step(others.resnet(), SGD, "fsdp")
+    state = step.init(jax.random.key(0))
+    state, _ = step(state, images())
+    module, statistics = step.model(state)
+    mean, _ = statistics.get(module.norms[0].batch_state_index)
+    # A tenth of the mean over all rows, which are of different brightness.
+    made, fresh = eqx.nn.make_with_state(others.ResNet)(13, key=jax.random.key(0))
+    run = jax.vmap(made, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    _, wanted = run(images()["image"].transpose(0, 3, 1, 2), fresh)
+    np.testing.assert_allclose(mean, wanted.get(made.norms[0].batch_state_index)[0], atol=1e-5)
+    assert int(statistics.get(module.norms[0].batch_counter)) == 1
+
+
+class Normed(eqx.Module):
+    """A norm of a user's own, over the name of a `vmap`."""
+
+    linear: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.linear(x)
+        return x - jax.lax.pmean(x, "batch")
+
+
+def test_a_mean_over_a_vmap_that_is_of_one_device_is_refused() -> None:
+    def loss(module: Normed, batch: Any, key: jax.Array) -> jax.Array:
+        return jnp.square(jax.vmap(module, axis_name="batch")(batch)).mean()
+
+    model = jp.from_equinox(lambda key: Normed(eqx.nn.Linear(4, 4, key=key)), loss)
+    step = jp.make_train_step(model, SGD, "ddp")
+    with pytest.raises(ValueError, match="all_rows"):
+        step(step.init(jax.random.key(0)), np.ones((16, 4), np.float32))
+
+    def followed(module: Normed, batch: Any, key: jax.Array) -> jax.Array:
+        x = jp.all_rows(jax.vmap(module.linear)(batch))  # the advice
+        return jnp.square(x - x.mean(axis=0)).mean()
+
+    followed_model = jp.from_equinox(lambda key: Normed(eqx.nn.Linear(4, 4, key=key)), followed)
+    batch = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    assert jp.verify(followed_model, "ddp", batch).ok
+
+
+def test_what_is_no_such_function() -> None:
+    def linear(key: jax.Array) -> Any:
+        return eqx.nn.Linear(4, 4, key=key)
+
+    def loss(module: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return jax.vmap(module)(batch).mean()
+
+    def short(module: Any, batch: Any) -> jax.Array:
+        return jax.vmap(module)(batch).mean()
+
+    def stateless(module: Any, state: Any, batch: Any, key: jax.Array) -> Any:
+        return jnp.float32(0)
+
+    norm = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(4, "batch", mode="batch"))
+    key = jax.random.key(0)
+    for call, words in (
+        (lambda: jp.from_equinox(linear(key), loss), "got a Linear, needs a function that makes one: lambda key: Lin"),
+        (lambda: jp.from_equinox(3, loss), "both must be functions"),
+        (lambda: jp.from_equinox(eqx.nn.Linear, loss), "wrap it: lambda key: Linear"),
+        (lambda: jp.from_equinox(linear, short), r"called as short\(module, batch, key\)"),
+        (lambda: jp.from_equinox(norm, loss), r"called as loss\(module, state, batch, key\)"),
+        (lambda: jp.from_equinox(lambda key: jax.nn.relu, loss), "without a floating-point array"),
+        (lambda: jp.from_equinox(norm, stateless).call(*model_parts(norm, stateless), BATCH, key), "return .value, st"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def model_parts(make: Any, loss: Any) -> Any:
+    return jp.from_equinox(make, loss).create(jax.random.key(0))
+
+
+def test_a_module_handed_to_model() -> None:
+    """JAX said that a function is not a valid JAX type, and not which or what to write."""
+    loss = lambda params, batch, key: jax.vmap(params)(batch).mean()
+    model = jp.Model(init=lambda key: eqx.nn.MLP(4, 4, 8, 1, key=key), loss=loss)
+    with pytest.raises(ValueError, match=r"whose leaf activation is the function relu, .*jp\.from_equinox\(lambda key"):
+        jp.make_train_step(model, SGD, "ddp")

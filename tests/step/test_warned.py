@@ -1,0 +1,115 @@
+"""What users are told of a loss that runs, and does not do what they mean; and of one that asks a trace for numbers."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+
+BATCH = {"x": np.ones((16, 8), np.float32), "y": np.zeros((16, 4), np.float32)}
+
+
+def square(module: Any, batch: Any) -> jax.Array:
+    return jnp.square(module(batch["x"]) - batch["y"]).mean()
+
+
+def step_of(make: Any, loss: Any, strategy: str = "fsdp", **options: Any) -> Any:
+    return jp.make_train_step(jp.from_nnx(make, loss), optax.sgd(0.1), strategy, **options)
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(8, 4, rngs=rngs)
+
+
+def test_a_loss_that_reads_no_parameter() -> None:
+    """Of a module that it closes over: nothing was trained, nothing said so, and `verify` was content."""
+    outside = linear(nnx.Rngs(0))
+    captured = lambda module, batch: square(outside, batch)
+    with pytest.warns(UserWarning, match="reads no parameter that is trained: every gradient is zero"):
+        step_of(linear, captured).trace(BATCH)
+    with pytest.warns(UserWarning, match="reads no parameter"):
+        report = jp.verify(jp.from_nnx(linear, captured), "fsdp", BATCH, steps=1)
+    assert report.idle
+    assert "every gradient is zero, on one device too" in str(report)
+
+
+def test_a_loss_that_reads_frozen_parameters_alone() -> None:
+    trained = {"trainable": lambda path: "bias" in path}
+    with pytest.warns(UserWarning, match="reads no parameter that is trained"):
+        step_of(linear, lambda module, batch: jnp.mean(batch["x"] @ module.kernel[...]), **trained).trace(BATCH)
+    step_of(linear, square, **trained).trace(BATCH)
+
+
+class Tokens(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.embed(tokens))  # the line that the warning names
+
+
+def test_an_embedding_that_computes_in_float32_is_named() -> None:
+    """`nnx.Embed` keeps the dtype that its table was made with. The warning named the matmul after it, and said that an
+    operand was no parameter; the page said that an embedding has the dtype of its table.
+    """
+    batch = {"tokens": np.zeros((8, 8), np.int32)}
+    loss = lambda module, batch: module(batch["tokens"]).astype(jnp.float32).mean()
+    with pytest.warns(UserWarning, match=r"bfloat16 becomes float32 at .*test_warned.py:\d+:25 \(Tokens.__call__\)"):
+        step_of(Tokens, loss, "ddp,precision=bf16").trace(batch)
+
+    def cast(module: Tokens, batch: Any) -> jax.Array:  # the advice
+        x = module.embed(batch["tokens"]).astype(module.head.kernel.dtype)
+        return module.head(x).astype(jnp.float32).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(Tokens, cast, "ddp,precision=bf16").trace(batch)
+
+
+class Rates(nnx.Module):
+    """Drop-path rates, as ports of timm's models have them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rates = [float(rate) for rate in jnp.linspace(0, 0.1, 3)]
+        self.linear = nnx.Linear(8, 4, rngs=rngs)
+
+
+def test_numbers_of_traced_arrays() -> None:
+    """JAX said which equation made the tracer, and not that the constructor is traced, or what to write."""
+    with pytest.raises(
+        ValueError, match=r"make\(rngs\) asks for the number of an array at .*test_warned.py:\d+, `self"
+    ):
+        jp.from_nnx(Rates, square)
+
+    def init(key: jax.Array) -> Any:
+        return {"w": jnp.zeros(int(jnp.sum(jnp.array([3, 5]))))}
+
+    loss = lambda params, batch, key: (batch["x"] @ params["w"]).mean()
+    with pytest.raises(ValueError, match=r"init asks for the number .*, `return \{.*np\.linspace"):
+        jp.make_train_step(jp.Model(init, loss), optax.sgd(0.1), "fsdp")
+
+    @jax.jit
+    def floated(module: Any, batch: Any) -> jax.Array:
+        value = square(module, batch)
+        print(float(value))
+        return value
+
+    def branching(module: Any, batch: Any) -> jax.Array:
+        return square(module, batch) if batch["y"][0, 0] > 0 else square(module, batch) * 2
+
+    def through_numpy(module: Any, batch: Any) -> jax.Array:
+        return jnp.asarray(np.asarray(square(module, batch)))
+
+    for wrong, line in (
+        (floated, r"print\(float\(value\)\)"),
+        (branching, "return square.*if batch"),
+        (through_numpy, "return jnp.asarray"),
+    ):
+        with pytest.raises(ValueError, match=rf"the loss asks for the number of an array at .*, `{line}.*as a metric"):
+            step_of(linear, wrong).trace(BATCH)
