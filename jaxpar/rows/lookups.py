@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..program.primitives import PRIMITIVES
 from .arithmetic import combine, sum_power
 from .generic import Met, generic
 from .labels import Labels, alike, counted, ordinals
@@ -102,7 +103,7 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
     return generic(r, eqn, twin, ins)
 
 
-@rule("scatter", *(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")))
+@rule(*(name for name in PRIMITIVES if name.startswith("scatter")))
 def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, at, new), name, met = ins, eqn.primitive.name, Met(eqn)
     if at.kind in ("sum", "running") or at.plus:
@@ -121,7 +122,7 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
         return [replace(y, power=sum_power(x, new)) for y in found]
     if (found := _row_by_row(eqn, x, at, new)) is not None:
         return found
-    if x.kind == "whole" and name.replace("-", "_") in ("scatter_add", "scatter_sub"):
+    if x.kind == "whole" and name in ("scatter-add", "scatter-sub"):
         return _added_up(r, eqn, x, at, new)
     certain = x.kind == "rows" and at.kind == "whole" and not r.looped
     return coupled(ins, Note.at(eqn, f"{name} of rows at computed indices; {FROM_ALL}", certain))
