@@ -111,11 +111,9 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
         return mixed(eqn, ins, "an update at indices that hold", not x.kind == new.kind == "whole")
     if {x.kind, new.kind} & {"sum", "running"}:
         kinds = {y.kind for y in ins}
-        return (
-            mixed(eqn, ins, certain="running" not in kinds)
-            if kinds & {"rows", "running"}
-            else combine(r, eqn, [x, new])
-        )
+        if kinds & {"rows", "running"}:
+            return mixed(eqn, ins, certain="running" not in kinds)
+        return combine(r, eqn, [x, new])
     free = all(met.up(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
     if at.kind == "whole" and free:
         found = generic(r, eqn, twin, ins)
