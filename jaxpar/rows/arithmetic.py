@@ -42,9 +42,9 @@ def _pair(r: Reader, eqn: Any, a: Value, b: Value) -> Value:
     if a.kind == "coupled":
         return coupled([a, b])
     if b.kind == "running":
-        return (
-            mixed(eqn, [a, b]) if a.kind == "running" else replace(b, inner=_pair(r, eqn, b.inner, a) if b.inner else a)
-        )
+        if a.kind == "running":
+            return mixed(eqn, [a, b])
+        return replace(b, inner=_pair(r, eqn, b.inner, a) if b.inner else a)
     if kinds == ("whole", "whole"):
         return _of_wholes(a, b, power)
     if kinds == ("whole", "rows"):

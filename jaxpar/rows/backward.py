@@ -79,15 +79,9 @@ def _judged(eqn: Any, x: Value, ct: Value) -> list[Note]:
         return notes
     fits = {"rows": ("rows", "whole"), "whole": ("sum", "rows"), "sum": ("whole",)}.get(x.kind, (ct.kind,))
     power = -x.power
-    if (
-        ct.kind not in fits
-        or ct.plus
-        or (ct.kind == "rows" == x.kind and ct.at != x.at)
-        or (ct.kind == "sum" and ct.at is not NOWHERE)
-    ):
-        what = (
-            "the derivative of a function gives rows a gradient that follows from others' too, or a sum to each block"
-        )
+    of_others = (ct.kind == "rows" == x.kind and ct.at != x.at) or (ct.kind == "sum" and ct.at is not NOWHERE)
+    if ct.kind not in fits or ct.plus or of_others:
+        what = "the derivative of a function gives rows what follows from other rows too, or a sum to each block"
         return notes or [Note.at(eqn, what)]
     if ct.power != power:
         return notes or [Note.at(eqn, f"the derivative of a function is {NUMBER}")]

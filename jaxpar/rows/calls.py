@@ -15,16 +15,12 @@ from .reader import ALWAYS, Reader, rule
 from .values import ODD, ROUTED, Note, Value, coupled, mixed, reasons
 
 
-def _param(eqn: Any, *names: str) -> Any:
-    return None if eqn is None else next(eqn.params[n] for n in names if n in eqn.params)
-
-
 @rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
 def _call(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     if (found := _routed(eqn, ins)) is not None:
         return found
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-    outs = r.inner(_param(eqn, *names), _param(twin, *names), ins)
+    program, other = (None if e is None else jx.called(e) or e.params["call"] for e in (eqn, twin))
+    outs = r.inner(program, other, ins)
     if eqn.primitive.name not in jx.CUSTOM:
         return outs
     notes = backward_notes(r, eqn, twin, ins, outs)
@@ -105,6 +101,12 @@ def _of_all(x: Value, ndim: int) -> Value:
         return coupled([x], *([x.pick] if x.pick else []))
     notes = frozenset() if x.kind in ("sum", "extreme") else x.notes
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
+
+
+@rule("optimization_barrier", "device_put", "layout_constraint", "mesh_cast", "pvary", "reduced_vary_cast", "reshard",
+      "with_memory_space_constraint", table=ALWAYS)  # fmt: skip
+def _as_they_are(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    return ins
 
 
 @rule("axis_index", table=ALWAYS)

@@ -14,14 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ..program import primitives
 from .generic import LINEAR, exponent
 from .labels import Labels
 from .reader import CANCEL, RULES, PrimitiveRule, Reader, rule, shapes
 from .values import PICKS, Pairs, Value, coupled
-
-_SCALES = {*"""
-mul div neg convert_element_type copy stop_gradient broadcast_in_dim expand_dims reshape squeeze transpose
-""".split()}  # fmt: skip
 
 
 @rule("", table=CANCEL)
@@ -34,7 +31,7 @@ def _cancelled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence
     if x.inner is not None:
         if name == "square" or exponent(eqn, ins) == 2 or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
             return x.inner
-        if more or name not in _SCALES or (name == "div" and ins[0] is not x):
+        if more or not _scales(eqn) or (name == "div" and ins[0] is not x):
             return coupled(ins)
         root = x.inner
         for _ in range(2):  # the square of c times a root is c times c times the sum
@@ -55,6 +52,13 @@ def _cancelled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence
     if (one.kind, two.kind) != ("rows", "rows"):
         return coupled(ins)
     return one.noted(*two.notes) if one.at == two.at else replace(coupled(ins), pairs=Pairs(one, two.at, alone))
+
+
+def _scales(eqn: Any) -> bool:
+    """Whether an equation multiplies its first operand by numbers, or moves its elements."""
+    known = primitives.of(eqn)
+    alone = known.moves or known.view or (known.elementwise and known.linear == "all")
+    return alone if len(eqn.invars) == 1 else known.elementwise and known.linear in ("each", "first")
 
 
 def _rule(name: str) -> PrimitiveRule:

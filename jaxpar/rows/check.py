@@ -42,13 +42,9 @@ def check_coupling(
         pair, n, over = _pair(flat, rest, rows, trace, axes)
     except Exception as error:  # the user's code, at a number of rows that it may not know
         found = _read(flat, None, out, rest, rows, axes)
-        said = f"what it makes of how many rows a block has is not known: it cannot be traced with twice {rows} rows "
-        note = Note(
-            "the loss",
-            f"{said}({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})",
-            False,
-        )
-        found = {name: [*notes, note] for name, notes in found.items()}
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        said = f"what it makes of how many rows a block has is not known: it cannot be traced with twice {rows} rows"
+        found = {name: [*notes, Note("the loss", f"{said} ({why})", False)] for name, notes in found.items()}
     else:
         found = _read(*pair, out, rest, n, over)
     _report(found, axes, strategy)
@@ -105,11 +101,10 @@ def _read(
         leaves = [frozenset(range(len(x.shape))) for x in jax.tree.leaves(tree)]
         return [Value(varies=dims, keyed=keyed, given=given) for dims in leaves]
 
+    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})), given=True)
     fed: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
-        fed += (
-            whole(x) if _is_replicated(x) else [Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})), given=True)]
-        )
+        fed += whole(x) if _is_replicated(x) else [rowwise(x)]
     inputs = [*whole(variables), *fed, *whole(key, keyed=True)]
     params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]], given=False)
     consts = reader.constants(flat.consts, twin.consts if twin is not None else ())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import factors
+from ..program.primitives import PRIMITIVES
 from .labels import NOWHERE, Labels, counted, moved
 from .reader import Reader, rule, shape_of, shapes
 from .values import (
@@ -34,19 +35,13 @@ from .values import (
 )
 
 # What is linear in all its operands but those that say where.
-LINEAR = {*"""
-add add_any all_to_all broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum device_put
-dynamic_slice dynamic_update_slice expand_dims fft gather imag layout_constraint mesh_cast neg optimization_barrier pad
-pvary real reduce_precision reduce_sum reduce_window_sum reduced_vary_cast relayout reshape reshard rev scatter
-scatter-add select_n sharding_constraint slice split squeeze stack stop_gradient sub tile transpose unstack
-with_memory_space_constraint
-""".split()}  # fmt: skip
-PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
+LINEAR = {name for name, known in PRIMITIVES.items() if known.linear not in ("", "each") and name != "div"}
+LINEAR |= {"complex", "conj", "imag", "real", "dynamic_update_slice", "scatter", "scatter-add"}
+LINEAR |= {"sharding_constraint", "stop_gradient"}
+PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
 # f(c x) = c f(x) for c > 0, and f(c x) = c^k f(x).
-_SCALED = LINEAR | {*"""
-abs cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min rem select_and_gather_add
-select_and_scatter_add sort
-""".split()}  # fmt: skip
+_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"}
+_SCALED |= {"reduce_window_min", "rem", "select_and_gather_add", "select_and_scatter_add", "sort"}
 _COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
 _DEGREES = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "cholesky": 0.5}
 _DEGREES |= dict.fromkeys(_COMPARED | {"argmax", "argmin", "atan2", "sign"}, 0)

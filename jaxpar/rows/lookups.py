@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..program.primitives import PRIMITIVES
 from .arithmetic import combine, sum_power
 from .generic import Met, generic
 from .labels import Labels, alike, counted, ordinals
@@ -102,7 +103,7 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
     return generic(r, eqn, twin, ins)
 
 
-@rule("scatter", *(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max")))
+@rule(*(name for name in PRIMITIVES if name.startswith("scatter")))
 def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, at, new), name, met = ins, eqn.primitive.name, Met(eqn)
     if at.kind in ("sum", "running") or at.plus:
@@ -110,18 +111,16 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
         return mixed(eqn, ins, "an update at indices that hold", not x.kind == new.kind == "whole")
     if {x.kind, new.kind} & {"sum", "running"}:
         kinds = {y.kind for y in ins}
-        return (
-            mixed(eqn, ins, certain="running" not in kinds)
-            if kinds & {"rows", "running"}
-            else combine(r, eqn, [x, new])
-        )
+        if kinds & {"rows", "running"}:
+            return mixed(eqn, ins, certain="running" not in kinds)
+        return combine(r, eqn, [x, new])
     free = all(met.up(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
     if at.kind == "whole" and free:
         found = generic(r, eqn, twin, ins)
         return [replace(y, power=sum_power(x, new)) for y in found]
     if (found := _row_by_row(eqn, x, at, new)) is not None:
         return found
-    if x.kind == "whole" and name.replace("-", "_") in ("scatter_add", "scatter_sub"):
+    if x.kind == "whole" and name in ("scatter-add", "scatter-sub"):
         return _added_up(r, eqn, x, at, new)
     certain = x.kind == "rows" and at.kind == "whole" and not r.looped
     return coupled(ins, Note.at(eqn, f"{name} of rows at computed indices; {FROM_ALL}", certain))

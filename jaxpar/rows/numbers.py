@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..program import factors
 from ..program import jaxpr as jx
+from ..program import primitives
 
 LARGEST = 1 << 22  # elements of what is computed, or looked through
-_EACH = {*factors.ELEMENTWISE}
-_SAME = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "tile", "copy",
-         "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice", "stop_gradient"}  # fmt: skip
+_SAME = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice"}  # and what moves its one operand
 _NEVER = {"random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split", "random_unwrap",
           "random_clone", "threefry2x32", "rng_bit_generator", "rng_uniform"}  # fmt: skip
 
@@ -30,7 +28,7 @@ class Number:
 
     def __init__(self, pair: Any, eqns: Any = (None, None), of: Sequence[Number] = (), out: int = 0) -> None:
         self._pair, self._eqns, self._of, self._out = pair, eqns, of, out
-        by_element = pair is None and (eqns[0].primitive.name in _EACH or eqns[0].primitive.name == "reduce_sum")
+        by_element = pair is None and (primitives.of(eqns[0]).elementwise or eqns[0].primitive.name == "reduce_sum")
         self.uniform = np.ndim(pair[0]) == 0 if pair is not None else by_element and all(x.uniform for x in of)
 
     @property
@@ -86,8 +84,8 @@ def computed(eqn: Any, twin: Any, of: Sequence[Number | None]) -> list[Number | 
     name = eqn.primitive.name
     if len(known) < len(of) or eqn.effects or name in _NEVER or (not of and name != "iota"):
         return [None] * len(eqn.outvars)
-    if name in _SAME and known[0].uniform:
-        return [known[0]]
+    if known and known[0].uniform and (name in _SAME or (len(known) == 1 and primitives.of(eqn).moves)):
+        return [known[0]] * len(eqn.outvars)
     found = [Number(None, (eqn, twin), known, i) for i in range(len(eqn.outvars))]
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
     return [x if x.uniform or max(sizes) <= LARGEST else None for x in found]

@@ -22,17 +22,9 @@ _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
     "rev": lambda e, x: [np.flip(x, tuple(d for d in e.params["dimensions"] if x.shape[d] > 1))],
     "slice": lambda e, x: [x[_window(e, x)]],
     "tile": lambda e, x: [
-        np.tile(
-            x,
-            [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=False)]
-            + [1] * (x.ndim - len(e.params["reps"])),
-        )
+        np.tile(x, [n if k > 1 else 1 for n, k in zip((*e.params["reps"], 1), x.shape, strict=False)])
     ],
-    "split": lambda e, x: (
-        np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"])
-        if x.shape[e.params["axis"]] > 1
-        else [x] * len(e.outvars)
-    ),
+    "split": lambda e, x: _split(x, e.params["sizes"], e.params["axis"]),
     "unstack": lambda e, x: [x.take(i % x.shape[e.params["axis"]], e.params["axis"]) for i in range(len(e.outvars))],
     "reshape": lambda e, x: [_reshaped(e, x)],
 }
@@ -40,10 +32,12 @@ _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
 
 def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
     p = eqn.params
-    cut = zip(
-        p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(p["start_indices"]), x.shape, strict=False
-    )
+    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=False)
     return tuple(slice(None) if n == 1 else slice(*which) for *which, n in cut)
+
+
+def _split(x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+    return np.split(x, [*accumulate(sizes)][:-1], axis) if x.shape[axis] > 1 else [x] * len(sizes)
 
 
 def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
@@ -124,10 +118,8 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return torn(eqn, ins)
     sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
     joint = [max(a.shape[d] for a in labels) for d in range(len(shape_of(eqn)))]
-    full = [
-        np.broadcast_to(a, [n if d == dim else k for d, k in enumerate(joint)])
-        for a, n in zip(labels, sizes, strict=True)
-    ]
+    wide = [[n if d == dim else k for d, k in enumerate(joint)] for n in sizes]
+    full = [np.broadcast_to(a, shape) for a, shape in zip(labels, wide, strict=True)]
     at = np.concatenate(full, dim)
     terms = list(dict.fromkeys(x.term for x in rows))
     functions = [ordinals(a) * len(terms) + terms.index(x.term) for a, x in zip(full, rows, strict=True)]
@@ -143,26 +135,16 @@ def _beside(
     r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], dim: int, rows: Sequence[Value], at: np.ndarray
 ) -> list[Value] | Value:
     """What is laid side by side in each row; of indices, columns that are known."""
-    shape, columns, start, notes = shape_of(eqn), [], 0, []
+    shape, columns, start, notes, stacked = shape_of(eqn), [], 0, list[Note](), eqn.primitive.name == "stack"
     found = rows[0].plain(at=Labels(at), plus=any(x.plus for x in rows), pick=picks(rows))
     last = dim == len(shape) - 1 and not np.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
     for x, s in zip(ins, shapes(eqn), strict=True):
-        if (
-            x.kind == "whole"
-            and last
-            and x.number is not None
-            and s
-            and s[-1] == 1
-            and eqn.primitive.name == "concatenate"
-        ):
+        if x.kind == "whole" and last and not stacked and x.number is not None and s[dim] == 1:
             columns.append((start, x.number))  # the lookup says whether they meet the rows that they count
         elif x.kind == "whole":
-            up = Value(
-                varies=frozenset(d + (d >= dim and eqn.primitive.name == "stack") for d in x.varies | x.at.dims),
-                pick=x.pick,
-            )
-            notes += position(eqn, up, found, shape)
-        start += s[dim] if eqn.primitive.name == "concatenate" else 1
+            varies = frozenset(d + (stacked and d >= dim) for d in x.varies | x.at.dims)
+            notes += position(eqn, Value(varies=varies, pick=x.pick), found, shape)
+        start += 1 if stacked else s[dim]
     powers = {x.power for x in ins if not x.zero}
     return replace(found, columns=tuple(columns), power=powers.pop() if len(powers) == 1 else math.nan).noted(*notes)
 
@@ -177,9 +159,8 @@ def _pad(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | 
 
 @rule("iota", "rng_uniform")
 def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    return Value(
-        varies=frozenset([eqn.params["dimension"]] if "dimension" in eqn.params else range(len(shape_of(eqn))))
-    )
+    dims = [eqn.params["dimension"]] if "dimension" in eqn.params else range(len(shape_of(eqn)))
+    return Value(varies=frozenset(dims))
 
 
 @rule("random_bits", "random_split", "random_unwrap", "random_wrap", "random_fold_in", "random_seed", "random_clone",
