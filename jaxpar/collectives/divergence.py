@@ -66,7 +66,7 @@ class _Walk:
         return outs
 
     def equation(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
-        """The same of one equation."""
+        """Over which axes the results of one equation differ; collectives that not all ranks reach are noted."""
         name, every = eqn.primitive.name, _NONE.union(*given)
         if special := getattr(self, f"_{name}", None):
             return special(eqn, given, parted)

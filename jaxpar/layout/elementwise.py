@@ -1,4 +1,4 @@
-"""Whether an optimizer does to leaves as a step keeps them what it does to the model's own.
+"""Prove an optimizer elementwise, so that it may see leaves stacked and padded as a step keeps them.
 
 Layers of a loop kept as one stack, or layers in whole stages with zeros after the last, make no difference to an
 optimizer that works element by element, with no more than sums over all leaves beside that (AdamW, clipping by global

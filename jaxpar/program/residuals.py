@@ -1,4 +1,4 @@
-"""Which values a forward saves for its backward. What follows from others without a product or a sum is computed again.
+"""Which values a forward saves for its backward: products and sums are kept, elementwise values rematerialised.
 
 JAX's derivatives save every operand that they read. Of `silu(x W) * (x V)` that is six arrays, all of which follow,
 element by element, from the two products; of a norm it is the input, three times. They are most of a layer's

@@ -38,7 +38,7 @@ class LayerLoop:
     result: Callable[[Any, Any], Any]
 
     def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
-        """The same, and `fun` of its result."""
+        """This loop with `fun` applied to its result."""
         return dataclasses.replace(self, result=lambda carry, ys: fun(self.result(carry, ys)))
 
     def run(self) -> Any:

@@ -7,7 +7,7 @@ it adds them up. Values that nobody split, positions and masks, stay whole and a
 A value is whole, split along a dim, or a partial sum. Unlike on `tensor`, every rank's loss is its own part of the sum:
 cotangents of whole values, parameters among them, are partial sums as well, and a strategy's rule adds up gradients
 over `context` as it does over `data`. So the derivative of each collective is JAX's own, and what all ranks repeat on
-whole values is right as it stands, once the loss is divided by their number. An equation that mixes positions, and for
+whole values is right unchanged, once the loss is divided by their number. An equation that mixes positions, and for
 which there is no rule, gets whole values where these are at most a number a position, and is refused where they are
 more.
 

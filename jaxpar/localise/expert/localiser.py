@@ -132,9 +132,11 @@ class ExpertLocaliser(Localiser):
             found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
         active = any(x.active for x in inputs)
         alike = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))  # each rank's own
+        floats = [active and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+        # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
         outs = [
-            LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), alike)
-            for v, (value, dim) in zip(eqn.outvars, found, strict=True)
+            LocalValue(value, dim, v.aval.shape, moves, alike or isinstance(dim, int))
+            for v, (value, dim), moves in zip(eqn.outvars, found, floats, strict=True)
         ]
         if name == "broadcast_in_dim":
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]

@@ -42,7 +42,7 @@ class Chunk(Positions):
     wide: Any = None
 
     def chunks(self) -> list[jax.Array]:
-        """The one."""
+        """The number of the chunk at hand, in a list as for context ranks."""
         return [self.at]
 
     def whole(self, x: LocalValue) -> jax.Array:

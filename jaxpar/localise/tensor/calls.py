@@ -61,8 +61,8 @@ def _settled(
 ) -> tuple[list[LocalValue], list[LocalValue]]:
     """What a loop carries, as it is in every iteration, and what `body(carry, *more)` makes of it.
 
-    Only after an iteration may it become split, active, or another on each rank; and then it stays so, so that this
-    ends. `more` is abstract.
+    A value may only become split, active, or different on each rank (monotone), so that the fixpoint ends. `more` is
+    abstract.
     """
     carried = [_again(x, x.value) for x in init]
     found: list[LocalValue] = []

@@ -107,7 +107,7 @@ def _look_up(
     shape, column = shape_of(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
     size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
     mode, modes = eqn.params["mode"], lax.GatherScatterMode
-    places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # 256 is no uint8
+    places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # offsets overflow uint8 ids
     wanted = places[..., column]
     missing = (wanted < 0) | (wanted >= size)
     own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)

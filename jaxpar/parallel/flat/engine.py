@@ -181,7 +181,7 @@ class FlatPipeline:
 
     @functools.cached_property
     def runs(self) -> list[StageRun]:
-        """The stages' operations."""
+        """For each stage, in the order of the program, its traced operations."""
         inputs = jax.eval_shape(self.values, jax.ShapeDtypeStruct((), jnp.int32))
         changing = set(self._changing)
         fixed = [at not in changing for at in range(len(inputs))]

@@ -130,7 +130,7 @@ class _Part:
         return cls(flat, flat.invars[:n], flat.invars[n : n + m], flat.invars[n + m :], shape)
 
     def leaving(self, which: Sequence[bool]) -> "_Part":
-        """The same, which leaves no more than these for the other half."""
+        """This part with only the marked residuals left for the other half."""
         cts, grads, left = self.shape
         made = len(self.flat.outvars) - len(left)
         outs = (*self.flat.outvars[:made], *pick(which, self.flat.outvars[made:]))

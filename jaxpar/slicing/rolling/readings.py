@@ -104,7 +104,7 @@ class Readings:
         return out
 
     def without(self, moved: set[int]) -> "Readings":
-        """The same, with some equations (by identity) outside the loop."""
+        """These readings with some equations (by `id`) moved out of the loop."""
         return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved], self.last)
 
     @functools.cached_property

@@ -19,6 +19,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import differences
 from jaxpar.layout.dims.expert import apart, expert_dims, looks_stacked
+from jaxpar.models import named
 from jaxpar.ops.experts.rounds import most_rounds
 
 FIRST = (
@@ -105,6 +106,14 @@ def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, 
     buffer = cells.EXPERTS * rows * slots * cells.DIM * 4
     assert ledger.total(kind="all-to-all") == exchanges * cells.LAYERS * buffer
     assert ledger.total("sent", kind="all-to-all") == exchanges * cells.LAYERS * buffer * 3 // 4
+
+
+def test_experts_that_drop_nothing_are_exchanged_too() -> None:
+    """What overflows passes their leaves on; these were then no longer taken for leaves, and all experts gathered."""
+    model = named("mixtral-tiny")
+    step = jp.make_train_step(model.model, optax.sgd(0.1), "expert=4,fsdp=2")
+    step.traced(model.example(8, 128))
+    assert step.tracing.experts_gathered == {}
 
 
 def test_all_tokens_are_gathered_where_each_has_more_experts_than_there_are_ranks() -> None:
