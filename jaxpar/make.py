@@ -38,7 +38,7 @@ from .strategy import PER_RANK, Strategy, as_strategy
 
 def make_train_step(
     model: Model,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | None,
     strategy: Strategy | str = "single",
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
@@ -54,7 +54,8 @@ def make_train_step(
       model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
         (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout. Leaves for which
-        the model has a rule of its own (`Model.optimizer`) are left to that.
+        the model has a rule of its own (`Model.optimizer`) are left to that. None for gradients alone
+        (`step.value_and_grad`) and evaluation: there is no optimizer state, and no step to take.
       strategy: a `Strategy` or its text, such as "fsdp" or "data=2,fsdp=4,precision=bf16".
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
@@ -81,12 +82,18 @@ def make_train_step(
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    updates = optimizer is not None
+    if not updates:
+        optimizer = optax.set_to_zero()
+    elif not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
         what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
         hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
-        raise ValueError(f"optimizer is {what}; pass an optax transformation such as {hint}")
-    optimizer = optimizer if model.optimizer is None else model.optimizer(optimizer)
+        raise ValueError(
+            f"optimizer is {what}; pass an optax transformation such as {hint}, or None for gradients alone"
+        )
+    elif model.optimizer is not None:
+        optimizer = model.optimizer(optimizer)
     check_trainable(trainable)
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
@@ -104,7 +111,7 @@ def make_train_step(
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
     step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
-    step.proves, step.rows = check, rows
+    step.proves, step.rows, step.updates = check, rows, updates
     return step
 
 
@@ -118,7 +125,7 @@ def check_trainable(trainable: Any) -> None:
 
 _SHOWN = (
     "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
-    "restore save schedule send strategy trace traced value_and_grad"
+    "restore save schedule send strategy trace traced value_and_grad with_params"
 ).split()
 
 
@@ -126,6 +133,7 @@ class TrainStep(Step):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
     proves = False  # whether what is compiled is checked before it runs
+    updates = True  # whether it has an optimizer
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -157,6 +165,18 @@ class TrainStep(Step):
         self._agreement.on_state(key, params)
         return super().init(key, params, fresh)
 
+    def with_params(self, state: State, params: Any) -> State:
+        """The state with other parameters: an average of them, merged adapters, what an update of your own made.
+
+        Args:
+          state: as for the step; it is neither changed nor donated, and shares all but its parameters with what is
+            returned, so that one of the two goes into the next step.
+          params: a tree like `step.params(state)`, also within a `jit` of your own; it is left intact.
+
+        Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
+        """
+        return super().with_params(state, params)
+
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step: `(state, metrics)`. The state given is donated.
 
@@ -170,6 +190,11 @@ class TrainStep(Step):
         and so on, and the loss's own. With `check=True` the program is checked before it first runs. Several processes
         first compare what they are about to run: ValueError in all of them names what differs.
         """
+        if not self.updates:
+            raise ValueError(
+                "this step was made with optimizer=None, and takes none: use step.value_and_grad(state, batch), and "
+                "step.with_params(state, params) with what you make of it; or give an optimizer"
+            )
         if self.proves:
             self._prove(batch)
         if not self._agreement.needed or _traced(state, batch):
