@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .agreement import Agreement, kind_of
 from .checkpoint.checkpoints import Checkpoints, wait_for
-from .checkpoint.restore import restored, weights
+from .checkpoint.restore import extras, restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize
 from .inspect.check import RowCheck
@@ -125,7 +125,7 @@ def check_trainable(trainable: Any) -> None:
 
 _SHOWN = (
     "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
-    "restore save schedule send strategy trace traced value_and_grad with_params"
+    "restore restore_extra save schedule send strategy trace traced value_and_grad with_params"
 ).split()
 
 
@@ -299,7 +299,12 @@ class TrainStep(Step):
         return _check_rows(self, state, self._agreed("check", state, batch))
 
     def save(
-        self, folder: Path | str, state: State, data: Mapping[str, Any] | None = None, keep: int | None = None
+        self,
+        folder: Path | str,
+        state: State,
+        data: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Checkpoints:
         """Saves a state in the background, as `folder/<state.step>`; it may be donated to the next step at once.
 
@@ -311,6 +316,8 @@ class TrainStep(Step):
           state: as a step returned it.
           data: where in the data the run is, as JSON: given back as `jp.Checkpoint(folder).data`.
           keep: how many are kept, the last ones; all if None.
+          extra: trees of arrays that are no part of the state, by name, such as an average of the parameters or the
+            parameters of a second model: given back by `restore_extra`.
 
         Returns the folder's `Checkpoints`, whose `wait()` returns when all is on disk; so does the end of the program.
         Raises ValueError where the save before could not be written.
@@ -318,7 +325,7 @@ class TrainStep(Step):
         saves = self._saves.get(key := (str(folder), keep))
         if saves is None:
             saves = self._saves[key] = Checkpoints(folder, self, {}, keep)
-        saves.save(int(state.step), state, data)
+        saves.save(int(state.step), state, data, extra)
         return saves
 
     def restore(
@@ -348,6 +355,19 @@ class TrainStep(Step):
         if key is not None or fresh is not None:
             raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
         return restored(self, saved)
+
+    def restore_extra(self, folder: Path | str, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees that were saved beside a state, by name, in any layout: each device reads its own part.
+
+        Args:
+          folder: of a checkpoint, or of several, of which it is the last.
+          like: trees of the same shapes and dtypes by name, where the arrays are to be: {"ema": step.params(state)}. A
+            checkpoint may have others.
+
+        Raises ValueError where one is missing, or of another shape or dtype, or damaged.
+        """
+        wait_for(folder)
+        return extras(self, Checkpoint(folder), like)
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
