@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .agreement import Agreement, kind_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.commit import wait_for
-from .checkpoint.restore import restored, weights
+from .checkpoint.restore import extras, restored, weights
 from .checkpoint.saved import Checkpoint
 from .compile_cache import keep_compiled
 from .hosts import ending, initialize
@@ -38,7 +38,7 @@ from .strategy import PER_RANK, Strategy, as_strategy
 
 def make_train_step(
     model: Model,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | None,
     strategy: Strategy | str = "single",
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
@@ -54,7 +54,8 @@ def make_train_step(
       model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
         (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout. Leaves for which
-        the model has a rule of its own (`Model.optimizer`) are left to that.
+        the model has a rule of its own (`Model.optimizer`) are left to that. None for gradients alone
+        (`step.value_and_grad`) and evaluation: there is no optimizer state, and no step to take.
       strategy: a `Strategy` or its text, such as "fsdp" or "data=2,fsdp=4,precision=bf16".
       mesh: a mesh or devices; all devices if None. Compile-only devices serve for `step.compile`.
       trainable: `trainable(path) -> bool` for paths such as "layers/attention/query/kernel"; the rest is frozen: no
@@ -81,12 +82,18 @@ def make_train_step(
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    updates = optimizer is not None
+    if not updates:
+        optimizer = optax.set_to_zero()
+    elif not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
         what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
         hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
-        raise ValueError(f"optimizer is {what}; pass an optax transformation such as {hint}")
-    optimizer = optimizer if model.optimizer is None else model.optimizer(optimizer)
+        raise ValueError(
+            f"optimizer is {what}; pass an optax transformation such as {hint}, or None for gradients alone"
+        )
+    elif model.optimizer is not None:
+        optimizer = model.optimizer(optimizer)
     check_trainable(trainable)
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
@@ -105,7 +112,7 @@ def make_train_step(
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
     step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
-    step.proves, step.rows = check, rows
+    step.proves, step.rows, step.updates = check, rows, updates
     return step
 
 
@@ -119,7 +126,7 @@ def check_trainable(trainable: Any) -> None:
 
 _SHOWN = (
     "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
-    "restore save schedule send strategy trace traced value_and_grad"
+    "restore restore_extra save schedule send strategy trace traced value_and_grad with_params"
 ).split()
 
 
@@ -127,6 +134,7 @@ class TrainStep(Step):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
     proves = False  # whether what is compiled is checked before it runs
+    updates = True  # whether it has an optimizer
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -158,6 +166,18 @@ class TrainStep(Step):
         self._agreement.on_state(key, params)
         return super().init(key, params, fresh)
 
+    def with_params(self, state: State, params: Any) -> State:
+        """The state with other parameters: an average of them, merged adapters, what an update of your own made.
+
+        Args:
+          state: as for the step; it is neither changed nor donated, and shares all but its parameters with what is
+            returned, so that one of the two goes into the next step.
+          params: a tree like `step.params(state)`, also within a `jit` of your own; it is left intact.
+
+        Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
+        """
+        return super().with_params(state, params)
+
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step: `(state, metrics)`. The state given is donated.
 
@@ -171,6 +191,11 @@ class TrainStep(Step):
         and so on, and the loss's own. With `check=True` the program is checked before it first runs. Several processes
         first compare what they are about to run: ValueError in all of them names what differs.
         """
+        if not self.updates:
+            raise ValueError(
+                "this step was made with optimizer=None, and takes none: use step.value_and_grad(state, batch), and "
+                "step.with_params(state, params) with what you make of it; or give an optimizer"
+            )
         if self.proves:
             self._prove(batch)
         if not self._agreement.needed or _traced(state, batch):
@@ -275,7 +300,12 @@ class TrainStep(Step):
         return _check_rows(self, state, self._agreed("check", state, batch))
 
     def save(
-        self, folder: Path | str, state: State, data: Mapping[str, Any] | None = None, keep: int | None = None
+        self,
+        folder: Path | str,
+        state: State,
+        data: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Checkpoints:
         """Saves a state in the background, as `folder/<state.step>`; it may be donated to the next step at once.
 
@@ -287,6 +317,8 @@ class TrainStep(Step):
           state: as a step returned it.
           data: where in the data the run is, as JSON: given back as `jp.Checkpoint(folder).data`.
           keep: how many are kept, the last ones; all if None.
+          extra: trees of arrays that are no part of the state, by name, such as an average of the parameters or the
+            parameters of a second model: given back by `restore_extra`.
 
         Returns the folder's `Checkpoints`, whose `wait()` returns when all is on disk; so does the end of the program.
         Raises ValueError where the save before could not be written.
@@ -294,7 +326,7 @@ class TrainStep(Step):
         saves = self._saves.get(key := (str(folder), keep))
         if saves is None:
             saves = self._saves[key] = Checkpoints(folder, self, {}, keep)
-        saves.save(int(state.step), state, data)
+        saves.save(int(state.step), state, data, extra)
         return saves
 
     def restore(
@@ -324,6 +356,19 @@ class TrainStep(Step):
         if key is not None or fresh is not None:
             raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
         return restored(self, saved)
+
+    def restore_extra(self, folder: Path | str, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees that were saved beside a state, by name, in any layout: each device reads its own part.
+
+        Args:
+          folder: of a checkpoint, or of several, of which it is the last.
+          like: trees of the same shapes and dtypes by name, where the arrays are to be: {"ema": step.params(state)}. A
+            checkpoint may have others.
+
+        Raises ValueError where one is missing, or of another shape or dtype, or damaged.
+        """
+        wait_for(folder)
+        return extras(self, Checkpoint(folder), like)
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""

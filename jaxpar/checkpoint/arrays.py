@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from ..layout.layout import is_stored
 from ..layout.leaves import Leaf, Staged
 from ..layout.state import State
 from ..model.paths import name_of
 from ..step.core import Step
+
+EXTRA = "extra/"  # what begins the names of arrays that are no state's
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Array:
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: NamedSharding
+    sharding: Sharding
     inner: tuple[int, ...]
     names: tuple[str, ...]
     leaf: Leaf | None = None
@@ -92,6 +95,24 @@ def arrays_of(step: Step) -> tuple[list[Array], Any]:
         array = Array(name, tuple(data.shape), np.dtype(data.dtype), sharding, inner, names, leaf, kind, derived)
         found.append(array)
     return _distinct(found), tree
+
+
+def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], list[jax.Array]]:
+    """The arrays of trees that are saved beside a state, as `extra/<name>/<path>`, and their values: where they are on
+    the step's devices, or replicated on all.
+    """
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra is a {type(extra).__name__}; pass a dict of trees by name, such as {{'ema': tree}}")
+    arrays, values = [], []
+    everywhere = step.layout.sharding(PartitionSpec())
+    for path, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
+        if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
+            x = jax.device_put(x, everywhere)
+        data, kind = raw(x), str(jax.random.key_impl(x)) if is_key(x) else None
+        shape, name = tuple(data.shape), f"{EXTRA}{name_of(path)}"
+        arrays.append(Array(name, shape, np.dtype(data.dtype), data.sharding, shape, (name,), kind=kind))
+        values.append(x)
+    return _distinct(arrays), values
 
 
 def _paths(tree: Any, name: str) -> list[str]:

@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from ..layout.state import State
 from ..step.core import Step
 from .about import about_of, exact, same_run
-from .arrays import Array, arrays_of
+from .arrays import Array, arrays_of, extra_arrays
 from .commit import Commit, clear, writer
-from .restore import restored
+from .restore import extras, restored
 from .saved import Checkpoint, latest_good, numbers
 from .write import Room, held, write
 
@@ -85,7 +85,13 @@ class Checkpoints:
         """The step of the last complete checkpoint, None without any."""
         return next(reversed(numbers(self.folder)), None)
 
-    def save(self, number: int, state: State, data: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        number: int,
+        state: State,
+        data: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         """Writes the state after step `number`, in the background; the state may be donated at once.
 
         Waits for the checkpoint before, if that is still being written, and for the copy from the devices to the host.
@@ -94,6 +100,7 @@ class Checkpoints:
           number: `state.step`.
           state: as the step returned it.
           data: where in the data the run is, as JSON: given back as `Checkpoint.data`.
+          extra: trees of arrays by name: given back by `extras`.
 
         Raises ValueError where the checkpoint before could not be written, where the number is not the state's, and
         where the folder has one of that number which was neither saved nor restored here.
@@ -106,10 +113,12 @@ class Checkpoints:
                 f"{self._place(number)} is there already, of another run; name another folder, or remove that one"
             )
         self._room = _rooms.pop(self.step, {})
-        boxes = held(self._arrays, state, self._room)
+        more, values = extra_arrays(self.step, extra or {})
+        arrays = [*self._arrays, *more]
+        boxes = held(arrays, (state, values), self._room)
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
-        about = about_of(self.step, self._arrays, number, self.about, data or {})
+        about = about_of(self.step, arrays, number, self.about, data or {})
         files = lambda folder: write(folder, about.json(), boxes)
         self._writing = number, writer().begin(self.folder, number, self._keep, files)
 
@@ -141,6 +150,10 @@ class Checkpoints:
         self.data = saved.data
         self._own.add(number)
         return state
+
+    def extras(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees that were saved beside the last complete state; see `TrainStep.restore_extra`."""
+        return extras(self.step, Checkpoint(self._place(self.latest or 0)), like)
 
     def _set_aside(self) -> list[str]:
         """Renames what is newer than the newest checkpoint that is good, and says why; nothing where none is good."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ..step.core import Step
 from ..step.init import BEGIN_ANEW
 from ..text import few
 from .about import fits
-from .arrays import Array, arrays_of, raw
+from .arrays import EXTRA, Array, arrays_of, extra_arrays, raw
 from .boxes import box_of, parts
 from .checksum import checksum
 from .files import Damaged
@@ -34,7 +34,8 @@ def restored(step: Step, saved: Checkpoint) -> State:
     of_scale = lambda name: name.startswith("scale/")
     scaled = [array for array in arrays if of_scale(array.path) and array.path not in saved.arrays]
     wanted = {name: a for a in arrays if a not in scaled and not a.derived for name in a.names}
-    fits(saved.about, wanted, saved.folder, list(filter(of_scale, saved.arrays)))
+    beside = lambda name: of_scale(name) or name.startswith(EXTRA)
+    fits(saved.about, wanted, saved.folder, list(filter(beside, saved.arrays)))
     first = dict(zip((a.path for a in scaled), jax.tree.leaves(LossScale.create()), strict=False))
     read = _Reader(saved)
     values = [jax.device_put(first[a.path], a.sharding) if a.path in first else read(a) for a in arrays]
@@ -66,6 +67,23 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
     del made
     state = jax.tree.unflatten(tree, [values.get(a.path) for a in arrays])
     return step.begin(key, state.params, state.variables)
+
+
+def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees that were saved beside a state, with the shapes, dtypes and places of `like`."""
+    arrays, _ = extra_arrays(step, like)
+    wanted = {array.path: array for array in arrays}
+    if missing := [name for name in wanted if name not in saved.arrays]:
+        have = [name.removeprefix(EXTRA) for name in saved.arrays if name.startswith(EXTRA)]
+        given = few([name.removeprefix(EXTRA) for name in missing])
+        raise ValueError(
+            f"{saved.folder} has no {given} beside its state; it has {few(have) if have else 'nothing there'}"
+        )
+    fits(saved.about, wanted, saved.folder, saved.arrays)
+    read = _Reader(saved)
+    found = [read(array) for array in arrays]
+    read.check()
+    return jax.tree.unflatten(jax.tree.structure(dict(like)), found)
 
 
 class _Reader:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..layout.state import State
 from .arrays import Array, raw
 from .boxes import Box, box_of, parts
 from .files import ABOUT, write_arrays, write_json
@@ -20,7 +19,7 @@ Boxes = list[tuple[str, Box, np.ndarray]]
 Room = dict[tuple[str, int], np.ndarray]  # by array and device
 
 
-def held(arrays: Sequence[Array], state: State, room: Room) -> Boxes:
+def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
     """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory.
 
     Waits for the devices and for the copy. What is derived is left out. Where the devices are CPUs, `room` is what the

@@ -1,7 +1,8 @@
 """How the state of a run comes to be: every array of it created where the layout keeps it."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import name_of
 from ..text import did_you_mean, few
+from .checks import check_state
 from .update import Update
 
 BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
@@ -38,6 +40,17 @@ class FirstState:
         places = jax.tree.leaves(self.layout.handed_out)
         given = {at: jax.device_put(x, places[at]) for at, x in self._given(params, fresh).items()}
         return self._creating(key, given) if not isinstance(key, Tracer) else self._creating_within(key, given)
+
+    def with_params(self, state: State, params: Any) -> State:
+        """The state with other parameters; see `TrainStep.with_params`."""
+        check_state(state)
+        given = list(self._given(params, None).items())
+        values = [x for _, x in sorted(given, key=lambda item: item[0])]
+        inside = any(isinstance(x, Tracer) for x in (state.step, *values))
+        places = zip(values, jax.tree.leaves(self.layout.handed_out), strict=True)
+        run = self._placing_within if inside else self._placing
+        masters, copy = run([jax.device_put(x, place) for x, place in places])
+        return replace(state, params=masters, copy=copy)
 
     def begin(self, key: jax.Array, params: Any, variables: Any) -> State:
         """A new state with the masters `params`, as they are stored, and `variables`. Both are donated."""
@@ -61,29 +74,47 @@ class FirstState:
 
         return jax.jit(begun, out_shardings=self._shardings, donate_argnums=(1, 2), compiler_options=self._options)
 
+    @functools.cached_property
+    def _placing(self) -> Callable[..., Any]:
+        places = self._shardings.params, self._shardings.copy
+        return jax.jit(
+            lambda values: self._masters(self._kept(values)), out_shardings=places, compiler_options=self._options
+        )
+
+    @functools.cached_property
+    def _placing_within(self) -> Callable[..., Any]:
+        """The same within a caller's program."""
+        places = self._shardings.params, self._shardings.copy
+        return jax.jit(lambda values: self._masters(self._kept(values)), out_shardings=places)
+
     @property
     def _options(self) -> dict[str, bool | int | str] | None:
         return cpu_options(self.layout.mesh.devices.flat[0].platform)
 
     def _create(self, key: jax.Array, given: Mapping[int, Any] | None = None) -> State:
-        layout = self.layout
-
         def stored(key: jax.Array) -> tuple[Any, Any]:
             params, variables = self.model_def.create(key)
             values = [(given or {}).get(at, x) for at, x in enumerate(jax.tree.leaves(params))]
-            leaves = zip(layout.storage.models, values, strict=True)
-            kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
-            return layout.to_stored(jax.tree.unflatten(layout.storage.model_tree, kept), "copy"), variables
+            return self._kept(values), variables
 
         return self._first(key, *draws_together(stored)(key))
 
-    def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
-        """The state before the first step, of masters without padding, in the tree of the leaves."""
-        layout = self.layout
-        params = layout.to_stored(whole, "params", as_stacked=True)
-        copy = None
+    def _kept(self, values: Sequence[Any]) -> Any:
+        """The model's own leaves as masters without padding, in the tree of the leaves."""
+        leaves = zip(self.layout.storage.models, values, strict=True)
+        kept = [x.astype(self.policy.stored(leaf.dtype, leaf.trainable)) for leaf, x in leaves]
+        return self.layout.to_stored(jax.tree.unflatten(self.layout.storage.model_tree, kept), "copy")
+
+    def _masters(self, whole: Any) -> tuple[Any, Any]:
+        """What is stored of such masters: themselves, and the copy in the compute dtype, or None."""
+        layout, copy = self.layout, None
         if layout.copied:
             copy = jax.tree.map(lambda place, x: x.astype(place.dtype), layout.places("copy"), whole)
+        return layout.to_stored(whole, "params", as_stacked=True), copy
+
+    def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
+        """The state before the first step, of masters without padding, in the tree of the leaves."""
+        params, copy = self._masters(whole)
         scale = LossScale.create() if self.policy.scaled else None
         # Another stream than that of the initial values.
         run = jax.random.fold_in(key, 1)

@@ -1,0 +1,48 @@
+"""Trees beside a state in its checkpoint: averages of the parameters, a second model; into another layout, and anew."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import ZOO
+
+import jaxpar as jp
+
+ENTRY = ZOO["function"]()
+
+
+def step_of(strategy: str, count: int = 8) -> Any:
+    return jp.make_train_step(ENTRY.model, optax.sgd(0.1), strategy, mesh=jax.devices()[:count])
+
+
+def test_into_another_layout(tmp_path: Path) -> None:
+    step = step_of("fsdp")
+    state = step.init(jax.random.key(0))
+    ema = jax.tree.map(lambda x: 2 * x, step.params(state))
+    extra = {"ema": ema, "critic": [np.arange(6, dtype=np.int32), jax.random.key(3)]}
+    step.save(tmp_path, state, extra=extra)
+
+    other = step_of("zero1", 4)
+    again = other.restore(tmp_path)  # the state is what it was
+    like = {"ema": other.params(again)}
+    found = other.restore_extra(tmp_path, like)
+    jax.tree.map(np.testing.assert_array_equal, found["ema"], ema)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    numbers, key = other.restore_extra(tmp_path, {"critic": [np.zeros(6, np.int32), jax.random.key(0)]})["critic"]
+    assert numbers.tolist() == [*range(6)]
+    assert jax.random.key_data(key).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+    jp.Checkpoint(tmp_path).verify()
+
+    for wrong, words in (
+        ({"average": like["ema"]}, r"has no average/embedding, .* beside its state; it has critic/0"),
+        ({"critic": [np.zeros(5, np.int32), jax.random.key(0)]}, r"extra/critic/0 is int32\[6\] there and int32\[5\]"),
+        ([1], "pass a dict of trees by name"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.restore_extra(tmp_path, wrong)
+    assert jnp.isfinite(other.evaluate(again, ENTRY.batch)["loss"])
