@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..files import plain
+from ..files import local, plain
 from .contents import chunks
 from .tokens import token_ids
 
@@ -118,7 +118,7 @@ def byte_corpus(path: Path | str | None = None) -> Corpus:
     Files come in the order of their paths, hidden ones and the standard library's tests left out. Every 20th is held
     out; of fewer than 20 files, the last 20th of their bytes. Raises ValueError if `path` is missing or too small.
     """
-    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    root = local(sysconfig.get_path("stdlib") if path is None else path, "path")
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
     texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in _files(root, stdlib=path is None)]
