@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ..files import local, plain
-from .contents import chunks
+from .contents import check_mapped, chunks
 from .tokens import token_ids
 
 HELD_OUT = 20  # one file, or one byte, in so many is held out
@@ -170,7 +170,8 @@ class Text:
         """What the text is, wherever and in whatever type it lies: how much, and a checksum of all of it."""
         digest = hashlib.sha256()
         # The smallest type that holds them, whatever they lie in: it is also the least to take a checksum of.
-        kind = np.min_scalar_type(max(int(part.max(initial=0)) for part in (self.train, self.rest))).newbyteorder("<")
+        most = max((int(piece.max()) for part in (self.train, self.rest) for _, piece in chunks(part)), default=0)
+        kind = np.min_scalar_type(most).newbyteorder("<")
         for part in (self.train, self.rest):
             digest.update(f"{part.size} ".encode())
             for _, piece in chunks(part):
@@ -232,6 +233,7 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
 
     def batch(step: int) -> Batch:
         starts = np.random.default_rng((seed, step)).integers(len(windowed), size=rows)
+        check_mapped(text)
         return {"tokens": windowed[starts].astype(np.int32)}
 
     return map(batch, count(start))
@@ -248,6 +250,7 @@ def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
     size = rows * length
     for begin in range(0, predictions, size):
         padded = np.zeros(size + 1, np.int32)
+        check_mapped(text)
         piece = text[begin : begin + size + 1]
         padded[: piece.size] = piece
         tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..files import local, plain
-from .contents import outside
+from .contents import check_mapped, outside
 
 
 def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
@@ -74,5 +74,6 @@ class Windows(Sequence[dict[str, np.ndarray]]):
         """The window `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        check_mapped(self.ids)
         begin = index % len(self) * self.length
         return {"tokens": self.ids[begin : begin + self.length + 1].astype(np.int32)}
