@@ -26,8 +26,8 @@ MOST = 1 << 28  # bytes of a text that is read as a whole; the index of a model 
 
 
 def local(path: os.PathLike[str] | str, name: str) -> Path:
-    """A path on this machine's file systems. Raises ValueError for an address, such as gs://bucket/run, of which a `Path`
-    has lost a slash.
+    """A path on this machine's file systems. Raises ValueError for an address, such as gs://bucket/run, which has lost
+    a slash as a `Path`.
     """
     if _ADDRESS.match(address := os.fspath(path)):
         given = address if "://" in address else address.replace(":/", "://", 1)

@@ -27,8 +27,8 @@ def check_mapped(x: Any) -> None:
         name = name or getattr(x, "filename", None)
     if isinstance(x, mmap.mmap) and x.size() < len(x):
         raise ValueError(
-            f"{name or 'a file'} had {len(x):,} bytes when it was opened and has {x.size():,} now; write it anew, whole "
-            "and under another name until it is, and go on with resume"
+            f"{name or 'a file'} had {len(x):,} bytes when it was opened and has {x.size():,} now; write it anew, "
+            "under another name until it is whole, and go on with resume"
         )
 
 
