@@ -1,10 +1,13 @@
 """Files that others have written: what is read is a plain file of a sensible size, in the folder where it belongs."""
 
 import json
+import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = {
     stat.S_IFIFO: "a FIFO, which waits for somebody to write",
     stat.S_IFCHR: "a device",
@@ -18,6 +21,19 @@ SAFETENSORS = {  # dtypes of numbers, in the words of that format (https://githu
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 MOST = 1 << 28  # bytes of a text that is read as a whole; the index of a model of 671B parameters has 9 MB
+
+
+def local(path: os.PathLike[str] | str, name: str) -> Path:
+    """A path on this machine's file systems. Raises ValueError for an address, such as gs://bucket/run, which has lost
+    a slash as a `Path`.
+    """
+    if _ADDRESS.match(address := os.fspath(path)):
+        given = address if "://" in address else address.replace(":/", "://", 1)
+        raise ValueError(
+            f"{name}={given!r} is an address, needs a path on this machine's file systems; mount the bucket (gcsfuse, "
+            "mount-s3, rclone mount) and name its folder, or copy the files to a disk"
+        )
+    return Path(path)
 
 
 def plain(path: Path) -> Path:

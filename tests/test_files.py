@@ -7,11 +7,19 @@ import json
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import jaxpar as jp
+from jaxpar.checkpoint.saved import converted
 from jaxpar.cli.options import TrainOptions
-from jaxpar.files import json_of, member, plain, text_of
+from jaxpar.data import byte_corpus, images, token_ids
+from jaxpar.data import text as windows_of
+from jaxpar.files import json_of, local, member, plain, text_of
 from jaxpar.inspect.plan.cache import PlanCache
+from jaxpar.inspect.plan.cache import folder as cache_folder
 from jaxpar.inspect.targets.kinds import load
 from jaxpar.models.llama import from_hf
 
@@ -138,3 +146,41 @@ def test_a_cache_gives_what_was_put_and_nothing_else(tmp_path: Path) -> None:
     file.unlink()
     os.mkfifo(file)
     assert cache.get("line") is None
+
+
+def test_addresses_of_buckets_are_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """step.save("gs://bucket/run") wrote a folder `gs:` and said saved; `jaxpar train --out` ended with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    step = jp.make_train_step(
+        jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum()), optax.sgd(0.1), "single"
+    )
+    state = step.init(jax.random.key(0))
+    saved = step.save(tmp_path / "here", state)
+    saved.wait()
+    says = r"='gs://bucket/run.npy' is an address, needs a path on this machine's file systems; mount the bucket"
+    for use in (
+        lambda path: step.save(path, state),
+        step.restore,
+        jp.Checkpoint,
+        lambda path: converted(jp.Checkpoint(tmp_path / "here"), path),
+        lambda path: jp.Loop(out=path),
+        lambda path: TrainOptions(out=Path(path)),
+        lambda path: TrainOptions(data=Path(path)),
+        lambda path: TrainOptions(export=Path(path)),
+        lambda path: windows_of(path, 8),
+        byte_corpus,
+        lambda path: token_ids(path, 256),
+        images.folder,
+        from_hf,
+        cache_folder,
+    ):
+        with pytest.raises(ValueError, match=says):
+            use("gs://bucket/run.npy")
+    for path in ("s3://bucket/x", "hf://datasets/x", "HTTPS://host/x"):
+        with pytest.raises(ValueError, match=f"out='{path}' is an address"):
+            local(path, "out")
+        with pytest.raises(ValueError, match="is an address"):
+            local(Path(path), "out")
+    for path in ("runs/x", "/a/b:/c", "./gs:x", "a:b"):
+        assert local(path, "out") == Path(path)
+    assert [x.name for x in tmp_path.iterdir()] == ["here"]

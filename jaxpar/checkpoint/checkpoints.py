@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..files import local
 from ..layout.state import State
 from ..step.core import Step
 from .about import about_of, exact, same_run
@@ -50,7 +51,7 @@ class Checkpoints:
         keep: int | None = 2,
         changed: Collection[str] = (),
     ):
-        self.step, self.folder, self._keep, self._changed = step, Path(folder).absolute(), keep, changed
+        self.step, self.folder, self._keep, self._changed = step, local(folder, "folder").absolute(), keep, changed
         self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..files import local
 from ..text import few
 from .about import About
 from .boxes import Box, common, size, slices, whole
@@ -35,7 +36,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path | str):
-        self.folder = folder = _last(Path(folder))
+        self.folder = folder = _last(local(folder, "folder"))
         try:
             self.about = About.read(folder / STATE)
             if folder.name.isdecimal() and int(folder.name) != self.about.step:
@@ -187,7 +188,7 @@ def converted(
 
     Raises ValueError where the folder is there, the dtype is none, or an array is damaged.
     """
-    if (target := Path(target)).exists():
+    if (target := local(target, "target")).exists():
         raise ValueError(f"{target} already exists; name another folder")
     kinds = ("params", "variables", "step")
     names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in kinds]

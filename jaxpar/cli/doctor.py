@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from ..files import local
 from ..hosts.initialize import initialize
 from ..inspect.bench.doctor import Silent, examine
 from ..layout.distributed import attach
@@ -46,7 +47,7 @@ def main(options: DoctorOptions) -> None:
     attach(options.devices)
     findings, speaks = [], jax.process_index() == 0
     try:
-        for finding in examine(options.strategy, options.folder, options.bytes):
+        for finding in examine(options.strategy, local(options.folder, "folder"), options.bytes):
             findings.append(finding)
             if speaks and not options.json:
                 print(finding, flush=True)  # noqa: T201

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,26 @@ from ..text import did_you_mean
 _CHUNK = 1 << 24  # elements that are in memory at once, of an array that is not
 
 
+def check_mapped(x: Any) -> None:
+    """Raise ValueError where an array is in a file that has become shorter since it was mapped into memory: to read it
+    there is a SIGBUS, which ends the process without a word.
+    """
+    name = getattr(x, "filename", None)
+    while isinstance(x, np.ndarray):
+        x = x.base
+        name = name or getattr(x, "filename", None)
+    if isinstance(x, mmap.mmap) and x.size() < len(x):
+        raise ValueError(
+            f"{name or 'a file'} had {len(x):,} bytes when it was opened and has {x.size():,} now; write it anew, "
+            "under another name until it is whole, and go on with resume"
+        )
+
+
 def chunks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """An array piece by piece: (index of the piece's first element, elements in their order)."""
     flat = x.reshape(-1)
     for begin in range(0, flat.size, _CHUNK):
+        check_mapped(flat)
         yield begin, flat[begin : begin + _CHUNK]
 
 

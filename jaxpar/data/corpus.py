@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..files import plain
-from .contents import chunks
+from ..files import local, plain
+from .contents import check_mapped, chunks
 from .tokens import token_ids
 
 HELD_OUT = 20  # one file, or one byte, in so many is held out
@@ -118,7 +118,7 @@ def byte_corpus(path: Path | str | None = None) -> Corpus:
     Files come in the order of their paths, hidden ones and the standard library's tests left out. Every 20th is held
     out; of fewer than 20 files, the last 20th of their bytes. Raises ValueError if `path` is missing or too small.
     """
-    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    root = local(sysconfig.get_path("stdlib") if path is None else path, "path")
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
     texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in _files(root, stdlib=path is None)]
@@ -170,7 +170,8 @@ class Text:
         """What the text is, wherever and in whatever type it lies: how much, and a checksum of all of it."""
         digest = hashlib.sha256()
         # The smallest type that holds them, whatever they lie in: it is also the least to take a checksum of.
-        kind = np.min_scalar_type(max(int(part.max(initial=0)) for part in (self.train, self.rest))).newbyteorder("<")
+        most = max((int(piece.max()) for part in (self.train, self.rest) for _, piece in chunks(part)), default=0)
+        kind = np.min_scalar_type(most).newbyteorder("<")
         for part in (self.train, self.rest):
             digest.update(f"{part.size} ".encode())
             for _, piece in chunks(part):
@@ -232,6 +233,7 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
 
     def batch(step: int) -> Batch:
         starts = np.random.default_rng((seed, step)).integers(len(windowed), size=rows)
+        check_mapped(text)
         return {"tokens": windowed[starts].astype(np.int32)}
 
     return map(batch, count(start))
@@ -248,6 +250,7 @@ def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
     size = rows * length
     for begin in range(0, predictions, size):
         padded = np.zeros(size + 1, np.int32)
+        check_mapped(text)
         piece = text[begin : begin + size + 1]
         padded[: piece.size] = piece
         tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()

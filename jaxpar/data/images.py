@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import plain
+from ..files import local, plain
 from ..text import did_you_mean, few
 from . import Batch, pad_rows
 
@@ -145,7 +145,7 @@ def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
     """
     if broken not in BROKEN:
         raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
-    root, pillow = Path(path), _needed("PIL.Image")
+    root, pillow = local(path, "path"), _needed("PIL.Image")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
     if not isinstance(size, int) or size < 1:

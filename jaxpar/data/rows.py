@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..model.paths import name_of
-from .contents import add_array
+from .contents import add_array, check_mapped
 from .sampler import Position, Sampler
 
 _LOOKED_AT = 256  # rows of a data set that is not arrays, for its fingerprint
@@ -68,6 +68,8 @@ class Rows:
     def _read(self, taken: np.ndarray) -> Any:
         """Rows of the data as one batch."""
         if self.columns:
+            for x in jax.tree.leaves(self.data):
+                check_mapped(x)
             return jax.tree.map(lambda x: np.asarray(x[taken]), self.data)
         indices = taken.tolist()
         several = getattr(self.data, "__getitems__", None)  # torch's and Hugging Face's, faster than one by one

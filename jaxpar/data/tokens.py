@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..files import plain
-from .contents import outside
+from ..files import local, plain
+from .contents import check_mapped, outside
 
 
 def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
     Raises ValueError where the file is missing, a FIFO or a device, or not of that form, or holds an id that is not
     below `vocabulary`; for this all of it is read once, a piece at a time.
     """
-    path = Path(path)
+    path = local(path, "path")
     if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     plain(path)
@@ -74,5 +74,6 @@ class Windows(Sequence[dict[str, np.ndarray]]):
         """The window `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        check_mapped(self.ids)
         begin = index % len(self) * self.length
         return {"tokens": self.ids[begin : begin + self.length + 1].astype(np.int32)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ..files import local
 from ..step.core import Step
 from ..text import did_you_mean
 
@@ -59,7 +60,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         if isinstance(self.out, str):
-            object.__setattr__(self, "out", Path(self.out))
+            object.__setattr__(self, "out", local(self.out, "out"))
+        for name in (one.name for one in fields(self)):  # those of the command line too
+            if isinstance(path := getattr(self, name), Path):
+                local(path, name)
         for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
                             "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
                             "check_replicas_every": 1}.items():  # fmt: skip

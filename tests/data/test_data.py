@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.data import Corpus, Source, Text, batches, byte_corpus, pad_rows, windows
+import jaxpar as jp
+from jaxpar.data import Corpus, Rows, Source, Text, Windows, batches, byte_corpus, pad_rows, token_ids, windows
 from jaxpar.data import text as source_of
 
 
@@ -196,6 +197,29 @@ def test_token_ids_are_read_from_disk(tmp_path: Path, name: str, dtype: type, vo
 
 def text_of(tmp_path: Path, ids: list, dtype: type, name: str, length: int = 4, vocabulary: int = 100) -> Text:
     return source_of(saved(np.asarray(ids, dtype), tmp_path / name), length, vocabulary)
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "ids.npy"])
+def test_a_file_that_is_cut_short_under_a_run_is_named(name: str, tmp_path: Path) -> None:
+    """Reading it ended the process with "Bus error"."""
+    path = tmp_path / name
+    content = (np.arange(200_000) % 250).astype(np.uint16)
+    content.tofile(path) if name == "ids.bin" else np.save(path, content)
+    ids, source = token_ids(path, 256), source_of(path, 8, 256)
+    stream, held_out, rows = source.batches(4, seed=0), source.held_out(4), Rows({"x": ids.reshape(-1, 8)})
+    next(stream)
+    os.truncate(path, 1000)
+    says = rf"{name} had 400,\d\d\d bytes when it was opened and has 1,000 now; write it anew"
+    for read in (
+        lambda: next(stream),
+        lambda: next(held_out),
+        lambda: Windows(ids, 8)[-1],
+        lambda: next(rows.once(4)),
+        lambda: source.fingerprint,
+        lambda: jp.check_ids({"x": ids}, {"x": 256}),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read()
 
 
 def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from ...files import json_of
+from ...files import json_of, local
 from ...model.model import Model
 from ...model.paths import name_of
 from ..targets.devices import Target
@@ -27,7 +27,7 @@ _FLAGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax
 def folder(given: str | os.PathLike[str] | None) -> Path:
     """Where the files are: as given, else `JAXPAR_CACHE`, else jaxpar/plan in the user's folder for caches."""
     if given is not None:
-        return Path(given)
+        return local(given, "cache")
     if named := os.environ.get("JAXPAR_CACHE"):
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from ...files import SAFETENSORS, json_of, member
+from ...files import SAFETENSORS, json_of, local, member
 from ...model.paths import name_of
 from ...text import few
 from .architecture import Architecture, Row
@@ -150,7 +150,7 @@ class Family:
         """
         tensors = self._tensors(config, params, dtype)
         if path is not None:
-            self._write(config, tensors, Path(path), max_shard_size)
+            self._write(config, tensors, local(path, "path"), max_shard_size)
         return {name: x.read() for name, x in tensors.items()}
 
     def save_hf(
@@ -162,7 +162,7 @@ class Family:
           params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
             `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
         """
-        self._write(config, self._tensors(config, params, dtype), Path(path), max_shard_size)
+        self._write(config, self._tensors(config, params, dtype), local(path, "path"), max_shard_size)
 
     def by_path(self, config: Any, params: Any) -> dict[str, Any]:
         """Parameters by path. Raises ValueError where they are not those of a model of these sizes."""
@@ -249,7 +249,7 @@ def _part(layer: Callable[..., np.ndarray], index: tuple[int, ...], dtype: np.dt
 def _folder(source: Any) -> Path:
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"from_hf({source!r}): needs a folder, or a state dict")
-    if not Path(source).is_dir():
+    if not local(source, "source").is_dir():
         raise ValueError(
             f"{source} is not a folder; download the model into one: hf download {source} --local-dir FOLDER"
         )
