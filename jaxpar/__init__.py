@@ -12,6 +12,7 @@ from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
+from .layout.dims.matrices import matrices
 from .layout.mesh import enough_threads, simulate
 from .layout.state import State
 from .make import make_train_step
@@ -54,6 +55,7 @@ __all__ = [
     "initialize",
     "local_kernel",
     "make_train_step",
+    "matrices",
     "pad_rows",
     "plan",
     "simulate",

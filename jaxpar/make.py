@@ -77,7 +77,8 @@ def make_train_step(
         Two numbers a leaf join the all-reduce of the metrics.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
-    a pipeline has one microbatch, and so one rank that works at a time.
+    a pipeline has one microbatch, and so one rank that works at a time, and where an optimizer multiplies layers of a
+    stack with one another.
     """
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
@@ -113,6 +114,8 @@ def make_train_step(
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
     step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
     step.proves, step.rows, step.updates = check, rows, updates
+    if (said := step.misdirected) is not None:
+        warnings.warn(said, stacklevel=2)
     return step
 
 

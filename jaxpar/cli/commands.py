@@ -242,9 +242,11 @@ def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
         devices = target(options.target).devices
     if is_function(options.model):
         mine = own(options.model)
-        return make_train_step(mine.model, optimizer_of(options), options.strategy, devices), mine.example(options.rows)
+        batch = mine.example(options.rows)
+        return make_train_step(mine.model, optimizer_of(options, mine.model, batch), options.strategy, devices), batch
     model, source = model_of(options)
-    step = make_train_step(model.model, optimizer_of(options), options.strategy, devices, model.trainable)
+    tx = optimizer_of(options, model.model, model.example(1, options.length))
+    step = make_train_step(model.model, tx, options.strategy, devices, model.trainable)
     return step, next(training(source, options.rows, options.seed))
 
 

@@ -18,6 +18,8 @@ import yaml
 from .. import data
 from ..data import images
 from ..files import text_of
+from ..layout.dims.matrices import matrices
+from ..model.model import Model
 from ..models import Named, llama, named
 from ..strategy import PRESETS, Strategy
 from ..text import did_you_mean
@@ -69,12 +71,14 @@ class TrainOptions(Loop):
     """text: tokens that each row predicts"""
     out: Path | None = None
     """folder for config, metrics, plot and checkpoints; without it: a new one below runs/, named by model and time"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the model's hidden matrices, at AdamW's scale; AdamW for all else"""
     lr: float = 3e-3
-    """learning rate of AdamW: its peak, followed by a cosine to a tenth"""
+    """learning rate: its peak, followed by a cosine to a tenth"""
     warmup: int = 20
     """steps up to the peak, at most half of all"""
     weight_decay: float = 0.1
-    """of AdamW"""
+    """weights lose so much of themselves, times the learning rate"""
     clip: float = 1.0
     """global norm that gradients are clipped to"""
     sample: int = 200
@@ -281,13 +285,23 @@ def _change(part: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
 
 
-def optimizer_of(options: TrainOptions) -> optax.GradientTransformation:
-    """AdamW behind clipping, on a warm-up and a cosine over all steps."""
-    warmup = min(options.warmup, options.steps // 2)
+def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.GradientTransformation:
+    """The optimizer behind clipping, on a warm-up and a cosine over all steps; `batch` gives the shapes of one."""
+    warmup, decay = min(options.warmup, options.steps // 2), options.weight_decay
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip), optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay)
-    )
+    if options.optimizer == "muon":
+        # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates as large as AdamW's, so that one rate serves both.
+        tx = optax.contrib.muon(
+            rate,
+            adam_b2=0.95,
+            weight_decay=decay,
+            adam_weight_decay=decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=matrices(model, batch),
+        )
+    else:
+        tx = optax.adamw(rate, b2=0.95, weight_decay=decay)
+    return optax.chain(optax.clip_by_global_norm(options.clip), tx)
 
 
 def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:
@@ -303,7 +317,7 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
 
 def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
     """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
-    tx, hooks = optimizer_of(options), [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
+    hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
         mine = own(options.model)
         if mine.data is None:
@@ -312,6 +326,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
                 "where data(start) returns an iterator of batches that begins with batch start, or is a list or loader"
             )
         about = {"hooks": hooks, "about": options.about}
+        tx = optimizer_of(options, mine.model, mine.example(1))
         return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
     model, source = model_of(options)
     units = units_of(options, model, source)
@@ -321,7 +336,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
     trainer = Trainer(
         model.model,
-        tx,
+        optimizer_of(options, model.model, model.example(1, options.length)),
         source,
         options.strategy,
         options,

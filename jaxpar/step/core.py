@@ -17,12 +17,14 @@ from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
 from ..layout.dims.expert import apart, expert_dims, looks_stacked
+from ..layout.dims.matrices import astray
 from ..layout.dims.pairs import creation_order
 from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
 from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
+from ..layout.owners import update_program
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
@@ -47,7 +49,8 @@ class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
     `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
-    rows are divided; `rows`, whose rows a batch is made of; and `schedule`, the pipeline's, or None.
+    rows are divided; `rows`, whose rows a batch is made of; `schedule`, the pipeline's, or None; and `misdirected`,
+    what to warn of in the optimizer, or None.
     """
 
     def __init__(
@@ -88,6 +91,9 @@ class Step(FirstState, Intake):
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
+        program = update_program(self.optimizer, storage, as_stacked)
+        products = {} if program is None else {seen[i].path: dims for i, dims in program.products.items()}
+        self.misdirected = astray([(leaf.path, leaf.shape) for leaf in seen], products)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}

@@ -10,13 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.cli.options import TrainOptions, model_of, units_of
+from jaxpar.cli.options import TrainOptions, model_of, optimizer_of, units_of
 from jaxpar.inspect.targets.devices import peak_flops
+from jaxpar.models import named
 from jaxpar.train.recorder import read
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
@@ -235,3 +237,14 @@ def test_flops_and_peaks_make_the_mfu() -> None:
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA H200", "f32") == 494.7e12
     assert peak_flops("cpu", "bf16") is None
+
+
+def test_muon_takes_the_hidden_matrices() -> None:
+    """Its state has momenta of these alone, and all else is AdamW's."""
+    model = named("llama-tiny")
+    options = TrainOptions(model="llama-tiny", optimizer="muon")
+    tx = optimizer_of(options, model.model, model.example(1, 8))
+    state = jax.eval_shape(tx.init, jax.eval_shape(model.model.create, jax.random.key(0))[0])
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert sum("'muon'" in path and ".mu[" in path for path in paths) == 7
+    assert sum("'adam'" in path and ".nu[" in path for path in paths) == 5

@@ -267,14 +267,14 @@ def _presets(shapes: _Shapes) -> dict[str, int | None]:
         above, _, end = path.rpartition("value/")
         if end in ("kernel", "w") and not any(f"{above}{name}/{end}" in shapes for name in ("query", "key")):
             continue  # of a state, not of attention
-        table = [*by_heads, *flat] if _has_heads(path, shapes) else flat
+        table = [*by_heads, *flat] if has_heads(path, shapes) else flat
         for dim in [dim for end, dim in table if end.fullmatch(path)][:1]:
             if dim is None or len(shape) + dim >= 0:
                 chosen[path] = None if dim is None else len(shape) + dim
     return chosen
 
 
-def _has_heads(path: str, shapes: _Shapes) -> bool:
+def has_heads(path: str, shapes: _Shapes) -> bool:
     """Whether query and out beside a leaf are [D, H, h] and [H, h, D], not stacks of [D, E] and [E, D]."""
     *above, _, leaf = ["", *path.split("/")]
     for names in PAIRS:
