@@ -21,8 +21,7 @@ from ...text import few, table
 from ..families import families, inside_stack, on_second_dim
 from .expert import Leaves, looks_stacked
 from .patterns import pattern
-from .presets import ENDS, HEADS, NORM
-from .tensor import has_heads
+from .tensor import ENDS, HEADS, NORM, has_heads
 
 _BATCH = -2  # the mark of all that depends on the batch
 _VECTOR = re.compile("(.*/)?(bias|b|scale)")
