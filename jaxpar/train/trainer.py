@@ -56,6 +56,8 @@ class Trainer:
       rows: "global", or "host" where every host yields its own rows of a batch, to train on and held out: as for
         `make_train_step`. All then need as many batches.
       ids: as for `make_train_step`; where one is beyond its limit the run ends with the leaf, the row and the value.
+      extra: `extra(trainer)` returns trees of arrays by name, such as {"ema": trainer.step.params(trainer.state)}, with
+        which `trainer.extra` begins: hooks change it, each checkpoint has it, and a run that is resumed has it back.
 
     Attributes: `step` (the `Step`), `state`, `number` (steps taken), `rows` (in a batch of all hosts), `compiled` (None
     under `server`), and the above.
@@ -80,6 +82,7 @@ class Trainer:
         params: Any = None,
         fresh: Callable[[str], bool] | None = None,
         ids: Mapping[str, int] | None = None,
+        extra: Callable[[Any], Mapping[str, Any]] | None = None,
     ):
         if not isinstance(loop, Loop | None):
             raise ValueError(f"loop is a {type(loop).__name__}; pass a jp.Loop, such as Loop(steps=1000)")
@@ -103,7 +106,8 @@ class Trainer:
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*first, *(checked(hook) for hook in hooks)]
-        self._given, self._fresh = params, fresh
+        self._given, self._fresh, self._extra = params, fresh, extra
+        self.extra: dict[str, Any] = {}
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
         self.finite = Finite(self.loop)
@@ -200,6 +204,10 @@ class Trainer:
         self._warn_of_lookups(batch)
         if latest is None:
             self.state = self._new()
+        if self._extra is not None:
+            self.extra = dict(self._extra(self))
+            if saves is not None and latest is not None:
+                self.extra = saves.extras(self.extra)
         if self.step.may_couple(batch):
             (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
@@ -282,7 +290,7 @@ class Trainer:
 
     def _save(self, saves: Checkpoints) -> None:
         self._claim.check()
-        saves.save(self.number, self.state, self.position)
+        saves.save(self.number, self.state, self.position, self.extra)
         self._emit("on_save", {"step": self.number})
 
     def _rescue(self, saves: Checkpoints | None) -> None:
@@ -311,6 +319,8 @@ class Trainer:
             self.progress.say(self.finite.back(error, saves.latest))
             self._late, self.number = None, error.step
             state = self._new() if saves.latest is None else saves.restore()
+            if self.extra and saves.latest is not None:
+                self.extra = saves.extras(self.extra)
             step = np.asarray(error.step, np.int32)
             number = jax.make_array_from_callback((), state.step.sharding, lambda _: step)
             self.state = dataclasses.replace(state, step=number)

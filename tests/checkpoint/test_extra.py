@@ -46,3 +46,28 @@ def test_into_another_layout(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             other.restore_extra(tmp_path, wrong)
     assert jnp.isfinite(other.evaluate(again, ENTRY.batch)["loss"])
+
+
+def test_a_trainer_goes_on_with_them(tmp_path: Path) -> None:
+    """An average of the parameters that a hook keeps: a run that is resumed ends with that of one that was not."""
+
+    def run(steps: int, folder: Path, resume: bool = False) -> Any:
+        def average(trainer: Any, metrics: Any) -> None:
+            params = trainer.step.params(trainer.state)
+            trainer.extra["ema"] = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, trainer.extra["ema"], params)
+
+        loop = jp.Loop(steps=steps, out=folder, evaluate_every=2, save_every=2, resume=resume, quiet=True)
+        begin = lambda trainer: {"ema": trainer.step.params(trainer.state)}
+        hooks = [jp.Hook(on_evaluate=average)]
+        data = lambda start: iter([ENTRY.batch] * 9)
+        optimizer = optax.sgd(0.1)
+        trainer = jp.Trainer(
+            ENTRY.model, optimizer, data, "fsdp", loop, held_out=[ENTRY.batch], hooks=hooks, extra=begin
+        )
+        trainer.run()
+        return trainer.extra["ema"]
+
+    whole = run(4, tmp_path / "whole")
+    run(2, tmp_path / "parts")
+    parts = run(4, tmp_path / "parts", resume=True)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
