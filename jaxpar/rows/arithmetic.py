@@ -27,7 +27,7 @@ def combine(r: Reader, eqn: Any, ins: Sequence[Value]) -> Value:
     """What is linear in several values and adds them up, lays them side by side, or chooses between them."""
     met, values = Met(eqn), []
     for k, x in enumerate(ins):
-        at = met.up(k, x.at.array) if x.at is not NOWHERE and x.kind != "whole" else None
+        at = met.to_factors(k, x.at.array) if x.at is not NOWHERE and x.kind != "whole" else None
         at = None if at is None else Labels(at, at.ndim - len(met.factors))
         values.append(met.whole(k, x) if x.kind == "whole" else x if at is None else replace(x, at=at))
     found = values[0]

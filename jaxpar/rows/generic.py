@@ -69,8 +69,8 @@ class Met:
         size = lambda f: max(s[d] for s, d in zip(every, (*f.ins, *f.outs), strict=True) if d is not None)
         self.sizes = [eqn.params[f.grouped] if f.grouped else size(f) for f in self.factors]
 
-    def up(self, k: int, array: np.ndarray) -> np.ndarray | None:
-        """What labels operand k; None where it differs along what is no factor."""
+    def to_factors(self, k: int, array: np.ndarray) -> np.ndarray | None:
+        """The row labels of operand k with one dim for each factor; None where they differ along what is no factor."""
         for d, i in enumerate(self.ins[k]):
             if array.shape[d] > 1 and i is None:
                 return None
@@ -82,8 +82,8 @@ class Met:
                 array = np.moveaxis(groups[..., 0], -1, d)
         return moved(array, self.ins[k], len(self.factors))
 
-    def down(self, j: int, array: np.ndarray) -> np.ndarray:
-        """What labels result j."""
+    def to_result(self, j: int, array: np.ndarray) -> np.ndarray:
+        """Row labels with one dim for each factor -> those of result j."""
         shape = shape_of(self.eqn, j)
         array = moved(array, self.outs[j], len(shape))
         for d, n in enumerate(shape):
@@ -93,7 +93,7 @@ class Met:
 
     def whole(self, k: int, x: Value) -> Value:
         """A whole operand."""
-        at, to = self.up(k, x.at.array) if x.at.dims else None, self.ins[k]
+        at, to = self.to_factors(k, x.at.array) if x.at.dims else None, self.ins[k]
         varies = frozenset(i for d in x.varies | (x.at.dims if at is None else set()) if (i := to[d]) is not None)
         same = x.scalar is not None or to == [*range(len(self.factors))]
         return replace(x, at=NOWHERE if at is None else Labels(at), varies=varies, number=x.number if same else None)
@@ -110,12 +110,12 @@ class Met:
         name, gone = self.eqn.primitive.name, [i for i in x.at.dims if self.outs[j][i] is None]
         how = {self.factors[i].reduced for i in gone}
         if not gone:
-            return replace(x, at=Labels(self.down(j, x.at.array)))
+            return replace(x, at=Labels(self.to_result(j, x.at.array)))
         if x.routed:
             what = f"{name} over the tokens of experts, which are of many rows; {FROM_ALL}"
             return coupled([x], Note.at(self.eqn, what))
         if how == {"sum"}:
-            return partial(x, self.down(j, counted(x.at.array, gone, r.rows)), some_rows(self.eqn))
+            return partial(x, self.to_result(j, counted(x.at.array, gone, r.rows)), some_rows(self.eqn))
         if len(how) == 1 and how <= {*_EXTREMES}:
             note = Note.at(self.eqn, f"{_EXTREMES[how.pop()]} over rows; {FROM_ALL}")
             return Value("extreme", notes=x.notes | {note})
@@ -135,10 +135,10 @@ def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     plus = any(x.plus for x in rows.values())
     if plus and name not in LINEAR and (name not in PRODUCTS or len(rows) > 1):
         return alike(mixed(eqn, ins, "a product with" if name in PRODUCTS else f"{name} of rows that hold"))
-    found = {k: met.up(k, x.at.array) for k, x in rows.items()}
+    found = {k: met.to_factors(k, x.at.array) for k, x in rows.items()}
     labels = {k: Labels(at) for k, at in found.items() if at is not None}
     if len(labels) < len(rows):
-        return alike(torn(eqn, ins, met.known))
+        return alike(mixes_rows(eqn, ins, met.known))
     if len({*labels.values()}) > 1:
         return alike(_paired(r, eqn, twin, ins, met, labels))
     (k, x), *_ = rows.items()
@@ -157,7 +157,7 @@ def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, j:
     for k, x in enumerate(ins):
         up = met.whole(k, x)
         kept = up.at is not NOWHERE and all(to[i] is not None for i in up.at.dims)
-        if kept and found.at in (NOWHERE, (at := Labels(met.down(j, up.at.array)))):
+        if kept and found.at in (NOWHERE, (at := Labels(met.to_result(j, up.at.array)))):
             found = replace(found, at=at)
         for i in up.varies if kept else up.varies | up.at.dims:
             if (d := to[i]) is not None:
@@ -204,8 +204,8 @@ def exponent(eqn: Any, ins: Sequence[Value]) -> float | None:
     return eqn.params["y"] if name == "integer_pow" else ins[1].scalar if name == "pow" and not ins[1].power else None
 
 
-def torn(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
-    """What mixes rows along a dim of theirs."""
+def mixes_rows(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
+    """The result of an equation that mixes rows along a dim of theirs, as a sort does."""
     name = eqn.primitive.name
     if not known:
         return coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
@@ -221,7 +221,7 @@ def _paired(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, labe
     kept = all(met.outs[0][i] is not None for at in labels.values() for i in at.dims)
     if len(labels) != 2 or not kept or any(x.plus for x in ins):
         return found
-    one, other = (Labels(met.down(0, at.array)) for at in labels.values())
+    one, other = (Labels(met.to_result(0, at.array)) for at in labels.values())
     own = ins[next(iter(labels))].plain(at=one, notes=reasons(ins))
     return replace(found, pairs=Pairs(powered(r, eqn, twin, ins, met, own), other))
 
@@ -233,7 +233,7 @@ def _of_sums(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met) -> 
     if more or any(y.kind == "rows" for y in ins) or not linear or (name == "pad" and not ins[1].zero):
         found = _guarded(eqn, ins) or mixed(eqn, ins, "a product with" if name in PRODUCTS else "")
         return [found] * len(eqn.outvars)
-    at = met.up(ins.index(x), x.at.array) if x.at is not NOWHERE else None
+    at = met.to_factors(ins.index(x), x.at.array) if x.at is not NOWHERE else None
     dims = frozenset() if at is None else Labels(at, 1).dims
     wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
     places = any(dims & (y.varies | y.at.dims) for y in wholes)
@@ -246,7 +246,7 @@ def _of_sums(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met) -> 
         if at is not None:
             gone = tuple(i for i, d in enumerate(met.outs[j]) if d is None)
             summed = all(at.shape[i] == 1 or met.factors[i].reduced == "sum" for i in gone)
-            y = partial(y, met.down(j, at.sum(gone, keepdims=True)), x.pick) if summed else mixed(eqn, ins)
+            y = partial(y, met.to_result(j, at.sum(gone, keepdims=True)), x.pick) if summed else mixed(eqn, ins)
         outs.append(y)
     return outs
 

@@ -97,7 +97,7 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
         if "running" in kinds or {s.kind for s in starts} != {"whole"}:
             return mixed(eqn, ins, certain="running" not in kinds)  # a loop may write each row at its place
         return combine(r, eqn, [x, update])
-    if any(y.kind == "rows" and met.up(k, y.at.array) is None for k, y in enumerate(ins)):
+    if any(y.kind == "rows" and met.to_factors(k, y.at.array) is None for k, y in enumerate(ins)):
         certain = x.kind == "rows" and not r.looped
         return coupled(ins, Note.at(eqn, f"writes rows at other places; {FROM_ALL}", certain))
     return generic(r, eqn, twin, ins)
@@ -114,7 +114,7 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
         if kinds & {"rows", "running"}:
             return mixed(eqn, ins, certain="running" not in kinds)
         return combine(r, eqn, [x, new])
-    free = all(met.up(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
+    free = all(met.to_factors(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
     if at.kind == "whole" and free:
         found = generic(r, eqn, twin, ins)
         return [replace(y, power=sum_power(x, new)) for y in found]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import combine
-from .generic import Met, generic, torn
+from .generic import Met, generic, mixes_rows
 from .labels import NOWHERE, Labels, alike, blocks, numbered, ordinals, reshaped
 from .numbers import LARGEST
 from .reader import Reader, rule, shape_of, shapes
@@ -115,7 +115,7 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     if same:
         return _beside(r, eqn, twin, ins, dim, rows, labels[0])
     if len(rows) < len(ins) or any(x.routed for x in rows):
-        return torn(eqn, ins)
+        return mixes_rows(eqn, ins)
     sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
     joint = [max(a.shape[d] for a in labels) for d in range(len(shape_of(eqn)))]
     wide = [[n if d == dim else k for d, k in enumerate(joint)] for n in sizes]

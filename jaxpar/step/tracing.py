@@ -210,8 +210,8 @@ class Tracing:
         with couplings() as noted:
             whole, out = self._trace((variables, rows, key), self.axes)
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
-        positions = self._positions(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
-        local = self._localised(self._exchanged(positions))
+        positions = self._context_program(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
+        local = self._tensor_program(self._expert_program(positions))
         local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
         self.logits.update(logits)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
@@ -299,7 +299,7 @@ class Tracing:
             self.momenta.update(momenta)
         return flat, out
 
-    def _positions(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
+    def _context_program(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
         """The program of one context rank; the first `sums` outputs are totals and counts."""
         ranks = self.layout.mesh.shape["context"]
         if ranks == 1:
@@ -316,7 +316,7 @@ class Tracing:
             fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
         )[0]
 
-    def _exchanged(self, flat: jx.Flat) -> jx.Flat:
+    def _expert_program(self, flat: jx.Flat) -> jx.Flat:
         """The program of one expert rank."""
         ranks = self.layout.mesh.shape["expert"]
         if ranks == 1:
@@ -332,7 +332,7 @@ class Tracing:
         self.tokens_gathered.update(found.all_tokens)
         return own
 
-    def _localised(self, flat: jx.Flat) -> jx.Flat:
+    def _tensor_program(self, flat: jx.Flat) -> jx.Flat:
         """The program of one tensor rank."""
         if self.ranks == 1:
             return flat

@@ -36,7 +36,7 @@ from .split import PARTIAL, Split, by_row, linear, pushed
 
 
 @dataclass
-class Positions(Localiser):
+class ContextLocaliser(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
     of a rule, `mode` how attention reaches all keys, `tensor` the number of ranks that share heads,
     and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows`
@@ -265,7 +265,7 @@ def split_sequence(
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:
-        work = Positions(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
+        work = ContextLocaliser(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
         outs = work.run(flat, work.arguments(flat, values, [None] * leaves), linear=True)
         return [work.shared(x) if i < sums else work.whole(x) for i, x in enumerate(outs)]
 

@@ -21,12 +21,12 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import shape_of
 from .attention_mode import AXIS
-from .localiser import Positions
+from .localiser import ContextLocaliser
 from .rules import rule
 from .split import PARTIAL, Split
 
 
-def overlap(work: Positions, n: int, chunk: int) -> int | None:
+def overlap(work: ContextLocaliser, n: int, chunk: int) -> int | None:
     """That of n positions in chunks of a given length; None where it would be more than a chunk."""
     parts = work.mode.parts(work.ranks)
     if -(-n // parts) == chunk:
@@ -34,7 +34,7 @@ def overlap(work: Positions, n: int, chunk: int) -> int | None:
     return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
 
 
-def refuse(work: Positions, eqn: Any, x: LocalValue, by: int) -> None:
+def refuse(work: ContextLocaliser, eqn: Any, x: LocalValue, by: int) -> None:
     """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
     assert x.dim is not None
     if math.prod(x.shape) > work.cheap:
@@ -50,7 +50,7 @@ def refuse(work: Positions, eqn: Any, x: LocalValue, by: int) -> None:
 
 
 def windows(
-    work: Positions, eqn: Any, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
+    work: ContextLocaliser, eqn: Any, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
 ) -> list[jax.Array] | None:
     """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
     `fill` in the place of those that are not there. None where that cannot be.
@@ -82,7 +82,7 @@ def windows(
 
 
 def moved(
-    work: Positions, eqn: Any, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
+    work: ContextLocaliser, eqn: Any, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
 ) -> Found | None:
     """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
     assert x.dim is not None
@@ -97,7 +97,7 @@ def moved(
 
 
 @rule("slice")
-def _slice(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _slice(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """All positions, all but some of the first and last, or no more than a rank has: these are whole on every rank."""
     (x,) = inputs
     assert x.dim is not None
@@ -119,7 +119,7 @@ def _slice(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | N
     return refuse(work, eqn, x, min(limit - start, n - limit + start)) if found is None and dim.rows == 1 else found
 
 
-def picked(work: Positions, x: LocalValue, start: int, limit: int) -> jax.Array:
+def picked(work: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
     """x[start : limit] along its split dim as a partial sum: what a rank has of it, and zeros."""
     assert x.dim is not None
     dim, held = work.split(x.dim), order_of(work.ranks, work.mode.order)
@@ -140,7 +140,7 @@ def picked(work: Positions, x: LocalValue, start: int, limit: int) -> jax.Array:
 
 
 @rule("pad")
-def _pad(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _pad(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     x, fill = inputs
     if x.dim is None:
         return None
@@ -159,7 +159,7 @@ def _pad(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | Non
 
 
 @rule("concatenate")
-def _concatenate(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Whole values, such as zeros, before and after a split one: its positions move along. Of several split ones all
     but the longest are made whole, if a rank has as much.
     """
@@ -188,7 +188,7 @@ def _concatenate(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
 
 
 @rule("conv_general_dilated")
-def _convolution(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Along positions by those of the neighbours that the kernel reaches; along anything else each by itself."""
     x, kernel = inputs
     numbers, params = eqn.params["dimension_numbers"], eqn.params
@@ -232,7 +232,7 @@ def _range(dtype: Any) -> tuple[Any, Any]:
 
 
 @rule(*_JOINED)
-def _cumulative(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _cumulative(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Each chunk by itself, and what the chunks before it come to: of each a number for every row and feature, which
     are gathered, (c - 1) p of them sent, p being the chunks of a rank.
     """
@@ -264,7 +264,7 @@ def _cumulative(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
 
 @rule("scan")
-def _scan(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _scan(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
     parts = jx.scan_parts(eqn)
     steps = inputs[len(parts.consts) + len(parts.carry) :]
@@ -273,7 +273,7 @@ def _scan(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | No
     return _recurrence(work, eqn, inputs) if diagonal(parts) else None
 
 
-def _recurrence(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _recurrence(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """h <- a h + b, element by element, in chunks (Blelloch 1990, Prefix Sums and Their Applications, section 1.4).
 
     Over a chunk, h becomes A h + B. Each rank finds A and B of its chunks, all gather them, and each runs its chunks

@@ -22,7 +22,7 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue
 from ..tensor.primitives import follow, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
-from .localiser import Positions
+from .localiser import ContextLocaliser
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
@@ -41,7 +41,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @rule("reshape")
-def _reshape(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _reshape(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
     x, *_ = inputs
     assert x.dim is not None
@@ -62,7 +62,7 @@ def _reshape(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
 
 
 @rule(*jx.CUSTOM)
-def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _custom(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A route (`ops/permutations.py`) takes each rank's own tokens, in slots of its own."""
     route = permutations.of(eqn)
     if route is None:
@@ -88,7 +88,7 @@ def _custom(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
 
 
 @rule(*having("reduces"))
-def _reduce(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _reduce(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A sum stays a partial one, the place of an extreme needs all positions, and others are `tensor`'s."""
     (x,), name = inputs, eqn.primitive.name
     if x.dim not in eqn.params["axes"]:
@@ -99,7 +99,7 @@ def _reduce(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
 
 
 @rule("dot_general")
-def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Each position by itself where they are free or batched; a partial sum where they are contracted.
 
     Of two operands whose positions meet, keys (`keys_of`) are gathered and queries stay.
@@ -123,14 +123,14 @@ def _dot(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
 
 
 @rule("gather")
-def _gather(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     table, indices = inputs
     if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
         return _own(work, eqn, table, indices)
     return TENSOR["gather"](work, eqn, inputs)
 
 
-def _own(work: Positions, eqn: Any, table: LocalValue, indices: LocalValue) -> Found | None:
+def _own(work: ContextLocaliser, eqn: Any, table: LocalValue, indices: LocalValue) -> Found | None:
     """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
     beside the place is a rank's own, such as a token's best experts.
     """
@@ -153,7 +153,7 @@ def _own(work: Positions, eqn: Any, table: LocalValue, indices: LocalValue) -> F
 
 
 @rule("jit", "pjit")
-def _kernel(work: Positions, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
     options = options_of(eqn)
     if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):

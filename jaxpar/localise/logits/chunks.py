@@ -13,7 +13,7 @@ from ...ops import permutations
 from ...ops.cross_entropy import HeadProduct, product
 from ...program import jaxpr as jx
 from ...program.primitives import having
-from ..context.localiser import Positions
+from ..context.localiser import ContextLocaliser
 from ..context.rules import RULES as CONTEXT
 from ..context.split import Split
 from ..tensor import RULES as TENSOR
@@ -31,7 +31,7 @@ class StayWholeError(Exception):
 
 
 @dataclass
-class Chunk(Positions):
+class Chunk(ContextLocaliser):
     """The rewriting into the program of chunk number `at`; `head` is the equation that makes its logits, and `wide` the
     head in float32, to which its gradient belongs.
     """

@@ -40,8 +40,10 @@ def without(dim: int | None, dims: Sequence[int]) -> int:
     return dim - sum(d < dim for d in dims)
 
 
-def followed(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> Factor | None:
-    """The factor that is split: of what is no parameter, if that is; with `weights`, of the parameters."""
+def split_factor(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> Factor | None:
+    """The factor along which an equation is split, where operands may be along several: that of an activation before
+    that of a parameter; with `weights` the reverse.
+    """
     split = [i for i, x in enumerate(inputs) if x.dim is not None]
     first = max(split, key=lambda i: (inputs[i].weight == weights, math.prod(inputs[i].shape) if weights else -i))
     return next((f for f in factors.of(eqn) if f.ins[first] == inputs[first].dim), None)
@@ -50,7 +52,7 @@ def followed(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> F
 @rule(*factors.FACTORS)
 def follow(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """The equation on the parts."""
-    factor = followed(eqn, inputs)
+    factor = split_factor(eqn, inputs)
     return None if factor is None or factor.reduced else on_parts(work, eqn, inputs, factor)
 
 
@@ -80,7 +82,7 @@ def _constraint(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 def _reshape(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """A split dim stays split as the outermost of the dims that it becomes, or that it is merged with."""
     x, *_ = inputs
-    factor, shape = followed(eqn, inputs), shape_of(eqn)
+    factor, shape = split_factor(eqn, inputs), shape_of(eqn)
     if factor is None:
         return None
     (dim,) = factor.outs

@@ -12,7 +12,7 @@ from ...collectives import edges
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
-from .primitives import follow, followed, on_parts, rule, shape_of, without
+from .primitives import follow, on_parts, rule, shape_of, split_factor, without
 
 
 @rule(*having("reduces"))
@@ -20,7 +20,7 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
-    name, part = eqn.primitive.name, work.kept(x, _nothing(eqn))
+    name, part = eqn.primitive.name, work.kept(x, _identity(eqn))
     if name == "reduce_sum":
         return [(work.total(jx.bind(eqn, [part])[0]), None)]
 
@@ -42,8 +42,8 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     return [(extreme(part), None)]
 
 
-def _nothing(eqn: Any) -> Any:
-    """What changes no result of a reduction."""
+def _identity(eqn: Any) -> Any:
+    """The identity element of a reduction, in the dtype of what it reduces."""
     name, dtype = eqn.primitive.name.removeprefix("reduce_"), eqn.invars[0].aval.dtype
     if name in ("max", "min"):
         lowest, highest = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (False, True)
@@ -72,7 +72,7 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
     and not alike, a parameter keeps its split, and else what is larger.
     """
-    factor = followed(eqn, inputs, weights=True)
+    factor = split_factor(eqn, inputs, weights=True)
     if factor is None:
         return None
     found = on_parts(work, eqn, inputs, factor)
