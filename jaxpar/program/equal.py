@@ -64,7 +64,7 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
         items = (lambda x: sorted(x.items(), key=lambda i: str(i[0]))) if isinstance(a, dict) else list
         return all(_equal(x, y, rules) for x, y in zip(items(a), items(b), strict=True))
     if hasattr(jx.opened(a)[0], "eqns"):
-        return hasattr(jx.opened(b)[0], "eqns") and _same_program(a, b, rules)
+        return hasattr(jx.opened(b)[0], "eqns") and same_program(a, b, rules)
     if isinstance(a, np.ndarray | jax.Array):
         return isinstance(b, np.ndarray | jax.Array) and a.shape == b.shape and bool(np.array_equal(a, b))
     if isinstance(a, types.FunctionType):
@@ -73,7 +73,8 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _same_program(a: Any, b: Any, rules: bool) -> bool:
+def same_program(a: Any, b: Any, rules: bool = True) -> bool:
+    """Whether two programs, open or closed, are the same equations between variables of the same types."""
     (a, consts), (b, others) = jx.opened(a), jx.opened(b)
     counts = lambda j: (len(j.invars), len(j.constvars), len(j.outvars), len(j.eqns))
     if counts(a) != counts(b) or not _equal(list(consts), list(others)):

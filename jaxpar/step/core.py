@@ -24,7 +24,7 @@ from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
-from ..layout.owners import update_program
+from ..layout.owners import owners, update_program
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
@@ -98,7 +98,8 @@ class Step(FirstState, Intake):
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
-        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite)
+        owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)

@@ -3,7 +3,8 @@
 Whatever the layout, an optax transformation sees what it would see on one device: whole, logical leaves. What is stored
 otherwise (padded) is sliced before it and padded after it. Leaves that a pipeline keeps in whole stages have another
 shape; they are shown to the transformation as they are where that makes no difference to it, and brought to the model's
-own shape, at the price of moving them, where it does.
+own shape, at the price of moving them, where it does. One that works on whole matrices has them whole with their owners
+(`layout/owners.py`).
 """
 
 import functools
@@ -20,6 +21,7 @@ from ..collectives import order
 from ..collectives.order import Token
 from ..layout.layout import Layout, is_stored
 from ..layout.leaves import Leaf
+from ..layout.owners import Owners
 from ..layout.precision import all_finite
 from ..layout.state import State
 from ..parallel import Rule, publish
@@ -34,6 +36,7 @@ class Update:
     Attributes:
       as_stacked: whether it sees leaves as a step keeps them.
       skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
+      owners: how it runs on whole matrices; None where it does not, or none is spread.
     """
 
     optimizer: Any
@@ -41,6 +44,7 @@ class Update:
     rule: Rule
     as_stacked: bool
     skip_nonfinite: bool = False
+    owners: Owners | None = None
 
     def init(self, params: Any) -> Any:
         """The optimizer's state, as it is stored, from the leaves of a step."""
@@ -82,6 +86,9 @@ class Update:
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array) -> Any:
+        if self.owners is not None:
+            put = lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
+            return self.owners(put, params, updates, opt_state, loss)
         try:
             return self.optimizer.update(updates, opt_state, params, value=loss)
         except TypeError as error:
