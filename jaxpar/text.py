@@ -52,9 +52,13 @@ def heading(strategy: str, rest: str) -> str:
     return textwrap.fill(f"{strategy.replace(',', ', ')}: {rest}", WIDTH, subsequent_indent="  ")
 
 
-def table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Rows in columns, aligned by "<" and ">", each as wide as its longest cell."""
+def table(rows: Sequence[Sequence[str]], align: str, cut: int | None = None) -> str:
+    """Rows in columns, aligned by "<" and ">"; where a row is too long, the column `cut` keeps the ends of cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if cut is not None:
+        widths[cut] = min(widths[cut], WIDTH - sum(widths) + widths[cut] - 2 * (len(widths) - 1))
+    end = lambda cell, width: cell if len(cell) <= width else "..." + cell[3 - width :]
     return "\n".join(
-        "  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip() for row in rows
+        "  ".join(f"{end(cell, w):{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
     )

@@ -15,12 +15,14 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
+from .. import ops
 from ..program import jaxpr as jx
 from .labels import NOWHERE
 from .reader import Reader
 from .values import NUMBER, Note, Value, reasons
 
-_JAX = os.path.dirname(os.path.abspath(jax.__file__))  # whose own derivatives are those of what it computes
+# Their own derivatives are those of what they compute: JAX's functions, and ours, by our tests.
+_KNOWN = (os.path.dirname(os.path.abspath(jax.__file__)), os.path.dirname(os.path.abspath(ops.__file__)))
 
 
 def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Note]:
@@ -29,7 +31,12 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
     active = [x for x, on in zip(ins, inexact, strict=False) if on]
     given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
-    if r.backward or _JAX in info or all(x.given for x in active) or "coupled" in {x.kind for x in (*active, *given)}:
+    if (
+        r.backward
+        or any(folder in info for folder in _KNOWN)
+        or all(x.given for x in active)
+        or "coupled" in {x.kind for x in (*active, *given)}
+    ):
         return []
     if id(eqn) not in r.pulled:
         r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))

@@ -134,7 +134,10 @@ class Reader:
         if twin is None or not dims:
             return 0
         sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
-        power = doubled(math.prod(b for _, b in sizes) / max(math.prod(a for a, _ in sizes), 1))
+        before, after = math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes)
+        if before == after:  # of no elements as well
+            return 0
+        power = doubled(after / before) if before else None
         return ODD if power is None else power
 
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:

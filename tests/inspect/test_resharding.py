@@ -70,7 +70,7 @@ def test_an_involuntary_rematerialisation_is_named_and_its_spec_spares_it() -> N
         assert f"{HERE.name}:" in move.source  # not where the update meets what was asked for, nor jaxpar's own line
     text = " ".join(str(found).split())
     assert "involuntary full rematerialisation; kept as P('fsdp', 'tensor'), asked for as P(('data'," in text
-    assert max(map(len, str(found).splitlines())) <= 80
+    assert max(map(len, str(found).splitlines())) <= 90  # names of axes are not cut
     listed = json.loads(json.dumps(found.json()))["moves"]
     assert listed[0]["spec"] == "P('fsdp', 'tensor')"
     assert listed[0]["message"] == found.moves[0].message

@@ -96,4 +96,4 @@ class Proof:
         said = [textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for text in (*wrong, *notes)]
         verdict = "kept" if self.ok else f"{len(self.broken)} of {len(self.findings)} broken"
         head = heading(self.strategy, f"{self.devices}, promises {verdict}")
-        return "\n\n".join([head, table(rows, "<<>><"), *(["\n".join(said)] if said else [])])
+        return "\n\n".join([head, table(rows, "<<>><", cut=1), *(["\n".join(said)] if said else [])])
