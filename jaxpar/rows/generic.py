@@ -16,6 +16,7 @@ import numpy as np
 from ..program import factors
 from ..program.primitives import PRIMITIVES
 from .labels import NOWHERE, Labels, counted, moved
+from .numbers import computed
 from .reader import Reader, rule, shape_of, shapes
 from .values import (
     FROM_ALL,
@@ -45,6 +46,7 @@ _SCALED |= {"reduce_window_min", "rem", "select_and_gather_add", "select_and_sca
 _COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
 _DEGREES = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "cholesky": 0.5}
 _DEGREES |= dict.fromkeys(_COMPARED | {"argmax", "argmin", "atan2", "sign"}, 0)
+_ROUNDED = {"div", "floor", "round", "shift_right_logical"}
 _EXTREMES = {"max": "maximum", "min": "minimum", "or": "any", "and": "all"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform"}
 _STILL = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of what a loop adds up
@@ -164,8 +166,24 @@ def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, j:
                 varies.add(d)
             else:  # more numbers than of fewer rows would be others
                 more = more or r.growth(eqn, twin, [(k, met.ins[k].index(i))])
-    found = powered(r, eqn, twin, ins, met, found, j)
+    found = powered(r, eqn, twin, ins, met, found, j).noted(*_same_places(eqn, twin, ins))
     return replace(found, varies=frozenset(varies), power=ODD if more else found.power)
+
+
+def _same_places(eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Note]:
+    """What is to be said of numbers that follow from places along rows and are all alike: `arange(n) < 64` is so in a
+    block of 16 rows and in one of 32, and not in the batch. That no place is below 0 is so in any.
+    """
+    if twin is None or eqn.primitive.name not in _COMPARED | _ROUNDED or shape_of(eqn) == shape_of(twin):
+        return []
+    (number,) = computed(eqn, twin, [x.number for x in ins])
+    if number is None or number.uniform or any(a is None or not a.size or (a != a.flat[0]).any() for a in number.pair):
+        return []
+    others = [x.number.pair for x in ins if x.number is not None and np.ndim(x.number.pair[0]) == 0]
+    if any(a == 0 or a != b for a, b in others):
+        return []
+    what = f"{eqn.primitive.name} of places in the block is the same for all, and need not be so in the whole batch"
+    return [Note.at(eqn, what, certain=False)]
 
 
 def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: Value, j: int = 0) -> Value:

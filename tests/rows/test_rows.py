@@ -737,6 +737,20 @@ def test_two_rows_in_a_block() -> None:
     assert "a row's place in its block" in message
 
 
+def test_places_that_are_alike_in_two_blocks_and_not_in_the_batch() -> None:
+    """A mask that is true of all rows of a block, and of twice as many, trained in silence."""
+
+    def first_sixteen(w: jax.Array, batch: Batch) -> jax.Array:
+        return jnp.where(jnp.arange(len(batch["x"]))[:, None] < 16, batch["x"] @ w, 0).mean()
+
+    def halves(w: jax.Array, batch: Batch) -> jax.Array:
+        return ((batch["x"] @ w) * (1.0 + jnp.arange(len(batch["x"])) // 16)[:, None]).mean()
+
+    for loss, name in ((first_sixteen, "lt"), (halves, "div")):
+        (message,) = traced(of(loss))
+        assert f"{name} of places in the block" in message
+
+
 def test_a_derivative_that_calls_its_function() -> None:
     """It was read within itself, until Python's stack ended."""
 
