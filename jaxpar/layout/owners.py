@@ -168,7 +168,7 @@ class Owners:
       order: equations, and groups by their number, each after what it reads.
       values: what each variable of the program is.
       rest: the spec of each leaf as the layout keeps it, by number: axes of each dim.
-      notes: by number of a leaf: how it is owned, or why it is not.
+      notes: by path of a leaf: how it is owned, or why it is not.
     """
 
     program: UpdateProgram
@@ -176,7 +176,7 @@ class Owners:
     order: tuple[Any, ...]
     values: dict[Any, followed.Followed] = field(repr=False)
     rest: tuple[tuple[tuple[str, ...], ...], ...]
-    notes: dict[int, str]
+    notes: dict[str, str]
 
     def owned(self, region: Region) -> tuple[tuple[str, ...], ...]:
         """The axes of each dim of a leaf with its owners; all of them () where it has no batch dim."""
@@ -254,8 +254,8 @@ class Owners:
         return [[x[k] for x in outs] for k in range(len(group))]
 
 
-def owners(program: UpdateProgram, storage: Storage, sharded: bool) -> Owners | None:
-    """How an update runs on whole matrices where leaves are spread; None where no matrix is, or may be moved.
+def owners(program: UpdateProgram, storage: Storage, sharded: bool) -> Owners:
+    """How an update runs on whole matrices where leaves are spread; without groups where no matrix is, or may be moved.
 
     Args:
       program: of an optimizer that sees the model's own leaves.
@@ -284,7 +284,11 @@ def owners(program: UpdateProgram, storage: Storage, sharded: bool) -> Owners | 
         how = f"beside {len(g) - 1} of its shape, each whole with its owner" if len(g) > 1 else "alone of its shape"
         notes.update((region.leaf, how) for region in g)
     order = _order(program, groups)
-    return Owners(program, tuple(groups), order, values, rest, notes) if groups and order is not None else None
+    if order is None:
+        notes = dict.fromkeys(notes, "as the layout keeps it: matrices need one another's updates")
+        groups, order = [], program.flat.eqns
+    tuned = [leaf.path for leaf in storage.models if leaf.trainable]
+    return Owners(program, tuple(groups), order, values, rest, {tuned[i]: why for i, why in notes.items()})
 
 
 def _rest(storage: Storage, sharded: bool) -> tuple[tuple[tuple[str, ...], ...], ...]:

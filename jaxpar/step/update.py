@@ -36,7 +36,7 @@ class Update:
     Attributes:
       as_stacked: whether it sees leaves as a step keeps them.
       skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
-      owners: how it runs on whole matrices; None where it does not, or none is spread.
+      owners: how it runs on whole matrices; None where it multiplies none.
     """
 
     optimizer: Any
@@ -86,7 +86,7 @@ class Update:
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array) -> Any:
-        if self.owners is not None:
+        if self.owners is not None and self.owners.groups:
             put = lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
             return self.owners(put, params, updates, opt_state, loss)
         try:

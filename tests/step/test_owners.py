@@ -140,7 +140,18 @@ def test_who_owns_what() -> None:
     assert owned is not None
     assert sorted(len(group) for group in owned.groups) == [1, 1, 3, 3]
     assert all(sum(v.aval.ndim > 1 for v in r.ins) == len(r.outs) == 1 for group in owned.groups for r in group)
+    said = " ".join(step.explain(BATCH).remarks)
+    assert "whole matrices with their owners: one all-to-all there, one back" in said
+    assert "beside 2 of its shape, each whole with its owner" in said
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
+
+
+def test_what_has_no_owner_is_said() -> None:
+    """Within a branch nothing is moved: that was said nowhere."""
+    step = jp.make_train_step(MODEL, optax.MultiSteps(muon(1e-2), 2), "fsdp")
+    assert step.update.owners is not None
+    assert not step.update.owners.groups
+    assert any("as the layout keeps it" in remark for remark in step.explain(BATCH).remarks)
 
 
 def test_what_is_sent() -> None:

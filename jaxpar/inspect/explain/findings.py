@@ -19,7 +19,7 @@ from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.piped import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
-from ...text import size
+from ...text import few, size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..compiled.compiler_remarks import remarks as remarks_on
@@ -194,6 +194,9 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
+    owned = step.update.owners.notes if step.update.owners is not None else {}
+    for why in dict.fromkeys(owned.values()):
+        yield f"The optimizer multiplies {few([path for path, note in owned.items() if note == why])}: {why}."
     if (own := step.model_def.optimizer) is not None:
         yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
     if any(one.bytes < SCALARS for one in found):
