@@ -70,7 +70,7 @@ def test_snippets_print_what_the_page_shows(page: Path) -> None:
     """The snippets of a page are one program; a `text` block after one is what it prints."""
     for package in ("equinox", "haiku"):
         if f"import {package} as" in page.read_text():
-            pytest.importorskip(package, reason=f'{package} is not installed: pip install "jaxpar[{package}]"')
+            pytest.importorskip(package, reason=f"{package} is not installed")
     blocks = snippets(page)
     program: dict[str, object] = {"__name__": "__main__"}
     for block, after in zip(blocks, [*blocks[1:], Snippet("", "", 0)], strict=True):

@@ -8,7 +8,6 @@ Dims: B rows, H height, W width (the same), C channels.
 """
 
 import hashlib
-import importlib
 import itertools
 import math
 import os
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..files import local, plain
+from ..model.calls import needed
 from ..text import did_you_mean, few
 from . import Batch, pad_rows
 
@@ -82,12 +82,12 @@ class Images:
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
         """Endless {"image", "label"}; batch i is a function of (seed, i) alone."""
-        endless = _needed("grain").MapDataset.source(self.train).shuffle(seed=seed).repeat()
+        endless = needed("grain", "images need").MapDataset.source(self.train).shuffle(seed=seed).repeat()
         return self._read(endless[start * rows :], rows)
 
     def held_out(self, rows: int) -> Iterator[Batch]:
         """What is held out, once and in order: {"image", "label", "mask": float32 [B]}, filled up with zeros."""
-        for batch in self._read(_needed("grain").MapDataset.source(self.rest), rows):
+        for batch in self._read(needed("grain", "images need").MapDataset.source(self.rest), rows):
             padded, mask = pad_rows(batch, rows)
             yield {**padded, "mask": mask}
 
@@ -107,7 +107,9 @@ class Images:
 
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
         # Images are read ahead one by one, and only then put into batches: two batches' worth is in memory.
-        options = _needed("grain").ReadOptions(min(THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows)
+        options = needed("grain", "images need").ReadOptions(
+            min(THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows
+        )
         row = lambda item: {"image": self.read(item[0]), "label": np.int32(item[1])}
         return iter(items.map(row).to_iter_dataset(options).batch(rows))
 
@@ -117,7 +119,7 @@ def digits() -> Images:
 
     Raises ValueError where scikit-learn is not installed.
     """
-    found = _needed("sklearn.datasets").load_digits()
+    found = needed("sklearn.datasets", "images need").load_digits()
     images = (found.images[..., None] / 8 - 1).astype(np.float32)  # from 0 to 16
     classes = tuple(map(str, found.target_names))
     groups = [[(image, label) for image in images[found.target == label]] for label in range(len(classes))]
@@ -145,7 +147,7 @@ def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
     """
     if broken not in BROKEN:
         raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
-    root, pillow = local(path, "path"), _needed("PIL.Image")
+    root, pillow = local(path, "path"), needed("PIL.Image", "images need")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
     if not isinstance(size, int) or size < 1:
@@ -233,12 +235,3 @@ def _decoded(file: Path, size: int) -> np.ndarray:
         raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
     square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(square, np.float32) / 127.5 - 1
-
-
-def _needed(module: str) -> Any:
-    """A package of the extra `images`, imported where it is needed: text needs none of them."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name := module.split(".")[0], name)
-        raise ValueError(f"images need {package}, which is not installed: pip install {package}") from error

@@ -22,6 +22,9 @@ from .paths import name_of
 _BY_NAME = "an item by its name"
 _LISTED = 8  # leaves of a batch that an error names
 
+# Packages whose modules have other names.
+_DISTRIBUTIONS = {"PIL": "pillow", "haiku": "dm-haiku", "sklearn": "scikit-learn"}
+
 
 def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") -> None:
     """Raise ValueError unless `fun` can be called with so many arguments by position.
@@ -57,16 +60,16 @@ def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") 
         raise ValueError(f"{what} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
 
 
-def needed(package: str, by: str) -> Any:
-    """A package of which jaxpar needs no more than its users have, imported when they call for it.
+def needed(module: str, who: str) -> Any:
+    """A module of a package of which jaxpar needs no more than its users have, imported when they call for it.
 
-    Raises ValueError where it is not installed. `by` is the function that needs it, named after jaxpar's extra.
+    Raises ValueError where it is not installed; `who` begins it, as in "images need".
     """
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as error:
-        extra = by.removeprefix("from_")
-        raise ValueError(f'{by} needs {package}, which is not installed: pip install "jaxpar[{extra}]"') from error
+        package = _DISTRIBUTIONS.get(name := module.partition(".")[0], name)
+        raise ValueError(f"{who} {package}, which is not installed: pip install {package}") from error
 
 
 def described(batch: Any) -> str:

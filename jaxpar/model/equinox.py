@@ -17,7 +17,7 @@ def from_equinox(
     rules: Mapping[str, int | str | None] | None = None,
     rows: str | None = None,
 ) -> Model:
-    """A model from an Equinox module, which is not changed. Needs the package: `pip install "jaxpar[equinox]"`.
+    """A model from an Equinox module, which is not changed. Needs the package: `pip install equinox`.
 
     Args:
       make: `make(key)` builds the module (or any pytree of modules), or with mutable state the pair `(module, state)`
@@ -35,7 +35,7 @@ def from_equinox(
 
     Raises ValueError where Equinox is not installed, or `make` and `loss` are not such functions.
     """
-    eqx = needed("equinox", "from_equinox")
+    eqx = needed("equinox", "from_equinox needs")
     if isinstance(make, eqx.Module):
         name = type(make).__name__
         raise ValueError(

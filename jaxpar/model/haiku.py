@@ -70,7 +70,7 @@ def from_haiku(
     rules: Mapping[str, int | str | None] | None = None,
     rows: str | None = None,
 ) -> Model:
-    """A model from a function that Haiku has transformed. Needs the package: `pip install "jaxpar[haiku]"`.
+    """A model from a function that Haiku has transformed. Needs the package: `pip install dm-haiku`.
 
     Args:
       transformed: what `hk.transform` or `hk.transform_with_state` returns; its parameters are created by tracing the
@@ -87,7 +87,7 @@ def from_haiku(
 
     Raises ValueError where Haiku is not installed, or the arguments are not of these kinds.
     """
-    hk = needed("haiku", "from_haiku")
+    hk = needed("haiku", "from_haiku needs")
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         name = getattr(transformed, "__name__", type(transformed).__name__)
         raise ValueError(

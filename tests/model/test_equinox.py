@@ -16,8 +16,8 @@ from zoo import images, random_tokens
 
 import jaxpar as jp
 
-eqx = pytest.importorskip("equinox", reason='Equinox is not installed: pip install "jaxpar[equinox]"')
-pytest.importorskip("haiku", reason='Haiku is not installed: pip install "jaxpar[haiku]"')
+eqx = pytest.importorskip("equinox", reason="Equinox is not installed: pip install equinox")
+pytest.importorskip("haiku", reason="Haiku is not installed: pip install dm-haiku")
 
 import others  # noqa: E402
 

@@ -16,8 +16,8 @@ from zoo import images, random_tokens
 
 import jaxpar as jp
 
-pytest.importorskip("equinox", reason='Equinox is not installed: pip install "jaxpar[equinox]"')
-hk = pytest.importorskip("haiku", reason='Haiku is not installed: pip install "jaxpar[haiku]"')
+pytest.importorskip("equinox", reason="Equinox is not installed: pip install equinox")
+hk = pytest.importorskip("haiku", reason="Haiku is not installed: pip install dm-haiku")
 
 import others  # noqa: E402
 

@@ -9,7 +9,6 @@ of a .bin file run: it is read with `weights_only=True`.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, know
 import numpy as np
 
 from ...files import SAFETENSORS, json_of, member
+from ...model.calls import needed
 
 
 class Tensor(NamedTuple):
@@ -138,7 +138,7 @@ def _found(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], d
 
 
 def _safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
-    part = stack.enter_context(_needed("safetensors").safe_open(file, framework="np"))
+    part = stack.enter_context(needed("safetensors", "these weights need").safe_open(file, framework="np"))
     return {
         name: Tensor(tuple(part.get_slice(name).get_shape()), lambda name=name: part.get_tensor(name))
         for name in part.keys()  # noqa: SIM118  # it has this method, and is no dict
@@ -146,14 +146,14 @@ def _safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
 
 
 def _torch(file: Path, _: contextlib.ExitStack) -> dict[str, Tensor]:
-    state = _needed("torch").load(file, map_location="cpu", mmap=True, weights_only=True)
+    state = needed("torch", "these weights need").load(file, map_location="cpu", mmap=True, weights_only=True)
     return {name: tensor_of(x) for name, x in state.items()}
 
 
 def _numpy(x: Any) -> np.ndarray:
     if not hasattr(x, "detach"):
         return np.asarray(x)
-    torch = _needed("torch")
+    torch = needed("torch", "these weights need")
     x = x.detach().cpu()
     if x.dtype == torch.bfloat16:  # which torch does not hand to NumPy
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -165,12 +165,3 @@ def _contiguous(x: np.ndarray) -> np.ndarray:
         return x
     fill(copy := np.empty(x.shape, x.dtype), x)
     return copy
-
-
-def _needed(module: str) -> Any:
-    """A package that only files of Hugging Face need, imported when one is read or written."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise ValueError(f"these weights need {package}, which is not installed: pip install {package}") from error
