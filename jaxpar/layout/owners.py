@@ -30,11 +30,11 @@ from ..model.paths import name_of
 from ..program import dims as followed
 from ..program import equal, primitives
 from ..program import jaxpr as jx
+from ..program.primitives import PRODUCTS
 from .leaves import Staged
 from .storage import Storage
 
 # Primitives that multiply or factorise matrices; all others move, reduce, or take elements one by one.
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _FACTORISE = ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr", "qr",
               "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve")  # fmt: skip
 
@@ -83,7 +83,7 @@ def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves:
         state,
         jax.ShapeDtypeStruct((), jnp.float32),
     )
-    if not jx.communicates(flat.eqns, (*_PRODUCTS, *_FACTORISE)):
+    if not jx.communicates(flat.eqns, (*PRODUCTS, *_FACTORISE)):
         return None
     at = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     own = [followed.source(i, leaf.shape) for i, leaf in enumerate(masters)]
@@ -131,7 +131,7 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
                 contracted, batch = eqn.params["dimension_numbers"]
                 free = eqn.outvars[0].aval.ndim > len(batch[0])
                 at = [d for d in range(len(dims)) if free and contracted[0] and d not in batch[side]]
-            elif name in _PRODUCTS:
+            elif name in PRODUCTS:
                 at = range(len(dims))
             sources = frozenset(p.dim for d in at for p in dims[d] if p.source == i and p.size > 1)
             if sources:

@@ -43,6 +43,7 @@ class Primitive:
 
 PRIMITIVES: dict[str, Primitive] = {}
 UNKNOWN = Primitive()
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")  # of matrices
 
 
 def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None, **known: Any) -> None:

@@ -17,6 +17,7 @@ from ...model.model import Model
 from ...model.paths import name_of
 from ...program import dims as followed
 from ...program import jaxpr as jx
+from ...program.primitives import PRODUCTS
 from ...text import few, table
 from ..families import families, inside_stack, on_second_dim
 from .expert import Leaves, looks_stacked
@@ -25,7 +26,6 @@ from .tensor import ENDS, HEADS, NORM, has_heads
 
 _BATCH = -2  # the mark of all that depends on the batch
 _VECTOR = re.compile("(.*/)?(bias|b|scale)")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _by_program(
     def note(eqn: Any, ins: Sequence[followed.Followed]) -> frozenset[int]:
         if eqn.primitive.name == "gather" and _BATCH in ins[1].marks and _BATCH not in ins[0].marks:
             tables.update(i for i, _ in ins[0].views)
-        if eqn.primitive.name in _PRODUCTS:
+        if eqn.primitive.name in PRODUCTS:
             for side in (0, 1):
                 x, other = ins[side], ins[1 - side]
                 if side == 0 and _BATCH not in other.marks:

@@ -40,7 +40,7 @@ def _own(table: jax.Array) -> jax.Array:
     return lax.all_to_all(table.reshape(ranks, per, *table.shape[1:]), AXIS, 0, 1, tiled=False)
 
 
-def _theirs(table: jax.Array, ranks: int) -> jax.Array:
+def _theirs(table: jax.Array) -> jax.Array:
     """The reverse: [E/e, e, C] as [E, C]."""
     back = lax.all_to_all(table, AXIS, 1, 0, tiled=False)
     return back.reshape(-1, *back.shape[2:])
@@ -114,7 +114,7 @@ def combine(ranks: int) -> Callable[..., Any]:
         theirs = rows_of(every, _tokens(choice, tokens, k))  # [E/e, e C, D]
         of_slots = _own(rows_of(weights.reshape(-1), choice)).reshape(theirs.shape[:2])
         to_slots = (theirs * out.astype(given.dtype)).sum(axis=-1)
-        back = _theirs(to_slots.reshape(experts // ranks, ranks, slots), ranks)
+        back = _theirs(to_slots.reshape(experts // ranks, ranks, slots))
         of_weights = rows_of(back.reshape(-1), slot)
         return None, (of_slots[..., None] * theirs).astype(out.dtype), of_weights, None
 
