@@ -121,6 +121,7 @@ class Strategy:
     server: bool = False
     rule: str = ""
     microbatches: int = 1
+    interleave: int = 1
     deferred_batch_norm: bool = False
     precision: str = "f32"
     reduce: str = "f32"

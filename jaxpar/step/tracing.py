@@ -31,6 +31,7 @@ from ..program.lookups import Lookup, lookups
 from ..rows import check_coupling
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
+from ..slicing.side_by_side import side_by_side
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
@@ -214,6 +215,10 @@ class Tracing:
         local = self._tensor_program(self._expert_program(positions))
         local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
         self.logits.update(logits)
+        if self.strategy.interleave > 1:
+            shared = len(units) + len(jax.tree.leaves(variables))
+            groups, sums = self.strategy.interleave, len(jax.tree.leaves(out[0]))
+            local = side_by_side(local, shared, sums, groups, self.traced_axes)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
@@ -221,9 +226,11 @@ class Tracing:
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(whole, program, outputs, (variables, rows, key))
+        found = self._lookups(whole, variables, rows)
+        if (groups := self.strategy.interleave) > 1:
+            rows, key = jax.tree.map(lambda x: (x,) * groups, (rows, key))
         inputs = (self._leaves, variables, rows, key)
         axes = (self.axes, self.summed, self.traced_axes)
-        found = self._lookups(whole, variables, rows)
         return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered, found)
 
     def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:
