@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
@@ -36,7 +35,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
 
     Args:
       flat: the program of one group.
-      shared: so many of its inputs, the first, are the same for all. In the place of each other one are those of all groups.
+      shared: so many of its inputs, the first, are the same for all; each other one becomes those of all groups.
       sums: so many of its outputs, the first, are added up. Raises ValueError where others depend on a group.
       groups: their number.
       axes: mesh axes that the program may name.
@@ -46,7 +45,10 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
         each = [_Each(values[i : i + groups]) for i in range(shared, len(values), groups)]
         outs = _run(flat, flat.consts, [*values[:shared], *each], groups)
         if any(isinstance(x, _Each) for x in outs[sums:]):
-            raise ValueError("state")
+            raise ValueError(
+                f"concurrent={groups} runs {groups} microbatches at once, and the loss gives variables, as BatchNorm's "
+                "running statistics, from one to the next; leave concurrent out"
+            )
         add = lambda x: sum(x[1:], x[0]) if isinstance(x, _Each) else x * groups
         return [add(x) for x in outs[:sums]] + outs[sums:]
 

@@ -107,7 +107,8 @@ class Local:
         loss, rows = self.bound(stored, variables, batch, None)
         if self.tracing.schedule is not None:
             return self._piped(Piped(self.tracing, loss, variables, rows, None), None)[2]
-        sums = lax.map(lambda rows: loss.forward(variables, rows, None, grad=False)[0], rows)
+        blocks = self._blocks(rows, None)
+        sums = lax.map(lambda block: loss.forward(variables, *block, grad=False)[0], blocks)
         return self.total(added(sums), rows)
 
     def gradients(
@@ -171,9 +172,9 @@ class Local:
         sums = jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums)
         return grads, variables, self.total(sums, piped.rows)
 
-    def _blocks(self, rows: Any, keys: jax.Array) -> Any:
-        """Rows and keys of one turn after another: of a microbatch, or of those that run side by side."""
-        groups = self.tracing.strategy.interleave
+    def _blocks(self, rows: Any, keys: jax.Array | None) -> tuple[Any, Any]:
+        """Rows and keys of one turn after another: of a microbatch, or of each of those that are concurrent."""
+        groups = self.tracing.strategy.concurrent
         apart = lambda x: tuple(x[i::groups] for i in range(groups)) if groups > 1 else x
         return jax.tree.map(apart, (rows, keys))
 
