@@ -79,8 +79,8 @@ class _Whole:
 
 
 def saved(step: Step, batch: Any) -> int:
-    """Bytes that a device keeps for its backward of a forward of one microbatch, or of concurrent ones; of a pipeline, of
-    all that its ring of slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
+    """Bytes that a device keeps of a forward, of one microbatch or of concurrent ones, for its backward; of a pipeline,
+    of all that its ring of slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
     """
     if step.schedule is not None:
         return held_bytes(step, batch)
