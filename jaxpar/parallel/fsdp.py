@@ -38,4 +38,5 @@ ZERO3 = Rule(
     scatter,
     finish,
     Promise(frozenset({"params", "optimizer"}), _sends),
+    at_once=True,
 )
