@@ -196,7 +196,9 @@ class Strategy:
                 f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
         if self.prefetch == 1 and (self.pipe != 1 or self.server):
-            where = "the slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server does not"
+            where = (
+                "slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server has no shards"
+            )
             raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {where}; use prefetch=0, or leave it out")
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

@@ -160,6 +160,10 @@ class Stack:
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
 
+    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight) -> InFlight:
+        """What is in flight after a forward whose backward does not run: the first layer is next again."""
+        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, self._first))
+
     def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
         """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
         microbatch.
@@ -374,7 +378,7 @@ class Stack:
         number: Any,
         which: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """`early` with those of `which`, or all, fetched of another layer, the nearest to a `number` beyond the ends."""
+        """`early` with those of `which`, or all, fetched of another layer; a `number` beyond an end is the last one's."""
         which = [x is not None and (which is None or which[i]) for i, x in enumerate(early)]
         number = jnp.clip(number, 0, self.length - 1)
         found = iter(self._fetched(access, leaves, pick(which, self.slices), number))

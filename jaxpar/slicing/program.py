@@ -132,7 +132,7 @@ def forward(
     for at, piece in enumerate(pieces):
         inputs = [read(env, v) for v in piece.inputs]
         mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
-        if at in flights:
+        if isinstance(piece, Stack) and at in flights:
             outs, saved, flights[at] = piece.forward(access, mine, inputs, grad, flight=flights[at])
         else:
             outs, saved = piece.forward(access, mine, inputs, grad)
@@ -160,13 +160,13 @@ def backward(
     for at, (piece, (inputs, saved)) in reversed([*enumerate(zip(pieces, tape, strict=True))]):
         active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
         if not any(v in cts for v in active):
-            if at in flights:  # the first layer is next again
-                flights[at] = piece.in_flight(access, leaves)
+            if isinstance(piece, Stack) and at in flights:
+                flights[at] = piece.skipped(access, leaves, flights[at])
             continue
         # pop: a value that two pieces write (what two stacks read whole) has a cotangent for each, to be used once.
         given = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
         args = (access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
-        if at in flights:
+        if isinstance(piece, Stack) and at in flights:
             totals, ct_inputs, flights[at] = piece.backward(*args, flight=flights[at])
         else:
             totals, ct_inputs = piece.backward(*args)

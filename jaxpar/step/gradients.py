@@ -61,9 +61,7 @@ def first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def accumulate(
-    loss: Loss, variables: Any, keys: jax.Array, rows: Any, seed: jax.Array
-) -> tuple[list[Any], Any, Sums]:
+def accumulate(loss: Loss, variables: Any, keys: jax.Array, rows: Any, seed: jax.Array) -> tuple[list[Any], Any, Sums]:
     """Gradients as accumulated, new variables, and sums, of one microbatch [m, ...] after another."""
 
     def micro(carry: Any, block: Any) -> tuple[Any, Sums]:

@@ -28,7 +28,7 @@ from ..compiled.cost import Costs
 from ..compiled.kernels import Choice, Executable, Operation, Start, While
 from ..expected import expected
 from ..ledger import Collective, Ledger
-from ..memory import of_server, of_step
+from ..memory import in_flight, of_server, of_step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
@@ -57,6 +57,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     storage, traced = step.layout.storage, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
     remarks += [
+        *_prefetched(step, batch),
         *_remarks(step, traced.program, found, known, moved),
         *unasked,
         *_elsewhere(step, batch),
@@ -210,6 +211,17 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         most = f"{moved[0].count} x {size(moved[0].bytes)}"
         why = cause(step, moved[0])
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
+
+
+def _prefetched(step: Step, batch: Any) -> Iterator[str]:
+    """What loops over layers send ahead, or that none does though it was asked for."""
+    weights, gradients = in_flight(step, batch)
+    if weights or gradients:
+        said = [f"the weights of the next are gathered, {size(weights)}"] if weights else []
+        said += [f"the gradients of the one before are reduced, {size(gradients)}"] if gradients else []
+        yield f"prefetch=1: while a layer runs, {' and '.join(said)}; a device holds these besides."
+    elif step.strategy.prefetch == 1:
+        yield "prefetch=1: no loop over layers gathers weights or reduces gradients here, and nothing is sent ahead."
 
 
 def _elsewhere(step: Step, batch: Any) -> Iterator[str]:
