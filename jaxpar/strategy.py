@@ -101,8 +101,9 @@ class Strategy:
       prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
         reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
         computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
-        step gathers and reduces one layer more than it needs. "auto" is 1 with several microbatches and no pipeline:
-        with one microbatch XLA's GPU compiler moves collectives over the iterations by itself.
+        step gathers and reduces one layer more than it needs. "auto" is 1 with several microbatches that ZeRO shards
+        across hosts, and no pipeline: of one microbatch XLA's GPU compiler moves collectives over the iterations by
+        itself, and within a host they hide in their own.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
@@ -271,11 +272,10 @@ class Strategy:
             )
         return known
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether loops over layers send one layer ahead."""
+    def prefetches(self, across_hosts: bool) -> bool:
+        """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
         if self.prefetch == "auto":
-            return self.microbatches > 1 and self.pipe == 1 and not self.server
+            return across_hosts and self.microbatches > 1 and self.pipe == 1
         return self.prefetch == 1
 
     @property

@@ -15,15 +15,13 @@ program itself carries what is in flight from one iteration to the next (`slicin
 """
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from ..cpu_compiler import cpu_options
-from ..machines import hosts_of
+from ..machines import leaves_host
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
@@ -45,13 +43,10 @@ def compiler_options(
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or mesh.size == 1:
         return cpu_options(platform)
-    hosts = hosts_of(mesh.devices)
-    at = [mesh.axis_names.index(axis) for axis in axes]
-    groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     options: dict[str, bool | int | str] = {**_HIDDEN}
-    if as_written or (hosts == hosts.flat[0]).all():
+    if as_written or not leaves_host(mesh, mesh.axis_names):
         options |= _IN_PLACE
-    if (groups != groups[:, :1]).any():
+    if leaves_host(mesh, axes):
         options |= _COMBINED if as_written else _COMBINED | _PIPELINED
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags and _known(name, value)}

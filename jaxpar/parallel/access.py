@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import collectives
-from ..axes import summed_over
+from ..axes import SHARDS, summed_over
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
+from ..machines import leaves_host
 from ..slicing.program import Program
 from ..strategy import Strategy
 from . import DDP, Rule, Use
@@ -28,7 +29,7 @@ class RuleAccess:
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
         once = strategy.microbatches == 1 and self.pipe == 1
         self.last = [once and uses == (True,) for uses in program.uses]
-        self.prefetch = strategy.prefetches
+        self.prefetch = strategy.prefetches(leaves_host(layout.mesh, SHARDS))
 
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]

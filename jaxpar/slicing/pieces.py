@@ -378,7 +378,7 @@ class Stack:
         number: Any,
         which: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """`early` with those of `which`, or all, fetched of another layer; a `number` beyond an end is the last one's."""
+        """`early` with those of `which`, or all, fetched of layer `number`; beyond an end, of the layer there."""
         which = [x is not None and (which is None or which[i]) for i, x in enumerate(early)]
         number = jnp.clip(number, 0, self.length - 1)
         found = iter(self._fetched(access, leaves, pick(which, self.slices), number))

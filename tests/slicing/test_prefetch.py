@@ -108,7 +108,7 @@ def step_of(strategy: str) -> Any:
 
 
 def test_one_microbatch_is_as_on_one_device() -> None:
-    """Several are in `tests/parallel/test_transparency.py`, where it is on by itself."""
+    """Several are in `tests/parallel/test_transparency.py`."""
     one, key = Reference(IT.model, jp.Strategy(single=True), 8), jax.random.key(0)
     grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
     check(step_of("data=2,fsdp=4,prefetch=1"), IT.model, initial(IT.model), IT.batch, 2, grads, params)
@@ -163,8 +163,18 @@ def test_no_product_waits_for_the_weights_of_its_iteration(prefetch: int, waits:
     assert reached(backward, "dot_general", "reduce-scatter") == waits
 
 
+def test_by_itself_it_is_on_where_microbatches_gather_across_hosts() -> None:
+    on = {
+        (text, across)
+        for text in ("fsdp", "fsdp,microbatches=2", "pipe=2,fsdp=4,microbatches=2")
+        for across in (0, 1)
+        if jp.Strategy.parse(text).prefetches(bool(across))
+    }
+    assert on == {("fsdp,microbatches=2", 1)}
+
+
 def test_explain_says_what_is_held_besides() -> None:
-    explanation = step_of("fsdp=8,microbatches=2").explain(IT.batch)
+    explanation = step_of("fsdp=8,microbatches=2,prefetch=1").explain(IT.batch)
     layer = size(4 * (2 * GPT.dim**2 + 3 * GPT.dim * GPT.ffn))  # key, value and norms are too small to be sharded
     said = f"the weights of the next are gathered, {layer} and the gradients of the one before are reduced, {layer};"
     assert any(f"prefetch=1: while a layer runs, {said}" in remark for remark in explanation.remarks)

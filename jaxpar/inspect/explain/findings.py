@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from ...machines import hosts_of
+from ...machines import hosts_of, leaves_host
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
@@ -107,15 +106,6 @@ def starts(operations: Iterable[Operation]) -> Iterator[Start]:
             yield from starts(one.body)
         elif isinstance(one, Choice):
             yield from starts(itertools.chain(*one.branches))
-
-
-def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether devices that differ along these axes alone are on different hosts."""
-    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
-    hosts = hosts_of(mesh.devices)
-    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
-    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
-    return bool((lines != lines[:, :1]).any())
 
 
 def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Iterator[Check]:

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from ...axes import ROWS, SHARDS
 from ...layout.precision import Policy
+from ...machines import leaves_host
 from ...make import make_train_step
 from ...model.batches import rows_of
 from ...model.model import Model, Replicated
@@ -102,10 +103,13 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Held:
-    """Of the layout under one strategy: bytes at rest, and the leaves of experts and all others."""
+    """Of the layout under one strategy: bytes at rest, the leaves of experts and all others, and whether ZeRO shards
+    them over hosts.
+    """
 
     bytes: dict[str, int]
     groups: dict[bool, _Group]
+    across: bool
 
     @property
     def elements(self) -> int:
@@ -166,7 +170,7 @@ class Estimator:
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / m
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        if s.prefetches and s.fsdp != 1 and facts.layers > 1:
+        if s.prefetches(held.across) and s.fsdp != 1 and facts.layers > 1:
             carried = (s.zero == 3) + (s.zero > 1) * held.trained / held.elements
             kept += carried * facts.layer * _computed(s).itemsize
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
@@ -209,7 +213,7 @@ class Estimator:
             if ranks > 1 and not leaf.of_a_stage:
                 group.outside += count
                 group.outside_trained += count * leaf.trainable
-        return _Held(step.layout.bytes, groups)
+        return _Held(step.layout.bytes, groups, leaves_host(step.mesh, SHARDS))
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
