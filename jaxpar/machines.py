@@ -7,6 +7,7 @@ JAX's devices know their process alone. What identifies the machine of each proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,3 +34,12 @@ def host_of(device: Any) -> int:
 def hosts_of(devices: Any) -> np.ndarray:
     """That of each of an array of devices."""
     return np.vectorize(host_of, otypes=[int])(devices)
+
+
+def leaves_host(mesh: Any, axes: Sequence[str]) -> bool:
+    """Whether devices that differ along these axes alone are on different hosts. `mesh` is a `jax.sharding.Mesh`."""
+    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
+    hosts = hosts_of(mesh.devices)
+    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
+    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
+    return bool((lines != lines[:, :1]).any())

@@ -34,11 +34,13 @@ _CHOICES = {
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
+    "prefetch": ("auto",),
 }
 _OTHERS = {  # what a choice may be besides
     "remat": " or a jax.checkpoint policy",
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",
+    "prefetch": ", 0 or 1",
 }
 
 
@@ -99,6 +101,12 @@ class Strategy:
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
+      prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
+        reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
+        computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
+        step gathers and reduces one layer more than it needs. "auto" is 1 with several microbatches that ZeRO shards
+        across hosts, and no pipeline: of one microbatch XLA's GPU compiler moves collectives over the iterations by
+        itself, and within a host they hide in their own.
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
@@ -130,6 +138,7 @@ class Strategy:
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
     logits: str | int = "auto"
+    prefetch: str | int = "auto"
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
         """Refuses what is no field, and values without a name, in words of its own."""
@@ -174,6 +183,7 @@ class Strategy:
             listed = isinstance(value := getattr(self, name), str) and value in choices
             other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
             other["logits"] = lambda x: _is_int(x) and x > 0
+            other["prefetch"] = lambda x: _is_int(x) and x in (0, 1)
             if not listed and not (name in other and other[name](value)):
                 near = did_you_mean(value, choices)
                 raise ValueError(
@@ -198,6 +208,11 @@ class Strategy:
             raise ValueError(
                 f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
+        if self.prefetch == 1 and (self.pipe != 1 or self.server):
+            where = (
+                "slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server has no shards"
+            )
+            raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {where}; use prefetch=0, or leave it out")
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(
@@ -268,6 +283,12 @@ class Strategy:
                 f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
         return known
+
+    def prefetches(self, across_hosts: bool) -> bool:
+        """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
+        if self.prefetch == "auto":
+            return across_hosts and self.turns > 1 and self.pipe == 1
+        return self.prefetch == 1
 
     @property
     def _fewest_chunks(self) -> int:

@@ -141,7 +141,7 @@ class Cell(NamedTuple):
     remat: str
 
 
-BESIDE = ("", "data=2,fsdp=2,zero=1", "fsdp=2,zero=2,microbatches=2", "pipe=2,microbatches=3")
+BESIDE = ("", "data=2,fsdp=2,zero=1", "fsdp=2,microbatches=2,prefetch=1", "pipe=2,microbatches=3")
 # On 16 devices: all four axes, every ZeRO stage, schedules and chunks.
 FOUR = tuple(
     Cell(model, tensor, beside, sequence, remat)

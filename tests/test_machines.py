@@ -10,7 +10,6 @@ import pytest
 from jaxpar import machines
 from jaxpar.axes import AXES
 from jaxpar.collectives.compiling import compiler_options
-from jaxpar.inspect.explain.findings import leaves_host
 from jaxpar.inspect.targets.devices import target
 from jaxpar.layout.mesh import make_mesh
 from jaxpar.strategy import Strategy
@@ -46,7 +45,7 @@ def test_axes_that_stay_within_a_machine() -> None:
     """Each process was taken for a host: no axis stayed within one, and options for a network were given inside."""
     by_machine = sorted(map(gpu, range(8)), key=machines.host_of)
     hsdp = mesh(by_machine, data=2, fsdp=4)
-    assert [leaves_host(hsdp, (axis,)) for axis in ("data", "fsdp")] == [True, False]
+    assert [machines.leaves_host(hsdp, (axis,)) for axis in ("data", "fsdp")] == [True, False]
     combined = "xla_gpu_all_gather_combine_threshold_bytes"
     assert combined not in (compiler_options(hsdp, ("fsdp",)) or {})
     assert combined in (compiler_options(mesh(by_machine, fsdp=8), ("fsdp",)) or {})

@@ -9,18 +9,19 @@ likewise a layer's gradients are sent while the next layer's are computed. These
 for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights and gradients of one layer
 more, and within a host, where a ring has few steps and little waits, gradients are not moved. XLA would by itself,
 since it sees that an iteration writes the layer next to the last one's (`Slice.into`, `LayerLoop`).
+
+XLA pipelines one loop and not the loop over microbatches around it. There, and wherever `Strategy.prefetch` is 1, the
+program itself carries what is in flight from one iteration to the next (`slicing/pieces.py`), and XLA moves nothing.
 """
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from ..cpu_compiler import cpu_options
-from ..machines import hosts_of
+from ..machines import leaves_host
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
@@ -29,26 +30,24 @@ _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_p
 
 
 def compiler_options(
-    mesh: jax.sharding.Mesh, axes: Sequence[str], nested: bool = False
+    mesh: jax.sharding.Mesh, axes: Sequence[str], as_written: bool = False
 ) -> dict[str, bool | int | str] | None:
     """For `jax.jit`, where the mesh has several GPUs. Collectives are combined and moved where groups along
     `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of
     `cpu_options`, or None.
 
-    `nested`: the loops over layers stand in another, over microbatches. XLA would pipeline that as well, with the
-    gradients of all layers in it, and then compute again what it has no room for (seen on jax 0.10.2).
+    `as_written`: no collective is moved over iterations. The loops over layers send ahead themselves; or they stand in
+    another, over microbatches, which XLA would pipeline as well, with the gradients of all layers in it, and then
+    compute again what it has no room for (seen on jax 0.10.2).
     """
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or mesh.size == 1:
         return cpu_options(platform)
-    hosts = hosts_of(mesh.devices)
-    at = [mesh.axis_names.index(axis) for axis in axes]
-    groups = np.moveaxis(hosts, at, range(-len(at), 0)).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     options: dict[str, bool | int | str] = {**_HIDDEN}
-    if nested or (hosts == hosts.flat[0]).all():
+    if as_written or not leaves_host(mesh, mesh.axis_names):
         options |= _IN_PLACE
-    if (groups != groups[:, :1]).any():
-        options |= _COMBINED if nested else _COMBINED | _PIPELINED
+    if leaves_host(mesh, axes):
+        options |= _COMBINED if as_written else _COMBINED | _PIPELINED
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags and _known(name, value)}
 

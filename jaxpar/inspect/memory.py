@@ -1,10 +1,13 @@
 """What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
+from ..parallel.access import RuleAccess
 from ..program import jaxpr as jx
 from ..program.walk import visit
 from ..step.core import Step
@@ -71,6 +74,9 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
 class _Whole:
     """An `Access` to leaves that are whole already."""
 
+    def __init__(self, sends: Callable[[int], tuple[bool, bool]] | None = None):
+        self.sends = sends
+
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         return value
 
@@ -85,6 +91,19 @@ def saved(step: Step, batch: Any) -> int:
     if step.schedule is not None:
         return held_bytes(step, batch)
     return forward(step, batch).saved
+
+
+def in_flight(step: Step, batch: Any) -> tuple[int, int]:
+    """Bytes of weights and of gradients that a device's loops over layers hold beside those of the layer that runs,
+    since they gather ahead and reduce behind; nothing is compiled.
+    """
+    if step.schedule is not None or step.strategy.server:
+        return 0, 0
+    loss = step.traced(batch)
+    whole = _Whole(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
+    flights = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves).values()
+    size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])
 
 
 class ForwardCost(NamedTuple):

@@ -21,11 +21,14 @@ from ..axes import summed_over
 from ..collectives import scatter_pieces
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
+from ..parallel.access import RuleAccess
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
+from ..slicing.program import Program
 from ..step.core import Step
+from ..step.gradients import accumulate
 from ..step.piped import Piped
 from ..step.tracing import Loss, Traced
 from .ledger import Collective, Ledger
@@ -122,8 +125,10 @@ _MARK.def_abstract_eval(lambda x, **_: x)
 
 
 class _Marker:
-    def __init__(self, leaves: tuple[Leaf, ...], ranks: int):
-        self.leaves, self.ranks = [leaf.local for leaf in leaves], ranks
+    def __init__(self, step: Step, program: Program):
+        self.leaves, self.ranks = [leaf.local for leaf in step.layout.storage.units], step.mesh.shape["pipe"]
+        if not step.layout.storage.cut:
+            self.sends = RuleAccess(step.layout, step.rule, program, step.strategy).sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
@@ -152,15 +157,14 @@ def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
 
 def _plain(step: Step, traced: Traced) -> Counted:
     """One turn after another, of a microbatch or of concurrent ones."""
-
-    def run(leaves: list[Any], *inputs: Any) -> Any:
-        loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
-        *outs, tape = loss.forward(*inputs)
-        return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
-
     turns = step.strategy.turns
+
+    def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+        blocks = jax.tree.map(lambda x: jnp.stack([x] * turns), (rows, key))
+        return accumulate(Loss(traced, _Marker(step, traced.program), leaves), variables, blocks, jnp.float32(1))
+
     flat, _ = trace(run, traced.leaves, *traced.inputs, axes=traced.traced_axes)
-    runs, own = _counted(step, [(turns, _live(flat, range(len(flat.outvars))))])
+    runs, own = _counted(step, [(1, _live(flat, range(len(flat.outvars))))])
     return Counted(runs, own, len(traced.outputs[0]), traced.counts, turns == 1)
 
 
@@ -178,7 +182,7 @@ def _piped(step: Step, traced: Traced) -> list[Counted]:
     def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """What the pipeline runs, each part once."""
         keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-        loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
+        loss = Loss(traced, _Marker(step, traced.program), leaves)
         pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
         if isinstance(pipeline, FlatPipeline):
             times[:], ranks[:], found = zip(*pipeline.separated(), strict=True)

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import collectives
-from ..axes import summed_over
+from ..axes import SHARDS, summed_over
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
+from ..machines import leaves_host
 from ..slicing.program import Program
 from ..strategy import Strategy
 from . import DDP, Rule, Use
@@ -28,6 +29,7 @@ class RuleAccess:
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
         once = strategy.turns == 1 and self.pipe == 1
         self.last = [once and uses == (True,) for uses in program.uses]
+        self.prefetch = strategy.prefetches(leaves_host(layout.mesh, SHARDS))
 
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]
@@ -39,6 +41,13 @@ class RuleAccess:
         else:
             dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
         return Use(dim, leaf.shard if sharded else (), tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
+
+    def sends(self, index: int) -> tuple[bool, bool]:
+        """Whether a loop over layers gathers a leaf's layers ahead, and reduces their gradients behind."""
+        leaf, rule = self.leaves[index], self.rules[index]
+        gathered = leaf.dim is not None and "params" in rule.sharded
+        reduced = leaf.trainable and (rule.at_once or self.last[index])
+        return self.prefetch and gathered, self.prefetch and reduced
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""

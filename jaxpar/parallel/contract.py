@@ -153,6 +153,7 @@ class Rule:
       finish: what was accumulated -> the gradient that the update gets; once a step.
       promise: what all that holds and sends.
       published: whether updated shards are all-gathered to what is stored.
+      at_once: whether `give` sends the gradient of every use, and not of a last one alone.
     """
 
     name: str
@@ -162,3 +163,4 @@ class Rule:
     finish: Callable[[jax.Array, Use], jax.Array]
     promise: Promise
     published: bool = False
+    at_once: bool = False

@@ -5,8 +5,9 @@ et al. 2023, PyTorch FSDP).
     sent         all-gather m P forwards and m P backwards, reduce-scatter m P       (m microbatches)
     over `data`  (hybrid sharding, FSDP section 3.2.2) an all-reduce of P/N
 
-A layer's parameters are whole while the layer runs, forwards and again backwards. They are cast before they are
-gathered, so that low precision halves the traffic; the transpose of the gather, written out, reduces in float32.
+A layer's parameters are whole while the layer runs, forwards and again backwards; with `Strategy.prefetch` while the
+layer before it runs as well, and a step sends one layer more. They are cast before they are gathered, so that low
+precision halves the traffic; the transpose of the gather, written out, reduces in float32.
 
 In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
@@ -38,4 +39,5 @@ ZERO3 = Rule(
     scatter,
     finish,
     Promise(frozenset({"params", "optimizer"}), _sends),
+    at_once=True,
 )

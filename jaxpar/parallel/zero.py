@@ -114,4 +114,4 @@ def _sends_2(leaf: Uses) -> Iterator[Sent]:
 
 _SHARDED, _HELD = frozenset({"optimizer", "grads"}), frozenset({"optimizer"})
 ZERO1 = Rule("ZeRO-1", _SHARDED, _fetch, _give_at_last, _finish_all, Promise(_HELD, _sends_1), published=True)
-ZERO2 = Rule("ZeRO-2", _SHARDED, _fetch, scatter, finish, Promise(_HELD, _sends_2), published=True)
+ZERO2 = Rule("ZeRO-2", _SHARDED, _fetch, scatter, finish, Promise(_HELD, _sends_2), published=True, at_once=True)

@@ -8,9 +8,18 @@ where a stack is a `scan` that slices parameters, and a segment is whatever runs
 *fetches* its parameters when it runs, again when its backward runs, and *gives* their gradients there: a strategy
 is a choice of those two functions. So parameters that live sharded are whole for one layer at a time, and gradients
 are reduced inside the backward loop.
+
+A strategy may have its loops send what no computation waits for (`InFlight`): of L layers, iteration by iteration,
+
+    forward     computes     0     1    ...  L-1     backward    computes   L-1   L-2   ...   0
+                fetches      1     2    ...  L-1                 fetches    L-2   L-3   ...   0
+                                                                 gives       0*   L-1   ...   1     * microbatch before
+
+The last fetch of each loop is the first layer of the next loop, of the next microbatch too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +46,29 @@ class Access(Protocol):
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
         """What this device keeps of the gradient of one use of the leaf; None if nothing."""
         ...
+
+
+class Sender(Access, Protocol):
+    """An `Access` that says what loops may send ahead."""
+
+    def sends(self, index: int) -> tuple[bool, bool]:
+        """Whether loops fetch a layer of the leaf an iteration early, and give its gradient an iteration late."""
+        ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weights", "gradients"], meta_fields=[])
+@dataclass(frozen=True)
+class InFlight:
+    """What an iteration over layers finds that the one before has sent or left to send, by slice of the stack.
+
+    Attributes:
+      weights: those of the layer that is computed next, whole; None for a leaf that each layer fetches when it runs.
+      gradients: those of the layer computed before, whole and not yet given: between two microbatches, of the layer
+        that runs first forwards, before the first microbatch zeros. None for a leaf whose gradients are given at once.
+    """
+
+    weights: list[Any]
+    gradients: list[Any]
 
 
 @dataclass(frozen=True)
@@ -111,13 +143,34 @@ class Stack:
         n, k = self.consts, self.carry
         return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
 
-    def forward(self, *args: Any) -> tuple[list[Any], Any]:
+    def forward(self, *args: Any, **options: Any) -> Any:
         """What `forwards` gives; its arguments."""
-        return self.forwards(*args).run()
+        return self.forwards(*args, **options).run()
 
-    def backward(self, *args: Any) -> tuple[list[Any], list[Any]]:
+    def backward(self, *args: Any, **options: Any) -> Any:
         """What `backwards` gives; its arguments."""
-        return self.backwards(*args).run()
+        return self.backwards(*args, **options).run()
+
+    def in_flight(self, access: Sender, leaves: Sequence[Any]) -> InFlight | None:
+        """What is in flight before the first microbatch; None where nothing ever is."""
+        sends = [access.sends(s.leaf) for s in self.slices]
+        if self.length == 1 or not any(map(any, sends)):
+            return None
+        weights = self._refetched(access, leaves, [() if early else None for early, _ in sends], self._first)
+        pairs = zip(self.unit.shapes, sends, strict=True)
+        return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
+
+    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight) -> InFlight:
+        """What is in flight after a forward whose backward does not run: the first layer is next again."""
+        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, self._first))
+
+    def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
+        """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
+        microbatch.
+        """
+        totals = dict(zip(self.unit.leaves, into, strict=True))
+        totals = self._added(access, totals, flight.gradients, self._first, [False] * len(self.slices))
+        return [totals[i] for i in self.unit.leaves]
 
     def forwards(
         self,
@@ -128,9 +181,11 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
+        flight: InFlight | None = None,
     ) -> LayerLoop:
         """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
-        of the `stash`, in which that then is.
+        of the `stash`, in which that then is. With what is in flight before it, all layers' alone, a third result is
+        what is after.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
@@ -138,9 +193,10 @@ class Stack:
         consts, init, xs = self.parts(inputs)
 
         def layer(state: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            (carry, buffers), (xs, here) = state, x
+            (carry, buffers, early), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
-            full = self._fetched(access, leaves, self.slices, start + number)
+            full = self._fetched(access, leaves, self.slices, start + number, early)
+            early = early and self._refetched(access, leaves, early, number + self._step)
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
             else:
@@ -148,14 +204,15 @@ class Stack:
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, number, saved.values), None
-            return (after, buffers), (outs[self.carry :], saved)
+            return (after, buffers, early), (outs[self.carry :], saved)
 
         every = (xs, real)
-        first = (init, stash.buffers if stash else [])
+        first = (init, stash.buffers if stash else [], flight.weights if flight else None)
 
-        def result(state: Any, out: Any) -> tuple[list[Any], Any]:
-            (carry, buffers), (ys, saved) = state, out
-            return [*carry, *ys], buffers if stash else saved
+        def result(state: Any, out: Any) -> Any:
+            (carry, buffers, early), (ys, saved) = state, out
+            made = [*carry, *ys], buffers if stash else saved
+            return (*made, dataclasses.replace(flight, weights=early)) if flight else made
 
         return LayerLoop(layer, first, every, self.length, self.reverse, result)
 
@@ -170,40 +227,57 @@ class Stack:
         start: Any = 0,
         real: jax.Array | None = None,
         stash: Stash | None = None,
+        flight: InFlight | None = None,
     ) -> LayerLoop:
         """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
-        linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure.
+        linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure. With what is in
+        flight before it, a third result is what is after.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
+        noted: list[Sequence[bool]] = []
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts, totals = carry
+            ct_carry, ct_consts, totals, flight = carry
             one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
             one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
             reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
-            read = pick(reads, self.slices)
-            ct_full, ct_in = run(self._fetched(access, leaves, read, start + number))
+            noted[:] = [reads]
+            early = flight and pick(reads, flight.weights)
+            ct_full, ct_in = run(self._fetched(access, leaves, pick(reads, self.slices), start + number, early))
             if here is not None:
                 through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
                 ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
             ct_consts = [a + b for a, b in zip(ct_consts, ct_in[:n_const], strict=True)]
+            if flight is not None:
+                late = [x is not None for x in flight.gradients]
+                totals = add(totals, flight.gradients, jnp.mod(number + self._step, self.length))
+                early = self._refetched(access, leaves, flight.weights, number - self._step, reads)
+                flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
+                ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
-            return (ct_in[n_const : n_const + n_carry], ct_consts, totals), ct_in[n_const + n_carry :]
+            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
         every = (saved if stash is None else None, xs, cotangents[n_carry:], real)
 
-        def result(carry: Any, ct_xs: Any) -> tuple[list[Any], list[Any]]:
-            ct_carry, ct_consts, totals = carry
-            return [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+        def result(carry: Any, ct_xs: Any) -> Any:
+            ct_carry, ct_consts, totals, flight = carry
+            made = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+            if flight is None:
+                return made
+            # What no backward reads, biases, is still that of the layer which ran last forwards.
+            unread = [not read for read in noted[0]]
+            early = self._refetched(access, leaves, flight.weights, self._first, unread)
+            return (*made, dataclasses.replace(flight, weights=early))
 
-        return LayerLoop(layer, (cotangents[:n_carry], zeros, totals), every, self.length, not self.reverse, result)
+        first = (cotangents[:n_carry], zeros, totals, flight)
+        return LayerLoop(layer, first, every, self.length, not self.reverse, result)
 
     def backward_inputs(
         self,
@@ -287,10 +361,38 @@ class Stack:
         totals, _ = lax.scan(layer, totals, every, length=self.length, reverse=not self.reverse)
         return [totals[i] for i in self.unit.leaves]
 
+    @property
+    def _first(self) -> int:
+        """The number of the layer that runs first forwards, and last backwards."""
+        return self.length - 1 if self.reverse else 0
+
+    @property
+    def _step(self) -> int:
+        """From the number of a layer to that of the next one forwards."""
+        return -1 if self.reverse else 1
+
+    def _refetched(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        early: Sequence[Any],
+        number: Any,
+        which: Sequence[bool] | None = None,
+    ) -> list[Any]:
+        """`early` with those of `which`, or all, fetched of layer `number`; beyond an end, of the layer there."""
+        which = [x is not None and (which is None or which[i]) for i, x in enumerate(early)]
+        number = jnp.clip(number, 0, self.length - 1)
+        found = iter(self._fetched(access, leaves, pick(which, self.slices), number))
+        return [next(found) if again else x for again, x in zip(which, early, strict=True)]
+
     @staticmethod
-    def _fetched(access: Access, leaves: Sequence[Any], slices: Sequence[Slice], number: Any) -> list[jax.Array]:
-        """One layer's weights."""
-        return [access.fetch(s.leaf, s.of(leaves[s.leaf], number), True) for s in slices]
+    def _fetched(
+        access: Access, leaves: Sequence[Any], slices: Sequence[Slice], number: Any, early: Sequence[Any] | None = None
+    ) -> list[jax.Array]:
+        """One layer's weights; those that were fetched `early` are there."""
+        early = early or [None] * len(slices)
+        fetch = lambda s: access.fetch(s.leaf, s.of(leaves[s.leaf], number), True)
+        return [fetch(s) if x is None else x for s, x in zip(slices, early, strict=True)]
 
     def _totals(self, access: Access, leaves: Sequence[Any], after: jax.Array, into: list[Any]) -> tuple[Any, Any]:
         """The stacks of gradients by leaf, those there are or zeros, and `add(stacks, cotangents, layer)`.
@@ -309,17 +411,20 @@ class Stack:
             for s in self.slices
         ]
 
-        def add(totals: Any, cotangents: Sequence[Any], number: Any) -> Any:
-            totals = dict(totals)
-            for s, ct, first in zip(self.slices, cotangents, fresh, strict=True):
-                given = None if ct is None else access.give(s.leaf, ct, True)
-                if given is not None:
-                    total = totals[s.leaf]
-                    given = given if first else given + s.of(total, number)
-                    totals[s.leaf] = s.into(total, given, number)
-            return totals
+        return totals, lambda totals, cotangents, number: self._added(access, totals, cotangents, number, fresh)
 
-        return totals, add
+    def _added(
+        self, access: Access, totals: Any, cotangents: Sequence[Any], number: Any, fresh: Sequence[bool]
+    ) -> dict[int, Any]:
+        """The stacks of gradients with a layer's added, or written where they are `fresh`."""
+        totals = dict(totals)
+        for s, ct, first in zip(self.slices, cotangents, fresh, strict=True):
+            given = None if ct is None else access.give(s.leaf, ct, True)
+            if given is not None:
+                total = totals[s.leaf]
+                given = given if first else given + s.of(total, number)
+                totals[s.leaf] = s.into(total, given, number)
+        return totals
 
     @staticmethod
     def _empty(access: Access, of: Slice, shard: jax.Array, after: jax.Array) -> jax.Array | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
-from .pieces import Access, Segment, Stack, add
+from .pieces import Access, InFlight, Segment, Sender, Stack, add
 from .rolling.loops import RolledLoop
 
 
@@ -44,12 +44,38 @@ class Program:
         """The layer stacks, in order."""
         return tuple(p for p in self.pieces if isinstance(p, Stack))
 
+    def in_flight(self, access: Sender, leaves: Sequence[Any]) -> dict[int, InFlight]:
+        """What is in flight before the first microbatch, by the number of the piece; empty where nothing ever is."""
+        flights = {at: p.in_flight(access, leaves) for at, p in enumerate(self.pieces) if isinstance(p, Stack)}
+        return {at: flight for at, flight in flights.items() if flight is not None}
+
+    def landed(
+        self, access: Access, flights: dict[int, InFlight], into: Sequence[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """`into` with the gradients added that are in flight after the last microbatch."""
+        grads = list(into)
+        for at, flight in flights.items():
+            stack = self.pieces[at]
+            assert isinstance(stack, Stack)
+            totals = stack.landed(access, flight, [grads[i] for i in stack.unit.leaves])
+            for i, total in zip(stack.unit.leaves, totals, strict=True):
+                grads[i] = total
+        return grads
+
     def forward(
-        self, access: Access, leaves: Sequence[Any], values: Sequence[Any], grad: bool = False
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        values: Sequence[Any],
+        grad: bool = False,
+        flights: dict[int, InFlight] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads."""
+        """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads.
+
+        `flights` have what is in flight before and, when this returns, after: with `grad` alone.
+        """
         env = self.environment(values)
-        tape = forward(self.pieces, access, leaves, env, grad)
+        tape = forward(self.pieces, access, leaves, env, grad, flights)
         return [read(env, v) for v in self.outputs], tape
 
     def backward(
@@ -59,12 +85,14 @@ class Program:
         tape: Sequence[Any],
         seeds: dict[int, jax.Array],
         into: Sequence[jax.Array | None],
+        flights: dict[int, InFlight] | None = None,
     ) -> list[jax.Array | None]:
         """`into` with the gradient of each leaf added, as given; None stays where the loss does not depend on it.
 
-        `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first.
+        `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first;
+        `flights` are as `forward` left them, and then what is in flight after this.
         """
-        return backward(self.pieces, access, leaves, tape, self.seeded(seeds), into)
+        return backward(self.pieces, access, leaves, tape, self.seeded(seeds), into, flights)
 
     def environment(self, values: Sequence[Any]) -> dict[Any, Any]:
         """The values of the variables that are there before any piece has run."""
@@ -87,18 +115,27 @@ class Program:
 
 
 def forward(
-    pieces: Sequence[Segment | Stack], access: Access, leaves: Sequence[Any], env: dict[Any, Any], grad: bool
+    pieces: Sequence[Segment | Stack],
+    access: Access,
+    leaves: Sequence[Any],
+    env: dict[Any, Any],
+    grad: bool,
+    flights: dict[int, InFlight] | None = None,
 ) -> list[Any]:
     """Runs some pieces, and returns the tape that `backward` reads.
 
-    `env` has the value of each variable that the pieces read; the values that they compute are added to it.
+    `env` has the value of each variable that the pieces read; the values that they compute are added to it. `flights`,
+    by the number of the piece, become those after.
     """
-    tape = []
+    tape, flights = [], {} if flights is None else flights
     seen: set[int] = set()
-    for piece in pieces:
+    for at, piece in enumerate(pieces):
         inputs = [read(env, v) for v in piece.inputs]
         mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
-        outs, saved = piece.forward(access, mine, inputs, grad)
+        if isinstance(piece, Stack) and at in flights:
+            outs, saved, flights[at] = piece.forward(access, mine, inputs, grad, flight=flights[at])
+        else:
+            outs, saved = piece.forward(access, mine, inputs, grad)
         seen.update(piece.unit.leaves)
         env.update(zip(piece.outputs, outs, strict=True))
         tape.append((inputs, saved))
@@ -112,20 +149,27 @@ def backward(
     tape: Sequence[Any],
     cts: dict[Any, Any],
     into: Sequence[jax.Array | None],
+    flights: dict[int, InFlight] | None = None,
 ) -> list[jax.Array | None]:
     """`into`, one accumulator for each leaf, with the gradients of some pieces added.
 
     `cts` has the cotangent of each variable that the pieces compute; those of the variables that they read are added to
-    it.
+    it. `flights` are as in `forward`.
     """
-    grads = list(into)
-    for piece, (inputs, saved) in zip(reversed(pieces), reversed(tape), strict=True):
+    grads, flights = list(into), {} if flights is None else flights
+    for at, (piece, (inputs, saved)) in reversed([*enumerate(zip(pieces, tape, strict=True))]):
         active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
         if not any(v in cts for v in active):
+            if isinstance(piece, Stack) and at in flights:
+                flights[at] = piece.skipped(access, leaves, flights[at])
             continue
         # pop: a value that two pieces write (what two stacks read whole) has a cotangent for each, to be used once.
         given = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-        totals, ct_inputs = piece.backward(access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+        args = (access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
+        if isinstance(piece, Stack) and at in flights:
+            totals, ct_inputs, flights[at] = piece.backward(*args, flight=flights[at])
+        else:
+            totals, ct_inputs = piece.backward(*args)
         for i, total in zip(piece.unit.leaves, totals, strict=True):
             grads[i] = total
         linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]

@@ -61,6 +61,26 @@ def first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
+def accumulate(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -> tuple[list[Any], Any, Sums]:
+    """Gradients as accumulated, new variables, and sums, of one turn [turns, ...] after another: rows and keys."""
+
+    def micro(carry: Any, block: Any) -> tuple[Any, Sums]:
+        (variables, grads, flights), (rows, key) = carry, block
+        flights = dict(flights)
+        sums, variables, tape = loss.forward(variables, rows, key, flights=flights)
+        return (variables, loss.backward(tape, seed, grads, flights), flights), sums
+
+    flights = loss.in_flight()
+    carry, one = (variables, [None] * len(loss.stored), flights), first(blocks)
+    if jax.tree.leaves(blocks)[0].shape[0] == 1:
+        (variables, grads, flights), sums = micro(carry, one)
+    else:
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
+        (variables, grads, flights), sums = lax.scan(micro, (variables, zeros, flights), blocks)
+        sums = added(sums)
+    return loss.landed(flights, grads), variables, sums
+
+
 @dataclass(frozen=True)
 class Local:
     """The loss of one device's rows under one strategy, as a function of local values.
@@ -131,19 +151,7 @@ class Local:
             grads, variables, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)
             return self.finished(loss, grads), self.closed(variables), sums
 
-        def micro(carry: Any, block: Any) -> tuple[Any, Sums]:
-            (variables, grads), (rows, key) = carry, block
-            sums, variables, tape = loss.forward(variables, rows, key)
-            return (variables, loss.backward(tape, seed, grads)), sums
-
-        carry = variables, [None] * len(loss.stored)
-        one, (turns, *_) = first(blocks), jax.tree.leaves(blocks)[0].shape
-        if turns == 1:
-            (variables, grads), sums = micro(carry, one)
-        else:
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
-            (variables, grads), sums = lax.scan(micro, (variables, zeros), blocks)
-            sums = added(sums)
+        grads, variables, sums = accumulate(loss, variables, blocks, seed)
         return self.finished(loss, grads), self.closed(variables), self.total(sums, rows)
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:

@@ -80,17 +80,20 @@ def test_gpus_are_told_to_combine_where_an_axis_spans_hosts(
 
 
 @pytest.mark.cuda_compiler
-def test_what_layers_send_between_hosts_is_under_way_while_they_compute() -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_layers_send_between_hosts_is_under_way_while_they_compute(microbatches: int) -> None:
     """XLA's scheduler is off for an A100 unless it is asked for; and unless it sees that an iteration writes the next
-    layer's gradients, their reduce-scatter is not moved to the next and waits, on any GPU.
+    layer's gradients, their reduce-scatter is not moved to the next and waits, on any GPU. In a loop over microbatches
+    it moves nothing, and all of them waited; there the program sends ahead.
     """
     where, model = target("2x4xA100-80GB"), named("llama-tiny", layers=4)
-    batch = model.example(8, 128)
-    step = jp.make_train_step(model.model, optax.sgd(0.1), "fsdp,precision=bf16,reduce=compute", mesh=where.devices)
+    batch, text = model.example(8 * microbatches, 128), f"fsdp,microbatches={microbatches},precision=bf16"
+    step = jp.make_train_step(model.model, optax.sgd(0.1), f"{text},reduce=compute", mesh=where.devices)
     found = Ledger.from_hlo(step.compile(batch).as_text() or "", step.mesh)
     # That of jax 0.12 cannot be told to move reduce-scatters, and was not asked whether it does.
     told = "xla_gpu_enable_pipelined_reduce_scatter" in (compiler_options(step.mesh, ("fsdp",)) or {})
+    told = told or microbatches > 1
     for kind in ("all-gather", *["reduce-scatter"] * told):
-        inside = [one for one in found if one.kind == kind and one.in_loop]
+        inside = [one for one in found if one.kind == kind and one.in_loop and (one.count or 0) > microbatches]
         assert inside
         assert all(one.overlapped for one in inside), kind

@@ -21,10 +21,11 @@ import jaxpar as jp
 from jaxpar.inspect.compiled.hlo import arrays
 from jaxpar.inspect.compiled.kernels import Start, While
 from jaxpar.inspect.explain.explanation import Explanation, _words
-from jaxpar.inspect.explain.findings import _across, explain, leaves_host
+from jaxpar.inspect.explain.findings import _across, explain
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
+from jaxpar.machines import leaves_host
 from jaxpar.step.server import Live, ServerStep
 from jaxpar.text import size
 

@@ -138,7 +138,9 @@ def blocks(name: str, replicas: int, microbatches: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("name", "strategy", "microbatches", "remat"), cells())
 def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     model, batch = entry(name).model, entry(name).batch
-    chosen = dataclasses.replace(jp.Strategy.parse(strategy), microbatches=microbatches, remat=remat)
+    prefetch = int(microbatches > 1 and strategy != "dp")
+    chosen = jp.Strategy.parse(strategy)
+    chosen = dataclasses.replace(chosen, microbatches=microbatches, remat=remat, prefetch=prefetch)
     step = jp.make_train_step(model, SGD, chosen)
     state = step.init(jax.random.key(0), params=first(name))
     check_layout(step, state)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from ...machines import hosts_of
+from ...machines import hosts_of, leaves_host
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
@@ -28,7 +27,7 @@ from ..compiled.cost import Costs
 from ..compiled.kernels import Choice, Executable, Operation, Start, While
 from ..expected import expected
 from ..ledger import Collective, Ledger
-from ..memory import of_server, of_step
+from ..memory import in_flight, of_server, of_step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
@@ -57,6 +56,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     storage, traced = step.layout.storage, step.traced(batch)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
     remarks += [
+        *_prefetched(step, batch),
         *_remarks(step, traced.program, found, known, moved),
         *unasked,
         *_elsewhere(step, batch),
@@ -106,15 +106,6 @@ def starts(operations: Iterable[Operation]) -> Iterator[Start]:
             yield from starts(one.body)
         elif isinstance(one, Choice):
             yield from starts(itertools.chain(*one.branches))
-
-
-def leaves_host(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether devices that differ along these axes alone are on different hosts."""
-    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
-    hosts = hosts_of(mesh.devices)
-    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
-    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
-    return bool((lines != lines[:, :1]).any())
 
 
 def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Iterator[Check]:
@@ -210,6 +201,17 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         most = f"{moved[0].count} x {size(moved[0].bytes)}"
         why = cause(step, moved[0])
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
+
+
+def _prefetched(step: Step, batch: Any) -> Iterator[str]:
+    """What loops over layers send ahead, or that none does though it was asked for."""
+    weights, gradients = in_flight(step, batch)
+    if weights or gradients:
+        said = [f"the weights of the next are gathered, {size(weights)}"] if weights else []
+        said += [f"the gradients of the one before are reduced, {size(gradients)}"] if gradients else []
+        yield f"prefetch=1: while a layer runs, {' and '.join(said)}; a device holds these besides."
+    elif step.strategy.prefetch == 1:
+        yield "prefetch=1: no loop over layers gathers weights or reduces gradients here, and nothing is sent ahead."
 
 
 def _elsewhere(step: Step, batch: Any) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
     state        `Layout.bytes`: parameters and optimizer state of a device; gradients
     activations  what the traced loss keeps for its backward, per row, under this remat, tensor, context and expert:
-                 `memory.forward`; of a pipeline, those of a stage times the schedule's slots
+                 `memory.forward`; of a pipeline, those of a stage times the schedule's slots. Beside them the layer
+                 that a prefetch gathers ahead, and the gradients of the one that it reduces behind
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
     compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 
 from ...axes import ROWS, SHARDS
 from ...layout.precision import Policy
+from ...machines import leaves_host
 from ...make import make_train_step
 from ...model.batches import rows_of
 from ...model.model import Model, Replicated
@@ -77,7 +79,7 @@ class Estimate:
 class _Facts:
     """Of the loss on the ranks of `tensor`, `context` and `expert`, under one `remat`: forward FLOPs, kept bytes, and
     what the ranks send each other; of one row of each rank. Besides matmuls, kept bytes that do not depend on the
-    rows, and the layers that a pipeline deals out (0 if there is no stack).
+    rows, the layers that a pipeline deals out (0 if there is no stack), and the elements of one of them.
     """
 
     flops: float
@@ -85,6 +87,7 @@ class _Facts:
     kept: float
     fixed: float
     layers: int
+    layer: int
     sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]  # (kind, axes) -> executions, bytes of all
 
 
@@ -100,10 +103,13 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Held:
-    """Of the layout under one strategy: bytes at rest, and the leaves of experts and all others."""
+    """Of the layout under one strategy: bytes at rest, the leaves of experts and all others, and whether ZeRO shards
+    them over hosts.
+    """
 
     bytes: dict[str, int]
     groups: dict[bool, _Group]
+    across: bool
 
     @property
     def elements(self) -> int:
@@ -164,6 +170,9 @@ class Estimator:
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / m * s.concurrent
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
+        if s.prefetches(held.across) and s.fsdp != 1 and facts.layers > 1:
+            carried = (s.zero == 3) + (s.zero > 1) * held.trained / held.elements
+            kept += carried * facts.layer * _computed(s).itemsize
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
         compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
@@ -205,7 +214,7 @@ class Estimator:
             if ranks > 1 and not leaf.of_a_stage:
                 group.outside += count
                 group.outside_trained += count * leaf.trainable
-        return _Held(step.layout.bytes, groups)
+        return _Held(step.layout.bytes, groups, leaves_host(step.mesh, SHARDS))
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
@@ -231,7 +240,8 @@ class Estimator:
         fixed = max(0, 2 * first.saved - second.saved)
         main = step.traced(one).program.main
         layers = main.length if main else 0
-        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, layers, sent)
+        layer = sum(math.prod(x.shape) for x in main.unit.shapes) if main else 0
+        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, layers, layer, sent)
 
     def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike

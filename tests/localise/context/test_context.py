@@ -45,7 +45,7 @@ BESIDE = (
     "context=8",
     "context=4,fsdp=2,zero=1",
     "context=2,fsdp=2,zero=2,microbatches=2",
-    "context=4,fsdp=2,zero=3",
+    "context=4,fsdp=2,zero=3,prefetch=1",
     "context=2,fsdp=2,data=2,zero=3,remat=layer",
     "context=4,tensor=2",
     "context=2,tensor=2,sequence=true,fsdp=2",

@@ -51,7 +51,12 @@ FEWER = (  # of those forms that are others with a loss, or with other choices
     "pipe=2,expert=4,microbatches=4,schedule=zb-h1",
 )
 RESEMBLING = ("all_experts", "others_none", "skipped", "sequence", "global", "microbatch")
-UNEVEN = ("expert=3", "expert=3,fsdp=2,microbatches=2", "expert=3,tensor=2", "pipe=2,expert=3,microbatches=4")
+UNEVEN = (
+    "expert=3",
+    "expert=3,fsdp=2,microbatches=2,prefetch=1",
+    "expert=3,tensor=2",
+    "pipe=2,expert=3,microbatches=4",
+)
 
 
 def battery() -> list[tuple[str, str]]:

@@ -1,0 +1,198 @@
+"""Loops over layers that fetch a layer ahead and give a gradient behind (`InFlight`): the same gradients, microbatch
+after microbatch; in the step, collectives that no product of their iteration waits for, as many as the closed form has.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cells import check, initial
+from jax import lax
+from zoo import GPT, Entry, gpt
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.verify.parity import Reference
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.collectives import PRIMITIVES
+from jaxpar.program.walk import visit
+from jaxpar.slicing.slicer import Slicing, slice_program
+from jaxpar.text import size
+
+LAYERS, DIM, ROWS = 4, 6, 5
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
+class Ahead:
+    """Access to whole parameters, of which `frozen` have no gradient and `at_once` give it in their iteration."""
+
+    def __init__(self, frozen: int, at_once: int) -> None:
+        self.frozen, self.at_once = frozen, at_once
+
+    def sends(self, index: int) -> tuple[bool, bool]:
+        return index != self.at_once, index not in (self.frozen, self.at_once)
+
+    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        return value
+
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        return None if index == self.frozen else cotangent
+
+
+def loss(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+    """A stack with biases, which no backward reads; one in reverse; one that reads every layer twice but two."""
+    w, bias, gain, back, pairs = leaves
+    y, _ = lax.scan(lambda c, p: (jnp.tanh(c @ p[0] + p[1]) * p[2], None), x, (w, bias, gain))
+    y, _ = lax.scan(lambda c, p: (jnp.sin(c @ p), None), y, back, reverse=True)
+    y, _ = lax.scan(lambda c, p: (jnp.tanh(c @ p[0]) @ p[1], None), y, (pairs[:-1], pairs[1:]))
+    return jnp.sum(y**2)
+
+
+def params() -> list[jax.Array]:
+    shapes = [(DIM, DIM), (DIM,), (DIM,), (DIM, DIM), (DIM, DIM)]
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, (LAYERS, *s)) / 2 for k, s in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize(("frozen", "at_once"), [(-1, -1), (0, 2), (4, 1)])
+def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) -> None:
+    access, blocks = Ahead(frozen, at_once), jax.random.normal(jax.random.key(1), (2, ROWS, DIM))
+    program = slice_program(jx.trace(loss, params(), blocks[0])[0], Slicing(params(), [None] * 5, remat=remat))
+    assert [stack.reverse for stack in program.stacks] == [False, True, False]
+
+    @jax.jit
+    def run(leaves: list[jax.Array]) -> Any:
+        flights, grads = program.in_flight(access, leaves), [None] * len(leaves)
+        for block in blocks:
+            _, tape = program.forward(access, leaves, [block], True, flights)
+            grads = program.backward(access, leaves, tape, {0: jnp.ones(())}, grads, flights)
+        return program.landed(access, flights, grads)
+
+    theirs = jax.grad(lambda leaves: sum(loss(leaves, block) for block in blocks))(params())
+    for i, (a, b) in enumerate(zip(run(params()), theirs, strict=True)):
+        assert (a is None) == (i == frozen)
+        if a is not None:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stack_that_the_loss_does_not_differentiate_begins_again() -> None:
+    """It had the last layer's weights for the first of the next microbatch."""
+
+    def stopped(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, leaves[0])
+        return jnp.sum(lax.stop_gradient(y) * (x @ leaves[1][0]))
+
+    leaves, x = params()[::3], jnp.ones((ROWS, DIM))
+    program = slice_program(jx.trace(stopped, leaves, x)[0], Slicing(leaves, [None] * 2))
+    access = Ahead(-1, -1)
+    flights = program.in_flight(access, leaves)
+    for _ in range(2):
+        (value,), tape = program.forward(access, leaves, [x], True, flights)
+        np.testing.assert_allclose(value, stopped(leaves, x), rtol=1e-5)
+        program.backward(access, leaves, tape, {0: jnp.ones(())}, [None] * 2, flights)
+
+
+IT: Entry = gpt()
+
+
+@functools.cache
+def step_of(strategy: str) -> Any:
+    return jp.make_train_step(IT.model, SGD, strategy)
+
+
+def test_one_microbatch_is_as_on_one_device() -> None:
+    """Several are in `tests/parallel/test_transparency.py`."""
+    one, key = Reference(IT.model, jp.Strategy(single=True), 8), jax.random.key(0)
+    grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
+    check(step_of("data=2,fsdp=4,prefetch=1"), IT.model, initial(IT.model), IT.batch, 2, grads, params)
+
+
+def sent(strategy: str, kind: str) -> int:
+    step = step_of(strategy)
+    written = Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).by("kind", "axes", "dtype", value="count")
+    assert written == expected(step, IT.batch).by("kind", "axes", "dtype", value="count")
+    return sum(n for key, n in written.items() if key[0] == kind)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "scatters"),
+    [
+        ("fsdp=8", 1, 1),
+        ("fsdp=8,microbatches=2", 1, 1),
+        ("data=2,fsdp=4,microbatches=2", 1, 1),
+        ("fsdp=8,zero=2,microbatches=2", 0, 1),
+        ("fsdp=8,zero=1,microbatches=2", 0, 0),
+    ],
+)
+def test_a_step_sends_one_layer_more(strategy: str, gathers: int, scatters: int) -> None:
+    """The first of a microbatch that does not come, and the zeros before the first gradient; as the closed form has."""
+    sharded = [leaf for leaf in step_of(strategy).layout.leaves if leaf.path.startswith("layers") and leaf.dim]
+    assert len(sharded) == 5
+    for kind, layers in ("all-gather", gathers), ("reduce-scatter", scatters):
+        ahead, here = (sent(f"{strategy},prefetch={n}", kind) for n in (1, 0))
+        assert ahead - here == layers * len(sharded)
+
+
+def kinds(eqns: Any) -> set[str]:
+    return {PRIMITIVES.get(eqn.primitive.name) or eqn.primitive.name for eqn, _ in visit(eqns)}
+
+
+def reached(body: Any, first: str, then: str) -> bool:
+    """Whether what is called `then` reads, in a loop's body, what follows from what is called `first`."""
+    sources = [v for eqn in body.eqns if first in kinds([eqn]) for v in eqn.outvars]
+    marked = jx.depends(body.eqns, sources)
+    reads = [v for eqn in body.eqns if then in kinds([eqn]) for v in eqn.invars if not jx.is_literal(v)]
+    return any(v in marked for v in reads)
+
+
+@pytest.mark.parametrize(("prefetch", "waits"), [(0, True), (1, False)])
+def test_no_product_waits_for_the_weights_of_its_iteration(prefetch: int, waits: bool) -> None:
+    """Nor does a reduce-scatter for a product of its own: compilers find room for both in one iteration."""
+    trace = step_of(f"fsdp=8,microbatches=2,prefetch={prefetch}").trace(IT.batch)
+    scans = [jx.opened(eqn.params["jaxpr"])[0] for eqn, _ in visit(trace.eqns) if eqn.primitive.name == "scan"]
+    forward, backward = (body for body in scans if "all-gather" in (made := kinds(body.eqns)) and "scan" not in made)
+    assert reached(forward, "all-gather", "dot_general") == waits
+    assert reached(backward, "all-gather", "dot_general") == waits
+    assert reached(backward, "dot_general", "reduce-scatter") == waits
+
+
+def test_by_itself_it_is_on_where_microbatches_gather_across_hosts() -> None:
+    on = {
+        (text, across)
+        for text in ("fsdp", "fsdp,microbatches=2", "pipe=2,fsdp=4,microbatches=2")
+        for across in (0, 1)
+        if jp.Strategy.parse(text).prefetches(bool(across))
+    }
+    assert on == {("fsdp,microbatches=2", 1)}
+
+
+def test_explain_says_what_is_held_besides() -> None:
+    explanation = step_of("fsdp=8,microbatches=2,prefetch=1").explain(IT.batch)
+    layer = size(4 * (2 * GPT.dim**2 + 3 * GPT.dim * GPT.ffn))  # key, value and norms are too small to be sharded
+    said = f"the weights of the next are gathered, {layer} and the gradients of the one before are reduced, {layer};"
+    assert any(f"prefetch=1: while a layer runs, {said}" in remark for remark in explanation.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fsdp=8,prefetch=2", "prefetch=2 is unknown; use one of auto, 0 or 1"),
+        ("fsdp=8,prefetch=true", "prefetch=True is unknown; use one of auto, 0 or 1"),
+        ("pipe=2,fsdp=4,prefetch=1", "prefetch=1 with fsdp=4,pipe=2: slots of a pipeline gather and reduce"),
+        (
+            "dp,prefetch=1",
+            "prefetch=1 with data=-1,server=true: a server has no shards; use prefetch=0, or leave it out",
+        ),
+    ],
+)
+def test_strategies_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jp.Strategy.parse(text)
+    jp.Strategy.parse(text.partition(",prefetch")[0] + ",prefetch=0")
