@@ -181,15 +181,17 @@ def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(jaxpr.eqns)
 
 
-def needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """The equations that `outvars` need, and unlike `live` none that is kept for its effects (prints, callbacks)."""
-    need = {v for v in outvars if not is_literal(v)}
+def needed(eqns: Sequence[Any], outvars: Iterable[Any], there: Collection[Any] = ()) -> list[Any]:
+    """The equations that `outvars` need where some variables are `there`, and unlike `live` none that is kept for its
+    effects (prints, callbacks).
+    """
+    need = {v for v in outvars if not is_literal(v) and v not in there}
     kept = []
     for eqn in reversed(eqns):
         if any(v in need for v in eqn.outvars):
-            kept.insert(0, eqn)
-            need.update(v for v in eqn.invars if not is_literal(v))
-    return kept
+            kept.append(eqn)
+            need.update(v for v in eqn.invars if not is_literal(v) and v not in there)
+    return kept[::-1]
 
 
 def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
