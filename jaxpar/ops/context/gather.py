@@ -13,11 +13,10 @@ from jax import lax
 
 from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
-from ..attention import attention
+from ..attention import attention, check_inputs
 from .blocks import attend, finish, pull
-from .order import Order, from_zigzag, positions
+from .order import Order, check_order, from_zigzag, positions
 from .rounds import Rounds
-from .validate import check_inputs
 
 
 def gather_attention(
@@ -62,7 +61,8 @@ def gather_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale, order)
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
+    check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
         return _by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)

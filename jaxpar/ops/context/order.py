@@ -31,6 +31,17 @@ def order_of(ranks: int, order: Order) -> tuple[int, ...]:
     return tuple(chunk for i in range(ranks) for chunk in (i, 2 * ranks - 1 - i))
 
 
+def check_order(order: str, q: jax.Array, k: jax.Array) -> None:
+    """Raise ValueError where a rank cannot hold its queries [b, t/c, ..] and keys in this order, or it is none."""
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}; use one of {ORDERS}")
+    if order == "zigzag" and (q.shape[1] % 2 or k.shape[1] % 2):
+        raise ValueError(
+            f"order='zigzag' for blocks of {q.shape[1]} queries and {k.shape[1]} keys: a rank holds two chunks; "
+            "give an even number, or use order='plain'"
+        )
+
+
 def to_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     """A whole array, from the user's order of positions along `dim` to that in which ranks hold them: same shape.
 
