@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 
 from .calls import IN_INIT, check_call, needed, traced
 from .model import Model, row_axes
@@ -125,13 +126,7 @@ class _ArrayTree:
         self.order, self.dicts = jax.tree.leaves(numbered), jax.tree.structure(numbered)  # dicts sort their keys
 
     def pure(self, tree: Any) -> dict[Any, Any]:
-        out: dict[Any, Any] = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            node, keys = out, [_key(entry) for entry in path]
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = leaf
-        return out
+        return unflatten_dict({(*map(_key, path),): x for path, x in jax.tree_util.tree_leaves_with_path(tree)})
 
     def is_pure(self, tree: Any) -> bool:
         return jax.tree.structure(tree) == self.dicts

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from .. import collectives
-from .calls import IN_INIT, IN_LOSS, check_call, reading, traced
+from .calls import IN_INIT, IN_LOSS, check_call, kind_of, reading, traced
 
 MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox, jp.from_haiku or jp.Model(init=, loss=)"
 _MAKES = {
@@ -50,6 +50,11 @@ class Replicated:
     """Marks a batch leaf (or subtree) that has no row dim: every device gets the whole of it. The loss sees `value`."""
 
     value: Any
+
+
+def is_replicated(x: Any) -> bool:
+    """Whether a part of a batch is marked so."""
+    return isinstance(x, Replicated)
 
 
 @dataclass(frozen=True)
@@ -129,12 +134,12 @@ class Model:
 
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
-        batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
+        batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=is_replicated)
         with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):
-                    raise ValueError(f"loss returned {_kind(out)}; with stateful=True return (value, variables)")
+                    raise ValueError(f"loss returned {kind_of(out)}; with stateful=True return (value, variables)")
                 out, new = out[0], _same(variables, out[1])
             else:
                 out, new = self.loss(params, batch, key), variables
@@ -244,21 +249,17 @@ def _described(x: Any) -> str:
     return f"the function {_name(x)}" if callable(x) and hasattr(x, "__name__") else f"a {type(x).__name__}"
 
 
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)
-
-
 def _mean(name: str, value: Any) -> Mean:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if not isinstance(value, Mean):
         if not _is_number(value) or jnp.shape(value) != ():
             raise ValueError(
-                f"{what} is {_kind(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
+                f"{what} is {kind_of(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
             )
         value = Mean(value, jnp.ones((), jnp.float32))
     for part in (value.total, value.count):
         if not _is_number(part):
-            raise ValueError(f"{what} is jp.Mean with a part that is {_kind(part)}; sum both parts to scalars")
+            raise ValueError(f"{what} is jp.Mean with a part that is {kind_of(part)}; sum both parts to scalars")
         if jnp.shape(part) != ():
             raise ValueError(f"{what} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
@@ -273,10 +274,6 @@ def _name(function: Any) -> str:
 def _is_number(x: Any) -> bool:
     array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
     return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "None" if x is None else f"a {type(x).__name__}"
 
 
 def _same(old: Any, new: Any) -> Any:
