@@ -12,7 +12,6 @@ Each rank's loss is its own part of the sum over rows, as on `data`, so that the
 own. The gradient of experts is that of all tokens that they got: a strategy's rule does not sum it over `expert`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,14 +142,6 @@ class ExpertLocaliser(Localiser):
         return outs
 
     def note(self, eqn: Any, x: LocalValue) -> None:
-        """Experts that are gathered: where, and bytes of all of them."""
+        """Experts that are gathered: slots are not, they go back."""
         if isinstance(x.dim, int):
-            where = place(eqn)
-            inner = x.broadcast[0] if x.broadcast is not None else x
-            size = math.prod(inner.shape) * jnp.result_type(x.value).itemsize
-            self.gathered[where] = max(size, self.gathered.get(where, 0))
-
-
-def place(eqn: Any) -> str:
-    """An equation and its line, for people."""
-    return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
+            super().note(eqn, x)

@@ -16,9 +16,9 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue
+from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow
-from .localiser import ExpertLocaliser, SlotDims, place
+from .localiser import ExpertLocaliser, SlotDims
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {}

@@ -20,7 +20,7 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
-    name, part = eqn.primitive.name, work.kept(x, _identity(eqn))
+    name, part = eqn.primitive.name, work.kept(x, identity(eqn))
     if name == "reduce_sum":
         return [(work.total(jx.bind(eqn, [part])[0]), None)]
 
@@ -42,14 +42,14 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     return [(extreme(part), None)]
 
 
-def _identity(eqn: Any) -> Any:
-    """The identity element of a reduction, in the dtype of what it reduces."""
-    name, dtype = eqn.primitive.name.removeprefix("reduce_"), eqn.invars[0].aval.dtype
-    if name in ("max", "min"):
+def identity(eqn: Any) -> Any:
+    """The identity element of a reduction or a cumulative one, in the dtype of what it reduces."""
+    name, dtype = eqn.primitive.name.removeprefix("reduce_").removeprefix("cum"), eqn.invars[0].aval.dtype
+    if name in ("max", "min", "logsumexp"):
         lowest, highest = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (False, True)
         if jnp.issubdtype(dtype, jnp.integer):
             lowest, highest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-        return lowest if name == "max" else highest
+        return highest if name == "min" else lowest
     return np.invert(np.zeros((), dtype)) if name == "and" else int(name == "prod")
 
 
