@@ -106,11 +106,8 @@ class Follower:
         """Of a value that may be either of two, or is made of both."""
         views = dict(a.views)
         for i, dims in b.views:
-            views[i] = self._both(views.get(i, dims), dims)
+            views[i] = tuple(self._same(p, q) for p, q in zip(views.get(i, dims), dims, strict=True))
         return Followed(tuple(sorted(views.items())), a.marks | b.marks)
-
-    def _both(self, a: Dims, b: Dims) -> Dims:
-        return tuple(self._same(p, q) for p, q in zip(a, b, strict=True))
 
     def _same(self, p: tuple[DimPart, ...], q: tuple[DimPart, ...]) -> tuple[DimPart, ...]:
         """One dim that is two rows of parts: what is of no source gives way; else both are mixed."""

@@ -115,19 +115,14 @@ def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
 @rule("gather")
 def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    table, indices = inputs
-    if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
-        return _own(work, eqn, table, indices)
-    return TENSOR["gather"](work, eqn, inputs)
-
-
-def _own(work: ContextLocaliser, eqn: Any, table: LocalValue, indices: LocalValue) -> Found | None:
     """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
     beside the place is a rank's own, such as a token's best experts.
     """
-    numbers = eqn.params["dimension_numbers"]
+    (table, indices), numbers = inputs, eqn.params["dimension_numbers"]
+    if table.dim is None or table.dim not in numbers.start_index_map:
+        return TENSOR["gather"](work, eqn, inputs)
     column = list(numbers.start_index_map).index(table.dim)
-    if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+    if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
     joined, columns = indices.made
     if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:

@@ -51,6 +51,7 @@ class ExpertLocaliser(Localiser):
     """
 
     all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    always = jx.CUSTOM  # a route may gather tokens where nothing is split yet
 
     def whole(self, x: LocalValue) -> jax.Array:
         """As the model has it: all experts, and of slots those of this rank's rows."""
@@ -121,23 +122,12 @@ class ExpertLocaliser(Localiser):
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
-        name = eqn.primitive.name
-        found = None
-        if name in self.rules and (name in jx.CUSTOM or any(x.dim is not None for x in inputs)):
-            found = self.rules[name](self, eqn, inputs)
-        if found is None:
-            for x in inputs:
-                self.note(eqn, x)
-            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
-        active = any(x.active for x in inputs)
+        outs = super().equation(eqn, inputs)
         alike = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))  # each rank's own
-        floats = [active and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
-        # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
-        outs = [
-            LocalValue(value, dim, v.aval.shape, moves, alike or isinstance(dim, int))
-            for v, (value, dim), moves in zip(eqn.outvars, found, floats, strict=True)
-        ]
-        if name == "broadcast_in_dim":
+        for x in outs:
+            # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
+            x.weight = alike or isinstance(x.dim, int)
+        if eqn.primitive.name == "broadcast_in_dim":
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
 

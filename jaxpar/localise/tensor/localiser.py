@@ -73,6 +73,7 @@ class Localiser:
     sequence: bool
     rules: Mapping[str, PrimitiveRule]
     gathered: dict[str, int] = field(default_factory=dict)
+    always = ()  # primitives whose rule is asked whether or not an input is split
 
     def whole(self, x: LocalValue) -> jax.Array:
         """For computation that every rank repeats."""
@@ -201,7 +202,8 @@ class Localiser:
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
         name = eqn.primitive.name
-        rule = self.rules.get(name) if any(x.dim is not None for x in inputs) else None
+        asked = name in self.always or any(x.dim is not None for x in inputs)
+        rule = self.rules.get(name) if asked else None
         found = rule(self, eqn, inputs) if rule else None
         if found is None:
             for x in inputs:

@@ -40,12 +40,6 @@ def shape_of(eqn: Any) -> tuple[int, ...]:
     return eqn.outvars[0].aval.shape
 
 
-def without(dim: int | None, dims: Sequence[int]) -> int:
-    """What a dim is called when others are gone."""
-    assert dim is not None
-    return dim - sum(d < dim for d in dims)
-
-
 def split_factor(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> Factor | None:
     """The factor along which an equation is split, where operands may be along several: that of an activation before
     that of a parameter; with `weights` the reverse.

@@ -12,7 +12,7 @@ from ...collectives import edges
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
-from .primitives import follow, on_parts, rule, shape_of, split_factor, without
+from .primitives import follow, on_parts, rule, shape_of, split_factor
 
 
 @rule(*having("reduces"))
@@ -54,12 +54,12 @@ def identity(eqn: Any) -> Any:
 
 
 @rule("argmax", "argmin")
-def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     (x,) = inputs
     (axis,) = eqn.params["axes"]
-    (at,) = jx.bind(eqn, [x.value])
     if x.dim != axis:
-        return [(at, without(x.dim, [axis]))]
+        return follow(work, eqn, inputs)
+    (at,) = jx.bind(eqn, [x.value])
     best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
     at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
     every, places = (edges.all_gather_replicated(y[None], 0, work.ranks) for y in (best, at))
@@ -86,32 +86,26 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
 
 @rule("gather")
 def _gather(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
+    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
+    """
     table, indices = inputs
     numbers = eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.collapsed_slice_dims:
         return follow(work, eqn, inputs)
-    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    mode, modes = eqn.params["mode"], lax.GatherScatterMode
+    fills = mode == modes.FILL_OR_DROP  # as jnp.take does with indices that are out of bounds
     if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
-    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
-    return [_look_up(work, eqn, table, indices, batch)]
-
-
-def _look_up(
-    work: Localiser, eqn: Any, table: LocalValue, indices: LocalValue, batch: Sequence[int]
-) -> tuple[jax.Array, int | None]:
-    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
-    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
-    """
-    assert table.dim is not None
-    shape, column = shape_of(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
+    shape = shape_of(eqn)
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    column = numbers.start_index_map.index(table.dim)
     size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
-    mode, modes = eqn.params["mode"], lax.GatherScatterMode
     places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # offsets overflow uint8 ids
     wanted = places[..., column]
     missing = (wanted < 0) | (wanted >= size)
     own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
-    mine = (own >= 0) & (own < each) & (~missing if mode == modes.FILL_OR_DROP else True)
+    mine = (own >= 0) & (own < each) & (~missing if fills else True)
     changed = places.at[..., column].set(jnp.where(mine, own, 0))
     (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
     spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
@@ -119,7 +113,7 @@ def _look_up(
     if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of what is out of bounds dropped
         found = jnp.where(spread(missing), lax.stop_gradient(found), found)
     value, dim = work.summed(found, shape, table.weight, eqn)
-    if mode == modes.FILL_OR_DROP:  # as jnp.take does with indices that are out of bounds
+    if fills:
         gone, fill = LocalValue(spread(missing), None, shape), eqn.params["fill_value"]
         value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
-    return value, dim
+    return [(value, dim)]
