@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -236,9 +236,7 @@ def ended(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _until_all_end(
-    children: Sequence[subprocess.Popen], outcome: Outcome, first: int, clock: Callable[[], float] = time.monotonic
-) -> None:
+def _until_all_end(children: Sequence[subprocess.Popen], outcome: Outcome, first: int) -> None:
     """Notes who failed, of ranks from `first` on. Once one has, the others have a while to end by themselves."""
     done: dict[int, int] = {}
     until: float | None = None
@@ -249,8 +247,8 @@ def _until_all_end(
             if rank not in done and (code := child.poll()) is not None:
                 done[rank] = code
                 if code and rank not in killed:
-                    until = until or clock() + _GRACE
-        if until is not None and clock() > until and not killed:
+                    until = until or time.monotonic() + _GRACE
+        if until is not None and time.monotonic() > until and not killed:
             killed = {rank for rank in range(len(children)) if rank not in done}
             for rank in killed:
                 children[rank].kill()
