@@ -279,13 +279,10 @@ class _Region:
         results = dict(zip(self.outs, atoms, strict=True))
         outvars = tuple(v if jx.is_literal(v) else results.get(v, v) for v in flat.outvars)
         behind = [_renamed(eqn, results) for eqn in behind]
-        read = {v for v in outvars if not jx.is_literal(v)}
-        read.update(v for eqn in (*loop, *behind) for v in eqn.invars if not jx.is_literal(v))
-        needed: list[Any] = []
-        for eqn in reversed(before):
-            if id(eqn) not in self.made or not read.isdisjoint(eqn.outvars):  # else each chunk has its own now
-                needed.insert(0, eqn)
-                read.update(v for v in eqn.invars if not jx.is_literal(v))
+        others = [eqn for eqn in before if id(eqn) not in self.made]
+        read = [v for eqn in (*others, *loop, *behind) for v in eqn.invars]
+        known = {id(eqn) for eqn in (*others, *jx.needed(before, (*read, *outvars)))}
+        needed = [eqn for eqn in before if id(eqn) in known]  # of what is not, each chunk has its own now
         return jx.Flat(
             (*flat.constvars, *new.constvars),
             (*flat.consts, *new.consts),
