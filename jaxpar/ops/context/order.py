@@ -60,16 +60,15 @@ def from_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     return _chunks(x, [held.index(i) for i in range(2 * ranks)], dim)
 
 
-def positions(length: int, axis: Axes, order: Order = "plain", rank: jax.Array | int | None = None) -> jax.Array:
-    """The positions that a rank holds, in its order: int32 [t/c].
+def positions(length: int, axis: Axes, order: Order = "plain") -> jax.Array:
+    """The positions that this rank holds, in its order: int32 [t/c].
 
     Args:
       length: t/c, how many it holds.
       axis: the mesh axis over which the sequence is split; inside `shard_map`.
       order: "plain" or "zigzag".
-      rank: whose; this device's if None.
     """
-    return positions_of(length, count(axis), order, index(axis) if rank is None else rank)
+    return positions_of(length, count(axis), order, index(axis))
 
 
 def positions_of(length: int, ranks: int, order: Order, rank: jax.Array | int) -> jax.Array:
