@@ -64,8 +64,8 @@ class Apply:
             out, new = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         else:  # a second call, perhaps of another method, may create what the first did not
             out, new = self._module.apply(self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs)
-        boxed = jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=_is_boxed)
-        for path, box in boxed:
+        is_boxed = lambda x: isinstance(x, nn.meta.AxisMetadata)
+        for path, box in jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=is_boxed):
             if isinstance(box, nn.Partitioned):
                 self.names.setdefault(name_of(path), tuple(box.names))
         new = nn.meta.unbox(dict(new))
@@ -144,10 +144,6 @@ def from_linen(
         return module.bind({"params": params, **variables})
 
     return Model(init, call, stateful=True, bind=bind, rules=rules, names=names, rows=rows)
-
-
-def _is_boxed(x: Any) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata)
 
 
 def _interceptor(train: bool) -> Callable[..., Any]:

@@ -105,20 +105,14 @@ class Model:
         if self.rows not in (None, "independent"):
             raise ValueError(f"Model(rows={self.rows!r}): use 'independent', or None to have the loss checked")
 
-    def create(self, key: jax.Array) -> tuple[Any, Any]:
-        """Parameters and variables from a key.
+    @functools.cached_property
+    def create(self) -> Callable[[jax.Array], tuple[Any, Any]]:
+        """`create(key)`: parameters and variables from a key.
 
         Raises ValueError where a stateful `init` returns no such pair, or a leaf is no array.
         """
-        return self._created(key)
-
-    @functools.cached_property
-    def _created(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """`create` as `jax.jit` has it, which traces `init` once for all who ask: shapes, the layout, the first state.
-
-        24 NNX layers in a Python loop take 1.3 s to trace, as much as the rest of a step's tracing, and they were
-        traced for each of these. Inlined, the equations are those of `init` itself.
-        """
+        # Traced once for all who ask: shapes, the layout, the first state. 24 NNX layers in a Python loop take 1.3 s to
+        # trace, as much as the rest of a step's tracing. Inlined, the equations are those of `init` itself.
         return jax.jit(self._create, inline=True)
 
     def _create(self, key: jax.Array) -> tuple[Any, Any]:
@@ -167,14 +161,9 @@ def all_rows(x: jax.Array) -> jax.Array:
     >>> all_rows(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    note_coupling("all_rows")
-    return collectives.all_gather(x, _rows.get())
-
-
-def note_coupling(what: str) -> None:
-    """Rows of the current loss call are coupled: it must see all of a microbatch's."""
     if (noted := _couplings.get()) is not None:
-        noted.append(what)
+        noted.append("all_rows")  # this call must see all rows of a microbatch
+    return collectives.all_gather(x, _rows.get())
 
 
 @contextlib.contextmanager

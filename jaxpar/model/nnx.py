@@ -120,7 +120,7 @@ def from_nnx(
         call,
         stateful=True,
         wrap=params_tree.state,
-        unwrap=params_tree.pure_checked,
+        unwrap=lambda tree: params_tree.pure(tree) if isinstance(tree, nnx.State) else tree,
         bind=bind,
         rules=rules,
         names=lambda: _annotations(param_state),
@@ -201,10 +201,6 @@ class _Tree:
         every = {path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))}
         # Of a tuple of arrays, each by its number.
         return unflatten_dict({p: x[0] if len(x) == 1 else dict(enumerate(x)) for p, x in every.items()})
-
-    def pure_checked(self, state: Any) -> dict[Any, Any]:
-        """`pure` for a tree from the user: an `nnx.State` or the nested dicts themselves."""
-        return self.pure(state) if isinstance(state, nnx.State) else state
 
     def state(self, pure: Any) -> Any:
         leaves: list[Any] = [None] * self.tree.num_leaves

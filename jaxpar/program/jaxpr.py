@@ -303,23 +303,19 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
     return over if axes else lambda eqn: False
 
 
-def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
+def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
     """Multiply-adds of matmuls and convolutions by the dtype of their wider operand, and where the first one stands."""
     found: dict[str, tuple[int, str]] = {}
-
-    def count(dtype: str, flops: int, place: str) -> None:
-        found[dtype] = (found.get(dtype, (0, place))[0] + flops, found.get(dtype, (0, place))[1])
-
-    for eqn, runs in visit(eqns, times=times):
+    for eqn, runs in visit(eqns):
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
             a, b = (v.aval for v in eqn.invars[:2])
-            out = math.prod(eqn.outvars[0].aval.shape)
             if name == "dot_general":
                 (contracted, _), _ = eqn.params["dimension_numbers"]
                 inner = math.prod(a.shape[d] for d in contracted)
             else:
-                numbers = eqn.params["dimension_numbers"]
-                inner = math.prod(b.shape) // b.shape[numbers.rhs_spec[0]]
-            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * runs, where(eqn))
+                inner = math.prod(b.shape) // b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            dtype = jnp.promote_types(a.dtype, b.dtype).name
+            before, place = found.get(dtype, (0, where(eqn)))
+            found[dtype] = before + math.prod(eqn.outvars[0].aval.shape) * inner * runs, place
     return found
