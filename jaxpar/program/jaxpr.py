@@ -17,6 +17,7 @@ import jax
 import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
@@ -165,6 +166,14 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+    """What a function's backward makes of ones, for those of its arguments that are floats."""
+    outs, pull = jax.vjp(fun, *values)
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
+    return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
+
+
 @contextlib.contextmanager
 def source_info_of(eqn: Any) -> Iterator[None]:
     """Within it, what is traced stands where an equation stands in the user's program."""
@@ -295,12 +304,7 @@ def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
     """Whether an equation reduces, or gathers, over all these mesh axes: its result is the same along them."""
-
-    def over(eqn: Any) -> bool:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        return eqn.primitive.name in REDUCTIONS and axes <= ({named} if isinstance(named, str) else set(named))
-
-    return over if axes else lambda eqn: False
+    return lambda eqn: bool(axes) and eqn.primitive.name in REDUCTIONS and axes <= {*collectives.axes_of(eqn)}
 
 
 def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
