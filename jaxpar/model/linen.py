@@ -155,9 +155,8 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
         if isinstance(module, nn.BatchNorm):
-            object.__setattr__(
-                module, "axis_name", averaged_axes(module.axis_name)
-            )  # this bound copy lives for one call
+            # This bound copy lives for one call.
+            object.__setattr__(module, "axis_name", averaged_axes(module.axis_name))
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
             # The switch may come by position, after the inputs.
