@@ -191,6 +191,8 @@ def keys_of(eqns: Sequence[Any], product: Any, dims: Sequence[int]) -> int | Non
     found: list[int] = []
 
     def of(eqn: Any, sides: Sequence[Sides]) -> list[Sides]:
+        if found or not any(sides):
+            return [{}] * len(eqn.outvars)
         if (hit := _summed(eqn, sides)) is not None:
             found.append(hit)
         # A scan's body has other dims.
