@@ -12,7 +12,7 @@ So of every value it is followed over which mesh axes it may differ: where it co
 operands do; `axis_index` over its axis; no longer over an axis over which it was summed or gathered.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,9 @@ class _Walk:
     def _shard_map(self, eqn: Any, given: list[Axes], parted: Axes) -> list[Axes]:
         several = frozenset(axis for axis, n in eqn.params["mesh"].shape.items() if n > 1)
         inside = _Walk(self.found, several - self.but)
-        inside.run(eqn.params["jaxpr"], [inside.axes.intersection(_axes_of(spec)) for spec in _specs(eqn)], _NONE)
+        specs = jax.tree.leaves(eqn.params["in_specs"], is_leaf=lambda x: isinstance(x, PartitionSpec))
+        named = lambda spec: {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+        inside.run(eqn.params["jaxpr"], [inside.axes & named(spec) for spec in specs], _NONE)
         return [_NONE] * len(eqn.outvars)
 
 
@@ -118,12 +120,3 @@ def _sent(closed: Any) -> tuple[Any, ...] | None:
                 return None
             found.append((times, name, eqn.params.get("length")))
     return tuple(found)
-
-
-def _specs(eqn: Any) -> Sequence[PartitionSpec]:
-    return jax.tree.leaves(eqn.params["in_specs"], is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _axes_of(spec: PartitionSpec) -> Iterator[str]:
-    for entry in spec:
-        yield from (entry,) if isinstance(entry, str) else entry or ()

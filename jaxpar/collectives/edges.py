@@ -63,11 +63,7 @@ def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
 
 def saves_no_gather(policy: Callable[..., Any]) -> Callable[..., Any]:
     """A policy of rematerialisation that saves what another does, but nothing that was gathered."""
-
-    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        return primitive.name != "tensor_gather" and policy(primitive, *args, **params)
-
-    return saveable
+    return lambda primitive, *args, **params: primitive.name != "tensor_gather" and policy(primitive, *args, **params)
 
 
 def saves_reals(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +72,7 @@ def saves_reals(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        dtypes = [*(getattr(x, "dtype", None) for x in args), params.get("new_dtype")]
+        dtypes: list[Any] = [*(getattr(x, "dtype", None) for x in args), params.get("new_dtype")]
         complex_ = primitive.name in ("complex", "eig", "fft") or any(
             jnp.issubdtype(t, jnp.complexfloating) for t in dtypes
         )
@@ -91,11 +87,8 @@ def saves_sums(policy: Callable[..., Any]) -> Callable[..., Any]:
     Of a row-parallel product the sum is saved in place of the partial sum, so that backwards do not repeat its
     collective; with a sequence that is split the sum is also smaller by the number of ranks.
     """
-
-    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        return primitive.name in ("tensor_leave", "tensor_scatter") or policy(primitive, *args, **params)
-
-    return saveable
+    sums = ("tensor_leave", "tensor_scatter")
+    return lambda primitive, *args, **params: primitive.name in sums or policy(primitive, *args, **params)
 
 
 def _bind(name: str, x: jax.Array, dim: int, ranks: int) -> jax.Array:

@@ -163,16 +163,12 @@ def _cond(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[An
     return lax.switch(index, branches, token, *rest)
 
 
-def _inline(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
-    """A call: of `jit`, of `checkpoint`, or of a function whose derivatives, which are its own, have been taken."""
-    return _run(called(eqn), values, token)
-
-
 _INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    **dict.fromkeys((*jx.CALLS, *jx.REMATS, *jx.CUSTOM), _inline),
+    # Calls, also of functions whose derivatives, which are their own, have been taken.
+    **dict.fromkeys((*jx.CALLS, *jx.REMATS, *jx.CUSTOM), lambda eqn, values, token: _run(called(eqn), values, token)),
 }
 
 

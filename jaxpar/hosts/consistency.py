@@ -31,9 +31,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxpar")
 PATIENCE = 600.0  # seconds that a process is waited for that lives and does not come, to read data or to compile
 _ASKING = 30.0  # seconds after which it is said who is waited for
 _SHOWN = 120  # characters of a value
-_MOST = (
-    2**21
-)  # bytes of a text, compressed, whose first difference is looked for; beyond that it is only said to differ
+# Bytes of a text, compressed, whose first difference is looked for; beyond that it is only said to differ.
+_MOST = 2**21
 
 
 def compare(

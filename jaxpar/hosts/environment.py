@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 PORT = 12345  # the coordinator's, where nothing else says
 _FIRST, _PORTS = 61440, 4096  # ports by the number of a job, so that two jobs on a host rarely share one
@@ -69,35 +70,25 @@ def detect(
 
     Raises ValueError where they contradict each other, are no numbers, or say too little.
     """
-    given = _Said("arguments", coordinator, processes, process)
-    ours = _Said(
-        "environment",
-        _first(env, "JAXPAR_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
-        _number(env, "JAXPAR_PROCESSES", "JAX_NUM_PROCESSES"),
-        _number(env, "JAXPAR_PROCESS", "JAX_PROCESS_ID"),
-    )
-    explicit = _Said(
-        given.source if coordinator or processes is not None else ours.source,
-        given.coordinator or ours.coordinator,
-        ours.processes if given.processes is None else given.processes,
-        ours.process if given.process is None else given.process,
-    )
-    whole = None not in (explicit.coordinator, explicit.processes, explicit.process)
-    launcher = None if whole else _launcher(env, name)
-    if launcher is None:
-        if explicit.coordinator is None and explicit.processes in (None, 1) and explicit.process in (None, 0):
-            return Place()
-        return _placed(explicit, env, gpus)
-    for what in ("processes", "process"):
-        said, own = getattr(launcher, what), getattr(explicit, what)
-        if None not in (said, own) and said != own:
-            raise ValueError(f"{what}={own} is given, and {launcher.source} says {said}; leave {what} to it, or give "
-                             "coordinator, processes and process all three")  # fmt: skip
-    filled = {
-        name: value
-        for name in ("coordinator", "processes", "process")
-        if (value := getattr(explicit, name)) is not None
+    given = {"coordinator": coordinator or None, "processes": processes, "process": process}
+    ours: dict[str, Any] = {
+        "coordinator": _first(env, "JAXPAR_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
+        "processes": _number(env, "JAXPAR_PROCESSES", "JAX_NUM_PROCESSES"),
+        "process": _number(env, "JAXPAR_PROCESS", "JAX_PROCESS_ID"),
     }
+    said = {name: ours[name] if value is None else value for name, value in given.items()}
+    # mpirun within a SLURM allocation, and either in a pod: the inner one started this process, and knows.
+    launcher = (_mpi(env) or _slurm(env) or _kubernetes(env, name)) if None in said.values() else None
+    if launcher is None:
+        if said["coordinator"] is None and said["processes"] in (None, 1) and said["process"] in (None, 0):
+            return Place()
+        launcher = _Said("arguments" if coordinator or processes is not None else "environment")
+    for what in ("processes", "process"):
+        its, own = getattr(launcher, what), said[what]
+        if None not in (its, own) and its != own:
+            raise ValueError(f"{what}={own} is given, and {launcher.source} says {its}; leave {what} to it, or give "
+                             "coordinator, processes and process all three")  # fmt: skip
+    filled = {name: value for name, value in said.items() if value is not None}
     return _placed(replace(launcher, **filled), env, gpus)
 
 
@@ -124,12 +115,6 @@ def _placed(said: _Said, env: Env, gpus: Callable[[], int]) -> Place:
         raise ValueError(f"coordinator={said.coordinator!r} needs a port, as in {said.coordinator.rstrip(':')}:{PORT}")
     place = Place(said.source, said.coordinator, said.processes, said.process, said.neighbours, said.local)
     return replace(place, gpus=_gpus(said, env, gpus))
-
-
-def _launcher(env: Env, name: Callable[[], str]) -> _Said | None:
-    """What the one launcher that started this process as one of several says; None without one."""
-    # mpirun within a SLURM allocation, and either in a pod: the inner one started this process, and knows.
-    return _mpi(env) or _slurm(env) or _kubernetes(env, name)
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -109,7 +109,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
                          "jaxpar launch --processes 2 --devices 4 for simulated devices")  # fmt: skip
     least, restart, shrunk = options.least or processes, 0, False
     while True:
-        outcome = run_once(command, host, processes, options.devices, restart, options.restarts)
+        outcome = run_once(command, host, processes, options, restart)
         if outcome.stopped is not None or not outcome.failed:
             return outcome.status
         who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in outcome.failed.items())
@@ -126,17 +126,32 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         _say(f"{who}; started again with {processes} processes, restart {restart} of {options.restarts}")
 
 
-def run_once(
-    command: Sequence[str], host: Place, processes: int, devices: int | None, restart: int, restarts: int
-) -> Outcome:
-    """Starts the processes of this host once, and waits until all have ended."""
+def run_once(command: Sequence[str], host: Place, processes: int, options: LaunchOptions, restart: int) -> Outcome:
+    """Starts so many processes on this host, which is one of `host.processes`, and waits until all have ended."""
     if host.processes == 1:
         host = Place(coordinator=f"127.0.0.1:{free_port()}")
+    assert host.coordinator is not None
     first = host.process * processes
+    ours = {
+        **os.environ,
+        "JAXPAR_COORDINATOR": host.coordinator,
+        "JAXPAR_PROCESSES": str(host.processes * processes),
+        "JAXPAR_RESTART": str(restart),
+        "JAXPAR_RESTARTS": str(options.restarts),
+        "JAXPAR_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
+    }
+
+    def own(local: int) -> dict[str, str]:
+        if options.devices is not None:
+            return {"JAXPAR_DEVICES": str(options.devices), "JAX_PLATFORMS": "cpu"}
+        gpus = share_of_gpus(os.environ, local, processes)
+        return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+
     children = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment(os.environ, host, local, processes, devices, restart, restarts),
+            env={**ours, "JAXPAR_PROCESS": str(first + local), **own(local)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -168,33 +183,6 @@ def run_once(
     for reader in readers:
         reader.join(5)  # a grandchild may hold the pipe open
     return outcome
-
-
-def environment(
-    base: Mapping[str, str],
-    host: Place,
-    local: int,
-    processes: int,
-    devices: int | None,
-    restart: int,
-    restarts: int,
-) -> dict[str, str]:
-    """The environment of one process of so many on this host, which is one of `host.processes`."""
-    assert host.coordinator is not None
-    own = {
-        "JAXPAR_COORDINATOR": host.coordinator,
-        "JAXPAR_PROCESSES": str(host.processes * processes),
-        "JAXPAR_PROCESS": str(host.process * processes + local),
-        "JAXPAR_RESTART": str(restart),
-        "JAXPAR_RESTARTS": str(restarts),
-        "JAXPAR_LAUNCHER": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
-    }
-    if devices is not None:
-        return {**base, **own, "JAXPAR_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    if gpus := share_of_gpus(base, local, processes):
-        own["CUDA_VISIBLE_DEVICES"] = gpus
-    return {**base, **own}
 
 
 def visible_gpus(base: Mapping[str, str]) -> list[str]:
@@ -236,9 +224,7 @@ def ended(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _until_all_end(
-    children: Sequence[subprocess.Popen], outcome: Outcome, first: int, clock: Callable[[], float] = time.monotonic
-) -> None:
+def _until_all_end(children: Sequence[subprocess.Popen], outcome: Outcome, first: int) -> None:
     """Notes who failed, of ranks from `first` on. Once one has, the others have a while to end by themselves."""
     done: dict[int, int] = {}
     until: float | None = None
@@ -249,8 +235,8 @@ def _until_all_end(
             if rank not in done and (code := child.poll()) is not None:
                 done[rank] = code
                 if code and rank not in killed:
-                    until = until or clock() + _GRACE
-        if until is not None and clock() > until and not killed:
+                    until = until or time.monotonic() + _GRACE
+        if until is not None and time.monotonic() > until and not killed:
             killed = {rank for rank in range(len(children)) if rank not in done}
             for rank in killed:
                 children[rank].kill()

@@ -32,29 +32,23 @@ _LEAVING = 3.0  # seconds that process 0, which has the coordinator, waits for t
 def seconds(given: float | None = None) -> float:
     """The limit: as given, or of the environment. Raises ValueError below 5 seconds, but for 0."""
     text = os.environ.get("JAXPAR_WATCHDOG") if given is None else str(given)
-    if text is None:
-        return LIMIT
-    limit = _number("JAXPAR_WATCHDOG", text, LIMIT)
-    if not (limit == 0 or 5 <= limit < float("inf")):
-        raise ValueError(f"a watchdog of {text} s is too quick for a busy host; use 5 or more, or 0 for none")
-    return limit
+    return LIMIT if text is None else _read("JAXPAR_WATCHDOG", text, LIMIT, f"a watchdog of {text} s", "none")
 
 
 def stall_seconds() -> float | None:
     """Of the environment, None if it says nothing. Raises ValueError below 5 seconds, but for 0, for any time."""
-    if (text := os.environ.get("JAXPAR_STALL")) is None:
-        return None
-    stall = _number("JAXPAR_STALL", text, STALL)
-    if not (stall == 0 or 5 <= stall < float("inf")):
-        raise ValueError(f"JAXPAR_STALL={text} is too quick for a busy host; use 5 or more, or 0 for any time")
-    return stall
+    text = os.environ.get("JAXPAR_STALL")
+    return None if text is None else _read("JAXPAR_STALL", text, STALL, f"JAXPAR_STALL={text}", "any time")
 
 
-def _number(name: str, text: str, usual: float) -> float:
+def _read(name: str, text: str, usual: float, what: str, off: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r} is no number of seconds; set it to {usual:g}, or to 0 for none") from error
+    if not (value == 0 or 5 <= value < float("inf")):
+        raise ValueError(f"{what} is too quick for a busy host; use 5 or more, or 0 for {off}")
+    return value
 
 
 class Watch:

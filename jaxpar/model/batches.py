@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..axes import ROWS
 from .calls import described
-from .model import Replicated
+from .model import Replicated, is_replicated
 from .paths import name_of
 
 GIVEN = ("global", "host")  # whose rows a batch is made of: what `rows=` of a step may be
@@ -27,40 +27,30 @@ WHOSE = "rows are global, the same on every host, or with rows='host' each host'
 
 def batch_specs(batch: Any) -> Any:
     """The spec of every leaf: rows over the data axes, marked leaves replicated."""
-
-    def spec(x: Any) -> Any:
-        if isinstance(x, Replicated):
-            return jax.tree.map(lambda _: PartitionSpec(), x)
-        return PartitionSpec(ROWS)
-
-    return jax.tree.map(spec, batch, is_leaf=_is_replicated)
+    return _by_leaf(batch, lambda x: PartitionSpec(ROWS), lambda x: PartitionSpec())
 
 
 def microbatches(batch: Any, count: int) -> Any:
     """Rows [m r, ...] -> [m, r, ...] for m microbatches; marked leaves are repeated."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Replicated):
-            return jax.tree.map(lambda v: jnp.broadcast_to(v, (count, *v.shape)), x)
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
-
-    return jax.tree.map(leaf, batch, is_leaf=_is_replicated)
+    rows = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    return _by_leaf(batch, rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
 
 
 def one_block(batch: Any, blocks: int) -> Any:
     """Abstract rows of one of the blocks into which a batch is divided; marked leaves are whole."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Replicated):
-            return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), x)
-        return jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
-
-    return jax.tree.map(leaf, jax.eval_shape(lambda x: x, batch), is_leaf=_is_replicated)
+    rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
+    return _by_leaf(jax.eval_shape(lambda x: x, batch), rows)
 
 
 def dealt(batch: Any, order: Any, whole: Callable[[Any], Any] = lambda x: x) -> Any:
     """The rows of a batch that `order` [rows] numbers; marked leaves as they are. `whole(x)` has all rows of a leaf."""
-    return jax.tree.map(lambda x: x if _is_replicated(x) else whole(x)[order], batch, is_leaf=_is_replicated)
+    return _by_leaf(batch, lambda x: whole(x)[order])
+
+
+def _by_leaf(batch: Any, rows: Callable[[Any], Any], marked: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A batch with `rows(x)` of every leaf that has rows, and `marked(x)` of every array that is marked replicated."""
+    leaf = lambda x: jax.tree.map(marked, x) if isinstance(x, Replicated) else rows(x)
+    return jax.tree.map(leaf, batch, is_leaf=is_replicated)
 
 
 def batch_shardings(batch: Any, mesh: Mesh) -> Any:
@@ -96,9 +86,9 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
     `hosts`: 1 where rows are global, else how many hosts' own rows make a batch.
     """
     rows: dict[int, str] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_replicated):
+    for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated):
         name = name_of(path) or "batch"
-        if _is_replicated(x):
+        if is_replicated(x):
             for below, value in jax.tree_util.tree_leaves_with_path(x.value):
                 _check_kind(name_of((*path, *below)) or "batch", value)
             continue
@@ -155,8 +145,8 @@ def _check_kind(name: str, x: Any) -> None:
 
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch of arrays or `jax.ShapeDtypeStruct`."""
-    leaves = jax.tree.leaves(batch, is_leaf=_is_replicated)
-    return next(np.shape(x)[0] for x in leaves if not _is_replicated(x))
+    leaves = jax.tree.leaves(batch, is_leaf=is_replicated)
+    return next(np.shape(x)[0] for x in leaves if not is_replicated(x))
 
 
 def global_shapes(batch: Any, hosts: int) -> Any:
@@ -164,11 +154,7 @@ def global_shapes(batch: Any, hosts: int) -> Any:
     shapes = jax.eval_shape(lambda x: x, batch)
     if hosts == 1 or is_global(batch):
         return shapes
-
-    def leaf(x: Any) -> Any:
-        return x if isinstance(x, Replicated) else jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype)
-
-    return jax.tree.map(leaf, shapes, is_leaf=_is_replicated)
+    return _by_leaf(shapes, lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype))
 
 
 def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
@@ -254,7 +240,3 @@ def _moved(x: Any, wanted: NamedSharding) -> Any:
 def is_array(x: Any) -> bool:
     """Whether `x` is an array that is somewhere, not one that is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)

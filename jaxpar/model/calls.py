@@ -77,7 +77,7 @@ def described(batch: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         return f"an empty {type(batch).__name__}"
-    named = [f"{name_of(path)} {_kind(x)}".strip() for path, x in leaves[:_LISTED]]
+    named = [f"{name_of(path)} {kind_of(x)}".strip() for path, x in leaves[:_LISTED]]
     more = f" and {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
     kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array " * hasattr(batch, "dtype")
     return f"{kind}{', '.join(named)}{more}"
@@ -192,8 +192,9 @@ def _read(traceback: TracebackType | None) -> tuple[Any, Mapping[str, Any]]:
     return found.get(name, frame.f_globals.get(name)), found
 
 
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else f"a {type(x).__name__}"
+def kind_of(x: Any) -> str:
+    """What a value is, for errors: "float32[8, 4]", "None", "a str"."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "None" if x is None else f"a {type(x).__name__}"
 
 
 def _short(signature: inspect.Signature) -> str:

@@ -74,7 +74,7 @@ def _evaluated(closed: Any, args: Sequence[Any], ends: Mapping[int, _Layer]) -> 
     """
     jaxpr, consts = jx.opened(closed)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda v: _literal(v) if jx.is_literal(v) else env[v]
+    read = lambda v: np.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]  # of its dtype when it is stacked
     layers = _layers(jaxpr, ends)
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for group in _groups(jaxpr, layers):
@@ -202,7 +202,7 @@ def _kinds(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[tuple[_Kind | None,
         if not _is_late(eqn) and (what := _what(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)
             ends = [layers[v] for v in eqn.outvars if v in layers]
-            if _small(eqn):
+            if sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL:
                 kind = _Kind(what)
             elif len(ends) == len(eqn.outvars) and len({(end.number, end.layers) for end in ends}) == 1:
                 number = ends[0].number
@@ -225,15 +225,6 @@ def _what(eqn: Any, drawn: Collection[Any]) -> Any:
 def _follows(eqn: Any) -> bool:
     """Whether an equation is computed element by element, or gives elements another shape."""
     return primitives.of(eqn).elementwise or eqn.primitive.name in ("reshape", "transpose")
-
-
-def _small(eqn: Any) -> bool:
-    return sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL
-
-
-def _literal(atom: Any) -> Any:
-    """Its value, in its own dtype when it is stacked."""
-    return np.asarray(atom.val, atom.aval.dtype)
 
 
 def _hashable(value: Any) -> Any:

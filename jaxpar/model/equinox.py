@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 
-from .calls import IN_INIT, check_call, needed, traced
+from .calls import IN_INIT, check_call, kind_of, needed, traced
 from .model import Model, row_axes
 
 
@@ -24,8 +25,7 @@ def from_equinox(
         of `eqx.nn.make_with_state(Net)(key)`; called under `jax.jit`, so that parameters are created sharded.
       loss: `loss(module, batch, key)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of
         metrics. With state it is `loss(module, state, batch, key)`, and returns a pair of the above and the new state.
-      rules: the model's own table of what `tensor` splits; see `Model`.
-      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
+      rules, rows: see `Model`.
 
     Floating-point and complex arrays are the parameters, as `eqx.is_inexact_array` has it for `eqx.filter_grad`. Other
     arrays stay as `make` made them; state is kept as the loss leaves it, and is the same on all replicas.
@@ -90,14 +90,16 @@ def from_equinox(
             return loss(module, batch, key), variables
         out = loss(module, state_tree.filled(variables["state"]), batch, key)
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], eqx.nn.State)):
+            found = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind_of(out)
             raise ValueError(
-                f"loss returned {_kind(out)}; with an eqx.nn.State return (value, state) or ((value, metrics), state)"
+                f"loss returned {found}; with an eqx.nn.State return (value, state) or ((value, metrics), state)"
             )
         return out[0], {**variables, "state": state_tree.pure(out[1])}
 
     def unwrap(tree: Any) -> Any:
         """A module, whole or its parameters alone, or the nested dicts themselves."""
-        return tree if params_tree.is_pure(tree) else params_tree.pure(eqx.filter(tree, eqx.is_inexact_array))
+        pure = jax.tree.structure(tree) == params_tree.dicts
+        return tree if pure else params_tree.pure(eqx.filter(tree, eqx.is_inexact_array))
 
     return Model(init, call, stateful=True, wrap=params_tree.filled, unwrap=unwrap, bind=bind, rules=rules, rows=rows)
 
@@ -125,16 +127,7 @@ class _ArrayTree:
         self.order, self.dicts = jax.tree.leaves(numbered), jax.tree.structure(numbered)  # dicts sort their keys
 
     def pure(self, tree: Any) -> dict[Any, Any]:
-        out: dict[Any, Any] = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            node, keys = out, [_key(entry) for entry in path]
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = leaf
-        return out
-
-    def is_pure(self, tree: Any) -> bool:
-        return jax.tree.structure(tree) == self.dicts
+        return unflatten_dict({(*map(_key, path),): x for path, x in jax.tree_util.tree_leaves_with_path(tree)})
 
     def filled(self, pure: Any) -> Any:
         leaves: list[Any] = [None] * self.tree.num_leaves
@@ -146,7 +139,3 @@ class _ArrayTree:
 def _key(entry: Any) -> Any:
     """What a path's entry says of an attribute, an item, or the number of a child."""
     return next(getattr(entry, name) for name in ("name", "key", "idx") if hasattr(entry, name))
-
-
-def _kind(x: Any) -> str:
-    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

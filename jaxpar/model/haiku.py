@@ -78,8 +78,7 @@ def from_haiku(
       loss: `loss(apply, batch)` calls `apply(...)` as it would `transformed.apply` without params, state and rng, and
         returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
-      rules: the model's own table of what `tensor` splits; see `Model`.
-      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
+      rules, rows: see `Model`.
 
     State is kept as the calls leave it, and is the same on all replicas. `hk.BatchNorm` computes its statistics over
     the rows of all replicas. In `evaluate` it has `is_training=False` whatever the loss asks for, and there is no rng:

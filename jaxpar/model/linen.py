@@ -64,8 +64,8 @@ class Apply:
             out, new = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         else:  # a second call, perhaps of another method, may create what the first did not
             out, new = self._module.apply(self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs)
-        boxed = jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=_is_boxed)
-        for path, box in boxed:
+        is_boxed = lambda x: isinstance(x, nn.meta.AxisMetadata)
+        for path, box in jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=is_boxed):
             if isinstance(box, nn.Partitioned):
                 self.names.setdefault(name_of(path), tuple(box.names))
         new = nn.meta.unbox(dict(new))
@@ -146,10 +146,6 @@ def from_linen(
     return Model(init, call, stateful=True, bind=bind, rules=rules, names=names, rows=rows)
 
 
-def _is_boxed(x: Any) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata)
-
-
 def _interceptor(train: bool) -> Callable[..., Any]:
     """Makes BatchNorm reach over all replicas and, without `train`, whatever is random or updates deterministic."""
 
@@ -159,9 +155,8 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
         if isinstance(module, nn.BatchNorm):
-            object.__setattr__(
-                module, "axis_name", averaged_axes(module.axis_name)
-            )  # this bound copy lives for one call
+            # This bound copy lives for one call.
+            object.__setattr__(module, "axis_name", averaged_axes(module.axis_name))
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
             # The switch may come by position, after the inputs.

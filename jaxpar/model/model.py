@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from .. import collectives
-from .calls import IN_INIT, IN_LOSS, check_call, reading, traced
+from .calls import IN_INIT, IN_LOSS, check_call, kind_of, reading, traced
 
 MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox, jp.from_haiku or jp.Model(init=, loss=)"
 _MAKES = {
@@ -50,6 +50,11 @@ class Replicated:
     """Marks a batch leaf (or subtree) that has no row dim: every device gets the whole of it. The loss sees `value`."""
 
     value: Any
+
+
+def is_replicated(x: Any) -> bool:
+    """Whether a part of a batch is marked so."""
+    return isinstance(x, Replicated)
 
 
 @dataclass(frozen=True)
@@ -100,20 +105,14 @@ class Model:
         if self.rows not in (None, "independent"):
             raise ValueError(f"Model(rows={self.rows!r}): use 'independent', or None to have the loss checked")
 
-    def create(self, key: jax.Array) -> tuple[Any, Any]:
-        """Parameters and variables from a key.
+    @functools.cached_property
+    def create(self) -> Callable[[jax.Array], tuple[Any, Any]]:
+        """`create(key)`: parameters and variables from a key.
 
         Raises ValueError where a stateful `init` returns no such pair, or a leaf is no array.
         """
-        return self._created(key)
-
-    @functools.cached_property
-    def _created(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """`create` as `jax.jit` has it, which traces `init` once for all who ask: shapes, the layout, the first state.
-
-        24 NNX layers in a Python loop take 1.3 s to trace, as much as the rest of a step's tracing, and they were
-        traced for each of these. Inlined, the equations are those of `init` itself.
-        """
+        # Traced once for all who ask: shapes, the layout, the first state. 24 NNX layers in a Python loop take 1.3 s to
+        # trace, as much as the rest of a step's tracing. Inlined, the equations are those of `init` itself.
         return jax.jit(self._create, inline=True)
 
     def _create(self, key: jax.Array) -> tuple[Any, Any]:
@@ -129,12 +128,12 @@ class Model:
 
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
-        batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=_is_replicated)
+        batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=is_replicated)
         with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
                 if not (isinstance(out, tuple) and len(out) == 2):
-                    raise ValueError(f"loss returned {_kind(out)}; with stateful=True return (value, variables)")
+                    raise ValueError(f"loss returned {kind_of(out)}; with stateful=True return (value, variables)")
                 out, new = out[0], _same(variables, out[1])
             else:
                 out, new = self.loss(params, batch, key), variables
@@ -162,14 +161,9 @@ def all_rows(x: jax.Array) -> jax.Array:
     >>> all_rows(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    note_coupling("all_rows")
-    return collectives.all_gather(x, _rows.get())
-
-
-def note_coupling(what: str) -> None:
-    """Rows of the current loss call are coupled: it must see all of a microbatch's."""
     if (noted := _couplings.get()) is not None:
-        noted.append(what)
+        noted.append("all_rows")  # this call must see all rows of a microbatch
+    return collectives.all_gather(x, _rows.get())
 
 
 @contextlib.contextmanager
@@ -244,21 +238,17 @@ def _described(x: Any) -> str:
     return f"the function {_name(x)}" if callable(x) and hasattr(x, "__name__") else f"a {type(x).__name__}"
 
 
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)
-
-
 def _mean(name: str, value: Any) -> Mean:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if not isinstance(value, Mean):
         if not _is_number(value) or jnp.shape(value) != ():
             raise ValueError(
-                f"{what} is {_kind(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
+                f"{what} is {kind_of(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
             )
         value = Mean(value, jnp.ones((), jnp.float32))
     for part in (value.total, value.count):
         if not _is_number(part):
-            raise ValueError(f"{what} is jp.Mean with a part that is {_kind(part)}; sum both parts to scalars")
+            raise ValueError(f"{what} is jp.Mean with a part that is {kind_of(part)}; sum both parts to scalars")
         if jnp.shape(part) != ():
             raise ValueError(f"{what} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
@@ -273,10 +263,6 @@ def _name(function: Any) -> str:
 def _is_number(x: Any) -> bool:
     array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
     return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "None" if x is None else f"a {type(x).__name__}"
 
 
 def _same(old: Any, new: Any) -> Any:

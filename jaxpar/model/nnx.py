@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from .calls import IN_INIT, check_call, traced
@@ -119,7 +120,7 @@ def from_nnx(
         call,
         stateful=True,
         wrap=params_tree.state,
-        unwrap=params_tree.pure_checked,
+        unwrap=lambda tree: params_tree.pure(tree) if isinstance(tree, nnx.State) else tree,
         bind=bind,
         rules=rules,
         names=lambda: _annotations(param_state),
@@ -196,20 +197,10 @@ class _Tree:
         self.order = jax.tree.leaves(self.pure(numbered))  # dicts may sort their keys in another order
 
     def pure(self, state: Any) -> dict[Any, Any]:
-        out: dict[Any, Any] = {}
-        for path, variable in nnx.to_flat_state(state):
-            if not (leaves := jax.tree.leaves(variable)):  # nnx.Variable(None), a cache that is not made yet, say
-                continue
-            node = out
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            # The raw array: reading `.value` may run hooks. Of a tuple of arrays, each by its number.
-            node[path[-1]] = leaves[0] if len(leaves) == 1 else dict(enumerate(leaves))
-        return out
-
-    def pure_checked(self, state: Any) -> dict[Any, Any]:
-        """`pure` for a tree from the user: an `nnx.State` or the nested dicts themselves."""
-        return self.pure(state) if isinstance(state, nnx.State) else state
+        # Raw arrays: reading `.value` may run hooks. None of nnx.Variable(None), a cache that is not made yet, say.
+        every = {path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))}
+        # Of a tuple of arrays, each by its number.
+        return unflatten_dict({p: x[0] if len(x) == 1 else dict(enumerate(x)) for p, x in every.items()})
 
     def state(self, pure: Any) -> Any:
         leaves: list[Any] = [None] * self.tree.num_leaves

@@ -141,16 +141,13 @@ class _Update:
     """How a program changes a running statistic."""
 
     def __init__(self, eqns: Sequence[Any], axes: Mapping[str, int]):
-        self.made, self.axes = {v: eqn for eqn in eqns for v in eqn.outvars}, axes
+        self.eqns, self.made, self.axes = eqns, {v: eqn for eqn in eqns for v in eqn.outvars}, axes
 
     def momentum(self, names: tuple[str, str], olds: Sequence[Any], news: Sequence[Any]) -> float:
         """That of a mean and its variance; raises ValueError where they have none, or another one each."""
         found = []
         for name, old, new in zip(names, olds, news, strict=True):
-            self.old, self.reads = old, {old}
-            for v, eqn in self.made.items():
-                if any(not jx.is_literal(x) and x in self.reads for x in eqn.invars):
-                    self.reads.add(v)
+            self.old, self.reads = old, jx.depends(self.eqns, [old])
             terms = self._terms(new)
             kept, weights = (terms or {}).pop(old, None), list((terms or {}).items())
             if kept is None or len(weights) != 1 or not math.isclose(kept + weights[0][1], 1, abs_tol=1e-6):

@@ -13,15 +13,15 @@ import jax
 from flax import nnx
 
 from ..ops.attention import attention
-from .parts import text
 from .parts.cache import Attend, Cache, extended
 from .parts.config import check_sizes
 from .parts.stack import run, stack
+from .parts.text import Sizes
 from .parts.text import loss as loss
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of a `GPT`. Raises ValueError where they do not fit each other."""
 
     vocab: int = 50257
@@ -47,10 +47,6 @@ class Config:
         """The exact number of parameters."""
         layer = 12 * self.dim**2 + 13 * self.dim  # attention 4 + 4, feed-forward 8 + 5, two norms 2 + 2
         return self.layers * layer + (2 + self.vocab + self.context) * self.dim
-
-    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
-        return text.example(rows, length)
 
     def flops(self, rows: int, length: int) -> float:
         """Operations forward and backward; see `llama.Config.flops`."""

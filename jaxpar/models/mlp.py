@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from .parts import image
 from .parts.config import check_sizes
+from .parts.image import Sizes
 from .parts.image import loss as loss
 from .parts.stack import run, stack
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of an `MLP`. Raises ValueError where one is none."""
 
     size: int = 8  # height and width of the images
@@ -38,10 +38,6 @@ class Config:
     def parameters(self) -> int:
         """The exact number of parameters."""
         return self.weights + (1 + self.layers) * self.hidden + self.classes
-
-    def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch; `length` is for text."""
-        return image.example(rows, self.size, self.channels)
 
     def flops(self, rows: int, length: int = 0) -> float:
         """Operations forward and backward: 6 per row and weight of a matmul; `length` is for text."""

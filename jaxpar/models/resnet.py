@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .parts import image
 from .parts.config import check_sizes
+from .parts.image import Sizes
 from .parts.image import loss as loss
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of a `ResNet`. Raises ValueError where one is none."""
 
     blocks: tuple[int, ...] = (2, 2, 2, 2)  # of each stage; a stage halves the image, and doubles the channels
@@ -55,10 +55,6 @@ class Config:
         """The exact number of parameters: convolutions without biases, a scale and a bias of each norm, the head."""
         convolutions = sum(k * k * a * b + 2 * b for k, a, b, _ in self._convolutions())
         return convolutions + (self.features + 1) * self.classes
-
-    def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch; `length` is for text."""
-        return image.example(rows, self.size, self.channels)
 
     def flops(self, rows: int, length: int = 0) -> float:
         """Operations forward and backward on images of `size`: 6 per output pixel and weight; `length` is for text."""

@@ -73,7 +73,11 @@ def attention(
     >>> attention(x, x, x).shape
     (1, 5, 2, 8)
     """
-    _check(query, key, value, causal, window, segment_ids, kv_segment_ids, mask, scale, implementation)
+    check_inputs(query, key, value, causal, window, segment_ids, kv_segment_ids, scale)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS}")
+    if mask is not None:
+        _check_mask(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     given = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
     more = {name: x for name, x in given.items() if x is not None}
     scale = None if scale is None else float(scale)
@@ -103,7 +107,7 @@ def _attention(
     return out
 
 
-def _check(
+def check_inputs(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -111,12 +115,10 @@ def _check(
     window: int | None,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    mask: jax.Array | None,
     scale: float | None,
-    implementation: str | None,
 ) -> None:
-    shapes = {"query": query, "key": key, "value": value}
-    for name, x in shapes.items():
+    """Raise ValueError where they do not fit each other: whole sequences, or what one rank has of them."""
+    for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")
         if x.dtype != query.dtype or x.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
@@ -137,8 +139,6 @@ def _check(
         raise ValueError(f"window={window}, causal={causal}: a window is 1 or more, and needs causal=True")
     if scale is not None and not isinstance(scale, numbers.Real):
         raise ValueError(f"scale is {type(scale).__name__}; give a number, or multiply the query by it and use scale=1")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS}")
     if kv_segment_ids is not None and segment_ids is None:
         raise ValueError("kv_segment_ids without segment_ids; give the queries' ids as well")
     for name, x, length in (("segment_ids", segment_ids, t), ("kv_segment_ids", kv_segment_ids, s)):
@@ -146,11 +146,10 @@ def _check(
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; give integers [{b}, {length}]")
     if segment_ids is not None and kv_segment_ids is None and t != s:
         raise ValueError(f"segment_ids of {t} queries say nothing of {s} keys; give kv_segment_ids")
-    if mask is not None and (
-        mask.dtype != bool
-        or mask.ndim != 4
-        or any(n not in (1, m) for n, m in zip(mask.shape, (b, heads, t, s), strict=True))
-    ):
-        raise ValueError(
-            f"mask is {mask.dtype} {list(mask.shape)}; give bool [{b} or 1, {heads} or 1, {t} or 1, {s} or 1]"
-        )
+
+
+def _check_mask(mask: jax.Array, sizes: tuple[int, int, int, int]) -> None:
+    wrong = mask.dtype != bool or mask.ndim != 4
+    if wrong or any(n not in (1, m) for n, m in zip(mask.shape, sizes, strict=True)):
+        needed = ", ".join(f"{m} or 1" for m in sizes)
+        raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; give bool [{needed}]")

@@ -105,8 +105,10 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     What XLA saw, it computes again in the backward pass: all that a cuDNN program would have to hold of XLA's side are
     arrays that it holds anyway.
     """
-    forward = in_rows(functools.partial(cudnn_forward, options), functools.partial(_xla_forward, options))
-    backward = in_rows(functools.partial(cudnn_backward, options), functools.partial(_xla_backward, options))
+    xla = lambda *arrays: (dot("xla", options, *arrays), jnp.zeros(_statistics(arrays[0]), jnp.float32))
+    forward = in_rows(functools.partial(cudnn_forward, options), xla)
+    again = lambda out, statistics, given, *arrays: _pull("xla", options, arrays)[1](given)
+    backward = in_rows(functools.partial(cudnn_backward, options), again)
 
     @jax.custom_vjp
     def flash(*arrays: jax.Array) -> jax.Array:
@@ -126,16 +128,6 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
 
 def _pull(name: Name, options: AttentionOptions, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
     return jax.vjp(lambda *qkv: dot(name, options, *qkv, *arrays[3:]), *arrays[:3])
-
-
-def _xla_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return dot("xla", options, *arrays), jnp.zeros(_statistics(arrays[0]), jnp.float32)
-
-
-def _xla_backward(
-    options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
-) -> tuple[jax.Array, ...]:
-    return _pull("xla", options, arrays)[1](given)
 
 
 def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -44,22 +44,13 @@ class Route:
 
 
 def route(
-    name: str,
-    outs: tuple[Kind, ...],
-    fun: Callable[..., Any],
-    fwd: Any,
-    bwd: Any,
-    couples: str = "",
-    part: Callable[[int], Callable[..., Any]] | None = None,
-    spread: Callable[[int], Callable[..., Any]] | None = None,
-    certain: bool = False,
-    gather: Callable[[int], Callable[..., Any]] | None = None,
+    name: str, outs: tuple[Kind, ...], fun: Callable[..., Any], fwd: Any, bwd: Any, couples: str = "", **how: Any
 ) -> Callable[..., Any]:
     """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
 
     Args:
       name: of letters and digits, the same for the same function.
-      outs, couples, part, spread, certain, gather: see `Route`.
+      outs, couples, and `how` it is computed on a part: the attributes of `Route`.
       fun, fwd, bwd: as `jax.custom_vjp` has them.
     """
     known = _PREFIX + name
@@ -68,8 +59,9 @@ def route(
         return fun(*arrays)
 
     named.__name__ = named.__qualname__ = known
-    assert known not in _routes or not (part or spread or gather), f"{name} is another function already"
-    _routes[known] = Route(outs, couples, part, spread, certain, gather)
+    made = Route(outs, couples, **how)
+    assert known not in _routes or not (made.part or made.spread or made.gather), f"{name} is another function already"
+    _routes[known] = made
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import factors, primitives
-from .walk import is_literal, opened, propagate, scan_parts, settled
+from .walk import is_literal, propagate, scan_parts, settled, through
 
 LOOKED_UP = ("gather", "dynamic_slice")  # their first operand is still what it was, if only some of it
 
@@ -70,10 +70,7 @@ class Follower:
 
     def run(self, jaxpr: Any, ins: Sequence[Followed], decides: Followed | None = None) -> list[Followed]:
         """The results of a program, open or closed."""
-        jaxpr, _ = opened(jaxpr)
-        env = dict(zip(jaxpr.invars, ins, strict=True))
-        self.follow(jaxpr.eqns, env)
-        return [NOTHING if is_literal(v) else env.get(v, NOTHING) for v in jaxpr.outvars]
+        return through(jaxpr, ins, self.results, NOTHING)
 
     def follow(self, eqns: Iterable[Any], env: dict[Any, Followed]) -> None:
         """What the results of equations are, into `env`; what is not in it is of no source."""
@@ -109,11 +106,8 @@ class Follower:
         """Of a value that may be either of two, or is made of both."""
         views = dict(a.views)
         for i, dims in b.views:
-            views[i] = self._both(views.get(i, dims), dims)
+            views[i] = tuple(self._same(p, q) for p, q in zip(views.get(i, dims), dims, strict=True))
         return Followed(tuple(sorted(views.items())), a.marks | b.marks)
-
-    def _both(self, a: Dims, b: Dims) -> Dims:
-        return tuple(self._same(p, q) for p, q in zip(a, b, strict=True))
 
     def _same(self, p: tuple[DimPart, ...], q: tuple[DimPart, ...]) -> tuple[DimPart, ...]:
         """One dim that is two rows of parts: what is of no source gives way; else both are mixed."""

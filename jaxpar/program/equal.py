@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
-import jax.numpy as jnp
 import numpy as np
 
 from . import jaxpr as jx
@@ -32,20 +31,8 @@ def _derivative(eqn: Any) -> Any:
     avals: list[Any] = [a.aval for a in eqn.invars]
     invars = [jec.Var(aval) for aval in avals]
     fun = jx.run([eqn.replace(invars=invars)], invars, [v for v in eqn.outvars if not isinstance(v, jec.DropVar)])
-    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    floats = [inexact(v.aval) for v in invars]
-
-    def pulled(*values: Any) -> Any:
-        def active(*given: Any) -> list[Any]:
-            it = iter(given)
-            return [
-                x for x in fun(*(next(it) if on else v for v, on in zip(values, floats, strict=True))) if inexact(x)
-            ]
-
-        outs, pull = jax.vjp(active, *(v for v, on in zip(values, floats, strict=True) if on))
-        return pull([jnp.ones_like(x) for x in outs])
-
-    return jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return jax.make_jaxpr(lambda *values: jx.pulled(fun, values))(*types)
 
 
 def short(value: Any) -> str:

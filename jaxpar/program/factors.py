@@ -112,11 +112,6 @@ def rows(inside: int) -> Rule:
     return rule
 
 
-def fft(eqn: Any) -> Iterable[Factor]:
-    """The transform is along the last dims."""
-    return rows(len(eqn.params["fft_lengths"]))(eqn)
-
-
 def solve(eqn: Any) -> Iterable[Factor]:
     """One system of equations for each column of the last operand; for each row, where matrices are to its right."""
     *matrices, columns = shapes(eqn)[0]
@@ -323,7 +318,7 @@ primitive("select_and_scatter_add select_and_gather_add", window, kernel=True)
 
 primitive("dot_general", dot, kernel=True, linear="each")
 primitive("conv_general_dilated", convolution, kernel=True, linear="each")
-primitive("fft", fft, kernel=True, linear="all")
+primitive("fft", lambda eqn: rows(len(eqn.params["fft_lengths"]))(eqn), kernel=True, linear="all")
 primitive("triangular_solve tridiagonal_solve", solve, kernel=True)
 primitive("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product "
           "tridiagonal", rows(2), kernel=True)  # fmt: skip

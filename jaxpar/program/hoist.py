@@ -104,11 +104,4 @@ def split(
 
 def closure(wanted: Sequence[Any], own: Mapping[Any, Any]) -> list[Any]:
     """The equations of `own` that some variables need, in program order."""
-    need: set[int] = set()
-    todo = [v for v in wanted if v in own]
-    while todo:
-        eqn = own[todo.pop()]
-        if id(eqn) not in need:
-            need.add(id(eqn))
-            todo += [v for v in eqn.invars if not jx.is_literal(v) and v in own]
-    return list({id(e): e for e in own.values() if id(e) in need}.values())
+    return jx.needed([*{id(eqn): eqn for eqn in own.values()}.values()], wanted)

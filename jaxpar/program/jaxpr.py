@@ -17,6 +17,7 @@ import jax
 import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
@@ -166,6 +167,14 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+    """What a function's backward makes of ones, for those of its arguments that are floats."""
+    outs, pull = jax.vjp(fun, *values)
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
+    return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
+
+
 @contextlib.contextmanager
 def source_info_of(eqn: Any) -> Iterator[None]:
     """Within it, what is traced stands where an equation stands in the user's program."""
@@ -182,15 +191,17 @@ def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(jaxpr.eqns)
 
 
-def needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """The equations that `outvars` need, and unlike `live` none that is kept for its effects (prints, callbacks)."""
-    need = {v for v in outvars if not is_literal(v)}
+def needed(eqns: Sequence[Any], outvars: Iterable[Any], there: Collection[Any] = ()) -> list[Any]:
+    """The equations that `outvars` need where some variables are `there`, and unlike `live` none that is kept for its
+    effects (prints, callbacks).
+    """
+    need = {v for v in outvars if not is_literal(v) and v not in there}
     kept = []
     for eqn in reversed(eqns):
         if any(v in need for v in eqn.outvars):
-            kept.insert(0, eqn)
-            need.update(v for v in eqn.invars if not is_literal(v))
-    return kept
+            kept.append(eqn)
+            need.update(v for v in eqn.invars if not is_literal(v) and v not in there)
+    return kept[::-1]
 
 
 def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
@@ -294,31 +305,22 @@ def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
     """Whether an equation reduces, or gathers, over all these mesh axes: its result is the same along them."""
-
-    def over(eqn: Any) -> bool:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        return eqn.primitive.name in REDUCTIONS and axes <= ({named} if isinstance(named, str) else set(named))
-
-    return over if axes else lambda eqn: False
+    return lambda eqn: bool(axes) and eqn.primitive.name in REDUCTIONS and axes <= {*collectives.axes_of(eqn)}
 
 
-def matmuls(eqns: Iterable[Any], times: int = 1) -> dict[str, tuple[int, str]]:
+def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
     """Multiply-adds of matmuls and convolutions by the dtype of their wider operand, and where the first one stands."""
     found: dict[str, tuple[int, str]] = {}
-
-    def count(dtype: str, flops: int, place: str) -> None:
-        found[dtype] = (found.get(dtype, (0, place))[0] + flops, found.get(dtype, (0, place))[1])
-
-    for eqn, runs in visit(eqns, times=times):
+    for eqn, runs in visit(eqns):
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
             a, b = (v.aval for v in eqn.invars[:2])
-            out = math.prod(eqn.outvars[0].aval.shape)
             if name == "dot_general":
                 (contracted, _), _ = eqn.params["dimension_numbers"]
                 inner = math.prod(a.shape[d] for d in contracted)
             else:
-                numbers = eqn.params["dimension_numbers"]
-                inner = math.prod(b.shape) // b.shape[numbers.rhs_spec[0]]
-            count(jnp.promote_types(a.dtype, b.dtype).name, out * inner * runs, where(eqn))
+                inner = math.prod(b.shape) // b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            dtype = jnp.promote_types(a.dtype, b.dtype).name
+            before, place = found.get(dtype, (0, where(eqn)))
+            found[dtype] = before + math.prod(eqn.outvars[0].aval.shape) * inner * runs, place
     return found

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import jaxpr as jx
-from .walk import propagate
+from .walk import propagate, through
 
 # The results hold the elements of the first operand, and no others. A cast to a narrower type is one as well: what is
 # looked up in range is in range before.
@@ -55,7 +55,8 @@ def lookups(flat: jx.Flat, inputs: Sequence[int]) -> dict[int, Lookup]:
     Left out are inputs that the program compares with anything, other than as an index from the end.
     """
     reader = _Reader()
-    reader.run(flat.eqns, {flat.invars[i]: _Elements(i) for i in inputs})
+    ins = [_Elements(i) if i in inputs else None for i in range(len(flat.invars))]
+    reader.run(jx.build(flat.eqns, flat.invars, ()), ins)
     return {i: lookup for i, lookup in reader.found.items() if i not in reader.compared}
 
 
@@ -71,31 +72,24 @@ class _Reader:
         self.found: dict[int, Lookup] = {}
         self.compared: set[int] = set()
 
-    def run(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-        """Adds to `env` what the results of equations are, where they are something of an input's."""
-        for eqn in eqns:
-            ins = [None if jx.is_literal(v) else env.get(v) for v in eqn.invars]
-            if any(x is not None for x in ins):
-                env.update((v, x) for v, x in zip(eqn.outvars, self._outs(eqn, ins), strict=False) if x is not None)
-
-    def _inside(self, jaxpr: Any, ins: Sequence[Any], decides: Any) -> list[Any]:
-        body, _ = jx.opened(jaxpr)
-        env = {v: x for v, x in zip(body.invars, ins, strict=True) if x is not None}
+    def run(self, program: Any, ins: Sequence[Any], decides: Any = None) -> list[Any]:
+        """What the results of a program are of an input's, from what its inputs are; None for nothing."""
         self._use([decides])
-        self.run(body.eqns, env)
-        return [None if jx.is_literal(v) else env.get(v) for v in body.outvars]
+        return through(program, ins, self._outs, None)
 
     def _use(self, ins: Sequence[Any]) -> None:
         """A comparison is used, for whatever."""
         self.compared |= {x.source for x in ins if isinstance(x, _Compared)}
 
     def _outs(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+        if all(x is None for x in ins):
+            return [None] * len(eqn.outvars)
         name, first = eqn.primitive.name, next((x for x in ins if isinstance(x, _Elements)), None)
         if name == "select_n" and self._from_the_end(ins):
             return [_Elements(ins[0].source)]
         if name in _MOVES:
             return [ins[0]] * len(eqn.outvars)
-        inside = propagate(eqn, ins, self._inside, lambda a, b: a if a == b else None)
+        inside = propagate(eqn, ins, self.run, lambda a, b: a if a == b else None)
         if inside is not None:
             return inside
         self._use(ins)
@@ -111,7 +105,7 @@ class _Reader:
             for of, size in self._indices(eqn, ins):
                 if not of.wrapped and (of.source not in self.found or size < self.found[of.source].size):
                     self.found[of.source] = Lookup(size, jx.where(eqn))
-        return []
+        return [None] * len(eqn.outvars)
 
     @staticmethod
     def _from_the_end(ins: Sequence[Any]) -> bool:

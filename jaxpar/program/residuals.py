@@ -34,6 +34,7 @@ def residuals_to_save(
     """
     known, barred = set(known), set(barred)
     made = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
+    residuals = list(residuals)
     keep = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
     for eqn in reversed(eqns):
         for result in (v for v in eqn.outvars if v in keep and v in made):
@@ -41,15 +42,7 @@ def residuals_to_save(
             if needed is not None:
                 del keep[result]
                 keep.update(needed)
-    wanted = list(dict.fromkeys(v for v in residuals if not jx.is_literal(v)))
-    again: set[int] = set()
-    stack = [v for v in wanted if v not in keep and v not in known]
-    while stack:
-        eqn = made[stack.pop()]
-        if id(eqn) not in again:
-            again.add(id(eqn))
-            stack += [v for v in eqn.invars if not jx.is_literal(v) and v not in keep and v not in known]
-    return list(keep), [eqn for eqn in eqns if id(eqn) in again]
+    return list(keep), jx.needed(eqns, residuals, {*keep, *known})
 
 
 def _instead(

@@ -67,37 +67,22 @@ def spans(
                     ready.append(waiting.pop(made))
                 continue
             break
-    stuck = [rank for rank, (order, ran) in enumerate(zip(orders, out, strict=True)) if len(ran) < len(order)]
-    if stuck:
-        raise ValueError(_deadlock(orders, out, placement, chunks, stuck[0], done))
-    return out
-
-
-def _deadlock(
-    orders: Sequence[Sequence[Op]],
-    ran: Sequence[Sequence[Interval]],
-    placement: Placement,
-    chunks: int,
-    rank: int,
-    done: Mapping[tuple[str, int, int], Number],
-) -> str:
-    """What a rank waits for, followed from rank to rank until one waits for itself, or a circle closes."""
-    ranks, seen = len(orders), set()
-    while True:
-        seen.add(rank)
-        op = orders[rank][len(ran[rank])]
-        stage = stage_of(placement, ranks, rank, op.chunk)
-        kind, of = next(x for x in needs(op, stage, ranks * chunks) if (*x, op.microbatch) not in done)
+    stuck = next((rank for rank, order in enumerate(orders) if len(out[rank]) < len(order)), None)
+    seen: set[int] = set()
+    while stuck is not None:  # from rank to rank, until one waits for itself, or a circle closes
+        seen.add(stuck)
+        op = orders[stuck][len(out[stuck])]
+        stage = stage_of(placement, ranks, stuck, op.chunk)
+        kind, of = next(x for x in needs(op, stage, stages) if (*x, op.microbatch) not in done)
         owner = place_of(placement, ranks, of).rank
-        if owner in seen or len(ran[owner]) == len(orders[owner]):
-            break
-        rank = owner
-    needed = f"{of}{kind}{op.microbatch}" + (f" or {of}B{op.microbatch}" if kind == "I" else "")
-    name = f"{stage}{op.kind}{op.microbatch}"
-    return (
-        f"rank {rank} cannot go on: {name} needs {needed}, which rank {owner} does not run before it; keep the order "
-        f"of the layers"
-    )
+        if owner in seen or len(out[owner]) == len(orders[owner]):
+            needed = f"{of}{kind}{op.microbatch}" + (f" or {of}B{op.microbatch}" if kind == "I" else "")
+            raise ValueError(
+                f"rank {stuck} cannot go on: {stage}{op.kind}{op.microbatch} needs {needed}, which rank {owner} does "
+                "not run before it; keep the order of the layers"
+            )
+        stuck = owner
+    return out
 
 
 def as_soon_as_possible(orders: Sequence[Sequence[Op]], placement: Placement, chunks: int) -> Table:

@@ -5,7 +5,9 @@ and memory is even. Here F0 is the forward through chunk 0, I1 the gradient of c
 one of them.
 """
 
+import functools
 from collections import Counter, deque
+from collections.abc import Callable
 
 from .operations import Kind, Op, Orders, Table
 from .orders import as_soon_as_possible
@@ -43,14 +45,15 @@ class _Line:
         self.ran[f"{kind}{op.chunk}"] += 1
 
 
-def _table(name: str, orders: Orders, v: int) -> Table:
+def _table(name: str, orders: Callable[[int, int], Orders], p: int, m: int, v: int) -> Table:
+    """Of a pattern of p ranks and m microbatches."""
     if v != 2:
         raise ValueError(f"schedule={name!r} holds two chunks a rank, not chunks={v}; use chunks=2")
-    return as_soon_as_possible(orders, "V", v)
+    return as_soon_as_possible(orders(p, m), "V", v)
 
 
 def zb_v_orders(p: int, m: int) -> Orders:
-    """As `zb_v`."""
+    """Qi et al. 2023, section 6 and figure 7: the memory of 1F1B; from m = 2 p on, no rank waits once it works."""
     lines = []
     for s in range(p):
         line, most = _Line(), max(m, 2 * p - 1)  # of fewer microbatches, what there is of them
@@ -63,13 +66,15 @@ def zb_v_orders(p: int, m: int) -> Orders:
     return lines
 
 
-def zb_v(p: int, m: int, v: int) -> Table:
-    """Qi et al. 2023, section 6 and figure 7: the memory of 1F1B; from m = 2 p on, no rank waits once it works."""
-    return _table("zb-v", zb_v_orders(p, m), v)
-
-
 def dualpipe_v_orders(p: int, m: int) -> Orders:
-    """As `dualpipe_v`."""
+    """DeepSeek-AI's DualPipe (DeepSeek-V3 2024, section 3.2.1) cut in half, by Sea AI Lab: a forward and a backward of
+    the two chunks in turn, which may run at once where communication is to be hidden; here one after the other.
+    """
+    if m < 2 * p:
+        raise ValueError(
+            f"schedule='dualpipe-v' needs as many microbatches as stages: microbatches={m} is less than {2 * p}; use "
+            f"{2 * p} or more, or zb-v"
+        )
     lines = []
     for s in range(p):
         line, half = _Line(), (s + 1) // 2
@@ -81,18 +86,6 @@ def dualpipe_v_orders(p: int, m: int) -> Orders:
         line.run(*["W"] * len(line.owed))
         lines.append(line.order)
     return lines
-
-
-def dualpipe_v(p: int, m: int, v: int) -> Table:
-    """DeepSeek-AI's DualPipe (DeepSeek-V3 2024, section 3.2.1) cut in half, by Sea AI Lab: a forward and a backward of
-    the two chunks in turn, which may run at once where communication is to be hidden; here one after the other.
-    """
-    if m < 2 * p:
-        raise ValueError(
-            f"schedule='dualpipe-v' needs as many microbatches as stages: microbatches={m} is less than {2 * p}; use "
-            f"{2 * p} or more, or zb-v"
-        )
-    return _table("dualpipe-v", dualpipe_v_orders(p, m), v)
 
 
 def repeated(m: int, blocks: list[tuple[int, int, int, int]]) -> Orders:
@@ -119,22 +112,18 @@ def repeated(m: int, blocks: list[tuple[int, int, int, int]]) -> Orders:
 
 
 def v_half_orders(p: int, m: int) -> Orders:
-    """As `v_half`."""
+    """Qi et al. 2024, section 3, V-Half: half of 1F1B's memory, (p + 2) // 2 activations at most."""
     gap = 0 if p % 2 else 3  # so that no two operations fall into one slot
     return repeated(m, [(2 * s, 3 * p - s - 2, 3 * p + gap + 2 * s - 1, 6 * p + gap - s - 2) for s in range(p)])
 
 
-def v_half(p: int, m: int, v: int) -> Table:
-    """Qi et al. 2024, section 3, V-Half: half of 1F1B's memory, (p + 2) // 2 activations at most."""
-    return _table("v-half", v_half_orders(p, m), v)
-
-
 def v_min_orders(p: int, m: int) -> Orders:
-    """As `v_min`."""
+    """Qi et al. 2024, section 3, V-Min: a third of 1F1B's memory, (p + 4) // 3 activations at most."""
     gap = 0 if p % 3 else 2
     return repeated(m, [(s, 2 * p - s - 1, 2 * p + gap + s, 4 * p + gap - s - 1) for s in range(p)])
 
 
-def v_min(p: int, m: int, v: int) -> Table:
-    """Qi et al. 2024, section 3, V-Min: a third of 1F1B's memory, (p + 4) // 3 activations at most."""
-    return _table("v-min", v_min_orders(p, m), v)
+zb_v = functools.partial(_table, "zb-v", zb_v_orders)
+dualpipe_v = functools.partial(_table, "dualpipe-v", dualpipe_v_orders)
+v_half = functools.partial(_table, "v-half", v_half_orders)
+v_min = functools.partial(_table, "v-min", v_min_orders)

@@ -246,7 +246,7 @@ def test_orders() -> None:
         ("ring", {"keys": 16}, r"ring_attention of 8 queries and 4 keys a rank; use gather_attention"),
         ("ring", {"causal": False, "window": 3}, r"window=3, causal=False"),
         ("ring", {"order": "striped"}, r"order='striped'; use one of \('plain', 'zigzag'\)"),
-        ("gather", {"keys": 16, "causal": True}, r"blocks of 8 queries and 4 keys; use causal=False"),
+        ("gather", {"keys": 16, "causal": True}, r"8 queries and 4 keys: which is whose\? Use causal=False"),
         ("gather", {"segment_ids": IDS * 1.0}, r"segment_ids is float.*give integers \[2, 8\]"),
         ("gather", {"kv_segment_ids": IDS}, r"without segment_ids"),
         ("ulysses", {"c": 3, "length": 24}, r"3 ranks do not divide 8 query heads; use ring_attention"),

@@ -294,7 +294,7 @@ def test_dispatches_that_drop_are_gathered_each_by_itself() -> None:
     found = []
     for slots in (2, 4):
         x, ids, weights = jnp.ones((6, DIM)), jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1))
-        fun = lambda *given, c=slots: dispatch(*given, 4, c, 1, by_weight=True, couples="", drops=True)
+        fun = lambda *given, c=slots: dispatch(4, c, 1, True, "", True)(*given)
         found.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if permutations.of(eqn)))
     for slots, eqn in zip((2, 4), found, strict=True):
         route = permutations.of(eqn)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...program import factors
 from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, LocalValue
 
@@ -66,24 +67,15 @@ def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> di
 
 
 def _start(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
-    shapes = [v.aval.shape for v in eqn.invars]
-    if sorted(sides) != ["fed", "weight"]:
+    """Of a lookup or a product that has rows and positions of what is fed apart, and shares no dim with the weight."""
+    name, every = eqn.primitive.name, factors.of(eqn)
+    if sorted(sides) != ["fed", "weight"] or name not in ("gather", "dot_general"):
         return None
     side = list(sides).index("fed")
-    shape = shapes[side]
-    if len(shape) < 3 or shape[1] == 1:
+    if name == "gather" and not (side == 1 and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
-    tokens = math.prod(shape[:2])
-    if eqn.primitive.name == "gather" and side == 1 and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        numbers = eqn.params["dimension_numbers"]
-        if numbers.start_indices_batching_dims:
-            return None
-        rows = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
-        return FirstSplit(eqn, side, rows[1], tokens)
-    if eqn.primitive.name == "dot_general":
-        contracted, batch = (pair[side] for pair in eqn.params["dimension_numbers"])
-        if batch or 0 in contracted or 1 in contracted:
-            return None
-        before = 0 if side == 0 else len(shapes[0]) - len(contracted)
-        return FirstSplit(eqn, side, before + 1, tokens)
-    return None
+    shape, free = eqn.invars[side].aval.shape, {f.ins[side]: f.outs[0] for f in every if None in f.ins}
+    shared = any(None not in (*f.ins, *f.outs) for f in every)
+    if shared or len(shape) < 3 or shape[1] == 1 or 0 not in free or (dim := free.get(1)) is None:
+        return None
+    return FirstSplit(eqn, side, dim, math.prod(shape[:2]))

@@ -29,7 +29,7 @@ from jax import lax
 from ...ops.context import from_zigzag, order_of
 from ...program import jaxpr as jx
 from ...program import primitives
-from ..tensor.localiser import Localiser, LocalValue
+from ..tensor.localiser import Localiser, LocalValue, place
 from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .split import PARTIAL, Split, by_row, linear, pushed
@@ -228,10 +228,9 @@ class ContextLocaliser(Localiser):
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return
         raise ValueError(
-            f"context={self.ranks} splits dim {x.dim} of {list(x.shape)}, and {eqn.primitive.name} at "
-            f"{jx.where(eqn) or 'a function of JAX'} mixes its positions, for which there is no rule; attend by "
-            "jp.attention or jax.nn.dot_product_attention, keep rows and positions as dims of their own "
-            "([rows, positions, ...]), or use tensor, fsdp or pipe for context"
+            f"context={self.ranks} splits dim {x.dim} of {list(x.shape)}, and {place(eqn)} mixes its positions, for "
+            "which there is no rule; attend by jp.attention or jax.nn.dot_product_attention, keep rows and positions "
+            "as dims of their own ([rows, positions, ...]), or use tensor, fsdp or pipe for context"
         )
 
 

@@ -18,8 +18,9 @@ from ...ops.context import from_chunks, order_of, with_neighbours
 from ...program import jaxpr as jx
 from ...program import primitives
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue
+from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import shape_of
+from ..tensor.sums import identity
 from .attention_mode import AXIS
 from .localiser import ContextLocaliser
 from .rules import rule
@@ -43,8 +44,7 @@ def refuse(work: ContextLocaliser, eqn: Any, x: LocalValue, by: int) -> None:
         all_of_it = "data, fsdp, tensor or pipe in place of context, as that is all of the sequence, however long it is"
         raise ValueError(
             f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
-            f"{work.chunk(n, dim.overlap)} positions, and {eqn.primitive.name} at "
-            f"{jx.where(eqn) or 'a function of JAX'} reaches {by} further; use "
+            f"{work.chunk(n, dim.overlap)} positions, and {place(eqn)} reaches {by} further; use "
             f"{'a smaller context=, or longer sequences' if by < n - 1 else all_of_it}"
         )
 
@@ -217,18 +217,12 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
 
 
 _JOINED = {
-    "cumsum": (jnp.add, lambda dtype: 0),
-    "cumprod": (jnp.multiply, lambda dtype: 1),
-    "cummax": (jnp.maximum, lambda dtype: _range(dtype)[0]),
-    "cummin": (jnp.minimum, lambda dtype: _range(dtype)[1]),
-    "cumlogsumexp": (jnp.logaddexp, lambda dtype: -jnp.inf),
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
 }
-
-
-def _range(dtype: Any) -> tuple[Any, Any]:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf, jnp.inf
-    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 @rule(*_JOINED)
@@ -244,8 +238,8 @@ def _cumulative(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     chunk, after, back = work.chunk(n, dim.overlap), max(dim.overlap, 0), eqn.params["reverse"]
     if dim.rows > 1 or (back and after):
         return None
-    join, of = _JOINED[eqn.primitive.name]
-    nothing = jnp.asarray(of(x.value.dtype), x.value.dtype)
+    join = _JOINED[eqn.primitive.name]
+    nothing = jnp.asarray(identity(eqn), x.value.dtype)
     value = x.value
     if chunk * work.mode.parts(work.ranks) + after != n:
         held = jnp.concatenate([at * chunk + jnp.arange(chunk + after) for at in work.chunks()])

@@ -5,7 +5,7 @@ Equations that leave positions apart, as their factors say, have the rules of `t
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ...program.primitives import having
-from ...program.walk import called
+from ...program.walk import propagate, through
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue
-from ..tensor.primitives import follow, shape_of
+from ..tensor.localiser import Found, LocalValue, place
+from ..tensor.primitives import follow, registering, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
 from .split import PARTIAL, Split, counts, reshaped
@@ -28,16 +28,7 @@ from .split import PARTIAL, Split, counts, reshaped
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 _KNOWN = (*factors.FACTORS, *having("separate"), *having("nested"))
 RULES: dict[str, Rule] = {name: TENSOR[name] for name in _KNOWN if name in TENSOR}
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of some primitives."""
-
-    def register(fun: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, fun))
-        return fun
-
-    return register
+rule = registering(RULES)
 
 
 @rule("reshape")
@@ -54,10 +45,10 @@ def _reshape(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> 
     if math.prod(x.shape) <= work.cheap:
         return None
     raise ValueError(
-        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and reshape at "
-        f"{jx.where(eqn) or 'a function of JAX'} to {list(shape)} cuts through them; keep rows and positions as dims "
-        f"of their own, or let the outermost of the dims that positions become be a multiple of {parts}: in "
-        f"jp.cross_entropy by a chunk= {work.ranks} times as large"
+        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and {place(eqn)} to "
+        f"{list(shape)} cuts through them; keep rows and positions as dims of their own, or let the outermost of the "
+        f"dims that positions become be a multiple of {parts}: in jp.cross_entropy by a chunk= {work.ranks} times as "
+        "large"
     )
 
 
@@ -124,19 +115,14 @@ def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
 @rule("gather")
 def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    table, indices = inputs
-    if table.dim is not None and table.dim in eqn.params["dimension_numbers"].start_index_map:
-        return _own(work, eqn, table, indices)
-    return TENSOR["gather"](work, eqn, inputs)
-
-
-def _own(work: ContextLocaliser, eqn: Any, table: LocalValue, indices: LocalValue) -> Found | None:
     """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
     beside the place is a rank's own, such as a token's best experts.
     """
-    numbers = eqn.params["dimension_numbers"]
+    (table, indices), numbers = inputs, eqn.params["dimension_numbers"]
+    if table.dim is None or table.dim not in numbers.start_index_map:
+        return TENSOR["gather"](work, eqn, inputs)
     column = list(numbers.start_index_map).index(table.dim)
-    if table.dim is None or table.dim not in numbers.collapsed_slice_dims or indices.made is None:
+    if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
     joined, columns = indices.made
     if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
@@ -199,29 +185,24 @@ Sides = dict[int, int]  # dim -> which operand's positions it has
 
 
 def keys_of(eqns: Sequence[Any], product: Any, dims: Sequence[int]) -> int | None:
-    """The operand that has the keys, of a product among `eqns` with the positions of either operand at these dims."""
-    at = next(i for i, eqn in enumerate(eqns) if eqn is product)
-    return _follow(eqns[at + 1 :], {product.outvars[0]: {dims[0]: 0, dims[1]: 1}})[0]
+    """The operand that has the keys, of a product among `eqns` with the positions of either operand at these dims: that
+    whose positions are added up, or sorted, first.
+    """
+    found: list[int] = []
 
-
-def _follow(eqns: Sequence[Any], known: dict[Any, Sides]) -> tuple[int | None, Mapping[Any, Sides]]:
-    for eqn in eqns:
-        sides = [{} if jx.is_literal(v) else known.get(v, {}) for v in eqn.invars]
-        if not any(sides):
-            continue
+    def of(eqn: Any, sides: Sequence[Sides]) -> list[Sides]:
+        if found or not any(sides):
+            return [{}] * len(eqn.outvars)
         if (hit := _summed(eqn, sides)) is not None:
-            return hit, known
-        inner = called(eqn)
-        if inner is not None and eqn.primitive.name != "scan":
-            opened, _ = jx.opened(inner)
-            hit, within = _follow(opened.eqns, dict(zip(opened.invars, sides, strict=True)))
-            if hit is not None:
-                return hit, known
-            known.update((v, within.get(w, {})) for v, w in zip(eqn.outvars, opened.outvars, strict=True)
-                         if not jx.is_literal(w))  # fmt: skip
-        else:
-            known.update((v, _moved(eqn, v, sides)) for v in eqn.outvars)
-    return None, known
+            found.append(hit)
+        # A scan's body has other dims.
+        outs = None if eqn.primitive.name == "scan" else propagate(eqn, sides, run, lambda a, b: {**b, **a})
+        return [_moved(eqn, v, sides) for v in eqn.outvars] if outs is None else outs
+
+    run = lambda program, ins, decides: through(program, ins, of, {})
+    at = next(i for i, eqn in enumerate(eqns) if eqn is product)
+    run(jx.build(eqns[at + 1 :], product.outvars, ()), [{dims[0]: 0, dims[1]: 1}], None)
+    return next(iter(found), None)
 
 
 def _summed(eqn: Any, sides: Sequence[Sides]) -> int | None:

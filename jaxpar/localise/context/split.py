@@ -153,14 +153,12 @@ def counts(x: LocalValue) -> int | None:
     if name == "select_n" and len(inputs) == 3 and (sign := inputs[0].made) is not None:
         # An index below 0 counts from the end: none is.
         less, sides = sign
-        never = less.primitive.name == "lt" and counts(sides[0]) is not None and _is_zero(sides[1].value)
+        bound = sides[-1].value
+        zero = not isinstance(bound, Tracer) and bool(np.all(bound == 0))
+        never = less.primitive.name == "lt" and counts(sides[0]) is not None and zero
         return counts(inputs[1]) if never else None
     dim = counts(inputs[0]) if primitives.of(eqn).view else None
     if dim is None or inputs[0].shape[dim] == 1:
         return None
     to = next((f.outs[0] for f in factors.of(eqn) if f.ins[0] == dim), None)
     return to if to is not None and x.shape[to] == inputs[0].shape[dim] else None
-
-
-def _is_zero(value: Any) -> bool:
-    return not isinstance(value, Tracer) and bool(np.all(value == 0))

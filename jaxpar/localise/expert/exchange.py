@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from ...program import jaxpr as jx
-from ..tensor.localiser import LocalValue
+from ..tensor.localiser import LocalValue, place
 from .grouped import PRIMITIVE, ExpertRun, repeats, runs
-from .localiser import ExpertLocaliser, place
+from .localiser import ExpertLocaliser
 
 
 @dataclass

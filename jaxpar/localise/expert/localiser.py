@@ -12,7 +12,6 @@ Each rank's loss is its own part of the sum over rows, as on `data`, so that the
 own. The gradient of experts is that of all tokens that they got: a strategy's rule does not sum it over `expert`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +51,7 @@ class ExpertLocaliser(Localiser):
     """
 
     all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    always = jx.CUSTOM  # a route may gather tokens where nothing is split yet
 
     def whole(self, x: LocalValue) -> jax.Array:
         """As the model has it: all experts, and of slots those of this rank's rows."""
@@ -122,35 +122,16 @@ class ExpertLocaliser(Localiser):
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
-        name = eqn.primitive.name
-        found = None
-        if name in self.rules and (name in jx.CUSTOM or any(x.dim is not None for x in inputs)):
-            found = self.rules[name](self, eqn, inputs)
-        if found is None:
-            for x in inputs:
-                self.note(eqn, x)
-            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
-        active = any(x.active for x in inputs)
+        outs = super().equation(eqn, inputs)
         alike = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))  # each rank's own
-        floats = [active and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
-        # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
-        outs = [
-            LocalValue(value, dim, v.aval.shape, moves, alike or isinstance(dim, int))
-            for v, (value, dim), moves in zip(eqn.outvars, found, floats, strict=True)
-        ]
-        if name == "broadcast_in_dim":
+        for x in outs:
+            # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
+            x.weight = alike or isinstance(x.dim, int)
+        if eqn.primitive.name == "broadcast_in_dim":
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
 
     def note(self, eqn: Any, x: LocalValue) -> None:
-        """Experts that are gathered: where, and bytes of all of them."""
+        """Experts that are gathered: slots are not, they go back."""
         if isinstance(x.dim, int):
-            where = place(eqn)
-            inner = x.broadcast[0] if x.broadcast is not None else x
-            size = math.prod(inner.shape) * jnp.result_type(x.value).itemsize
-            self.gathered[where] = max(size, self.gathered.get(where, 0))
-
-
-def place(eqn: Any) -> str:
-    """An equation and its line, for people."""
-    return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
+            super().note(eqn, x)

@@ -16,9 +16,9 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue
+from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow
-from .localiser import ExpertLocaliser, SlotDims, place
+from .localiser import ExpertLocaliser, SlotDims
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {}
@@ -81,9 +81,7 @@ def _part(work: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int | No
     """An operand for slots, which may have 1 in the place of experts or slots, or neither; None where it is unknown."""
     if dim is not None and slots is not None:
         return work.part(x, SlotDims(dim, slots))
-    if x.dim not in (None, dim) or (
-        x.dim is None and not x.weight
-    ):  # split experts are leaves', whatever they went through
+    if not (x.weight if x.dim is None else x.dim == dim):  # split experts are leaves', whatever they went through
         return None
     value = x.value if x.dim is not None else work.whole(x) if dim is None else work.take(x, dim)
     return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)

@@ -17,7 +17,7 @@ from ..context.localiser import ContextLocaliser
 from ..context.rules import RULES as CONTEXT
 from ..context.split import Split
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue
+from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, shape_of
 
 # Of what is no single factor, the rules that ask nothing of other chunks.
@@ -59,9 +59,7 @@ class Chunk(ContextLocaliser):
 
     def _check(self, x: LocalValue, eqn: Any) -> None:
         if x.partial or x.dim is not None:
-            raise StayWholeError(
-                f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'} has no rule for chunks of them"
-            )
+            raise StayWholeError(f"{place(eqn)} has no rule for chunks of them")
 
     def _equation(self, eqn: Any, inputs: Sequence[LocalValue], mixed: bool) -> list[LocalValue]:
         if eqn is not self.head:

@@ -12,14 +12,13 @@ It is the last rewriting: of the program of one device, whose logits are its own
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
@@ -247,7 +246,7 @@ class _Region:
             return inner, 1
         new, _ = jx.trace(fun, *shapes, axes=axes)
         if any(one.primitive.name.startswith("custom_vjp") for eqn in self.inside for one, _ in visit([eqn])):
-            jx.trace(lambda *values: _pulled(fun, values), *shapes, axes=axes)  # it may read all tokens there
+            jx.trace(lambda *values: jx.pulled(fun, values), *shapes, axes=axes)  # it may read all tokens there
         return dataclasses.replace(new, eqns=jx.live(new.eqns, new.outvars)), n  # of one-hots, no more than a chunk's
 
     @staticmethod
@@ -279,13 +278,10 @@ class _Region:
         results = dict(zip(self.outs, atoms, strict=True))
         outvars = tuple(v if jx.is_literal(v) else results.get(v, v) for v in flat.outvars)
         behind = [_renamed(eqn, results) for eqn in behind]
-        read = {v for v in outvars if not jx.is_literal(v)}
-        read.update(v for eqn in (*loop, *behind) for v in eqn.invars if not jx.is_literal(v))
-        needed: list[Any] = []
-        for eqn in reversed(before):
-            if id(eqn) not in self.made or not read.isdisjoint(eqn.outvars):  # else each chunk has its own now
-                needed.insert(0, eqn)
-                read.update(v for v in eqn.invars if not jx.is_literal(v))
+        others = [eqn for eqn in before if id(eqn) not in self.made]
+        read = [v for eqn in (*others, *loop, *behind) for v in eqn.invars]
+        known = {id(eqn) for eqn in (*others, *jx.needed(before, (*read, *outvars)))}
+        needed = [eqn for eqn in before if id(eqn) in known]  # of what is not, each chunk has its own now
         return jx.Flat(
             (*flat.constvars, *new.constvars),
             (*flat.consts, *new.consts),
@@ -293,14 +289,6 @@ class _Region:
             outvars,
             (*needed, *loop, *behind),
         )
-
-
-def _pulled(fun: Callable[..., list[jax.Array]], values: Sequence[jax.Array]) -> list[jax.Array]:
-    """A function's backward."""
-    outs, pull = jax.vjp(fun, *values)
-    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
-    return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
 
 
 def _wide(x: jax.Array) -> jax.Array:

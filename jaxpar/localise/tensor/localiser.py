@@ -73,6 +73,7 @@ class Localiser:
     sequence: bool
     rules: Mapping[str, PrimitiveRule]
     gathered: dict[str, int] = field(default_factory=dict)
+    always = ()  # primitives whose rule is asked whether or not an input is split
 
     def whole(self, x: LocalValue) -> jax.Array:
         """For computation that every rank repeats."""
@@ -191,17 +192,22 @@ class Localiser:
             x.active = jnp.issubdtype(jnp.result_type(x.value), jnp.inexact)
         return args
 
+    def note(self, eqn: Any, x: LocalValue) -> None:
+        """An operand that is gathered, if it is split: where, and bytes of the whole."""
+        if x.dim is not None:
+            inner = x if x.broadcast is None else x.broadcast[0]
+            size = math.prod(inner.shape) * jnp.result_type(x.value).itemsize
+            self.gathered[place(eqn)] = max(size, self.gathered.get(place(eqn), 0))
+
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
         name = eqn.primitive.name
-        rule = self.rules.get(name) if any(x.dim is not None for x in inputs) else None
+        asked = name in self.always or any(x.dim is not None for x in inputs)
+        rule = self.rules.get(name) if asked else None
         found = rule(self, eqn, inputs) if rule else None
         if found is None:
             for x in inputs:
-                if x.dim is not None:
-                    where = f"{name} at {jx.where(eqn) or 'a function of JAX'}"
-                    size = math.prod(x.shape) * jnp.result_type(x.value).itemsize
-                    self.gathered[where] = max(size, self.gathered.get(where, 0))
+                self.note(eqn, x)
             found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
         atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
         active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
@@ -213,6 +219,11 @@ class Localiser:
         if name == "broadcast_in_dim" and outs[0].dim is None:
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
+
+
+def place(eqn: Any) -> str:
+    """An equation and its line, for people."""
+    return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
 
 
 def localise(

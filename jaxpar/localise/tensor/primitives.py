@@ -19,25 +19,25 @@ from .localiser import Found, Localiser, LocalValue, PrimitiveRule
 RULES: dict[str, PrimitiveRule] = {}
 
 
-def rule(*names: str) -> Callable[[PrimitiveRule], PrimitiveRule]:
-    """Registers a function as the rule of some primitives."""
+def registering(rules: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
+    """A decorator that puts a function into a table as the rule of some primitives, which it names."""
 
-    def register(fun: PrimitiveRule) -> PrimitiveRule:
-        RULES.update(dict.fromkeys(names, fun))
-        return fun
+    def rule(*names: str) -> Callable[[Any], Any]:
+        def register(fun: Any) -> Any:
+            rules.update(dict.fromkeys(names, fun))
+            return fun
 
-    return register
+        return register
+
+    return rule
+
+
+rule = registering(RULES)
 
 
 def shape_of(eqn: Any) -> tuple[int, ...]:
     """The shape of its first output."""
     return eqn.outvars[0].aval.shape
-
-
-def without(dim: int | None, dims: Sequence[int]) -> int:
-    """What a dim is called when others are gone."""
-    assert dim is not None
-    return dim - sum(d < dim for d in dims)
 
 
 def split_factor(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) -> Factor | None:

@@ -12,7 +12,7 @@ from ...collectives import edges
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from .localiser import Found, Localiser, LocalValue
-from .primitives import follow, on_parts, rule, shape_of, split_factor, without
+from .primitives import follow, on_parts, rule, shape_of, split_factor
 
 
 @rule(*having("reduces"))
@@ -20,7 +20,7 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
-    name, part = eqn.primitive.name, work.kept(x, _identity(eqn))
+    name, part = eqn.primitive.name, work.kept(x, identity(eqn))
     if name == "reduce_sum":
         return [(work.total(jx.bind(eqn, [part])[0]), None)]
 
@@ -42,24 +42,24 @@ def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | 
     return [(extreme(part), None)]
 
 
-def _identity(eqn: Any) -> Any:
-    """The identity element of a reduction, in the dtype of what it reduces."""
-    name, dtype = eqn.primitive.name.removeprefix("reduce_"), eqn.invars[0].aval.dtype
-    if name in ("max", "min"):
+def identity(eqn: Any) -> Any:
+    """The identity element of a reduction or a cumulative one, in the dtype of what it reduces."""
+    name, dtype = eqn.primitive.name.removeprefix("reduce_").removeprefix("cum"), eqn.invars[0].aval.dtype
+    if name in ("max", "min", "logsumexp"):
         lowest, highest = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (False, True)
         if jnp.issubdtype(dtype, jnp.integer):
             lowest, highest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-        return lowest if name == "max" else highest
+        return highest if name == "min" else lowest
     return np.invert(np.zeros((), dtype)) if name == "and" else int(name == "prod")
 
 
 @rule("argmax", "argmin")
-def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     (x,) = inputs
     (axis,) = eqn.params["axes"]
-    (at,) = jx.bind(eqn, [x.value])
     if x.dim != axis:
-        return [(at, without(x.dim, [axis]))]
+        return follow(work, eqn, inputs)
+    (at,) = jx.bind(eqn, [x.value])
     best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
     at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
     every, places = (edges.all_gather_replicated(y[None], 0, work.ranks) for y in (best, at))
@@ -86,32 +86,26 @@ def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
 
 @rule("gather")
 def _gather(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
+    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
+    """
     table, indices = inputs
     numbers = eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.collapsed_slice_dims:
         return follow(work, eqn, inputs)
-    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    mode, modes = eqn.params["mode"], lax.GatherScatterMode
+    fills = mode == modes.FILL_OR_DROP  # as jnp.take does with indices that are out of bounds
     if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
-    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
-    return [_look_up(work, eqn, table, indices, batch)]
-
-
-def _look_up(
-    work: Localiser, eqn: Any, table: LocalValue, indices: LocalValue, batch: Sequence[int]
-) -> tuple[jax.Array, int | None]:
-    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
-    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
-    """
-    assert table.dim is not None
-    shape, column = shape_of(eqn), eqn.params["dimension_numbers"].start_index_map.index(table.dim)
+    shape = shape_of(eqn)
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    column = numbers.start_index_map.index(table.dim)
     size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
-    mode, modes = eqn.params["mode"], lax.GatherScatterMode
     places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # offsets overflow uint8 ids
     wanted = places[..., column]
     missing = (wanted < 0) | (wanted >= size)
     own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
-    mine = (own >= 0) & (own < each) & (~missing if mode == modes.FILL_OR_DROP else True)
+    mine = (own >= 0) & (own < each) & (~missing if fills else True)
     changed = places.at[..., column].set(jnp.where(mine, own, 0))
     (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
     spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
@@ -119,7 +113,7 @@ def _look_up(
     if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of what is out of bounds dropped
         found = jnp.where(spread(missing), lax.stop_gradient(found), found)
     value, dim = work.summed(found, shape, table.weight, eqn)
-    if mode == modes.FILL_OR_DROP:  # as jnp.take does with indices that are out of bounds
+    if fills:
         gone, fill = LocalValue(spread(missing), None, shape), eqn.params["fill_value"]
         value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
-    return value, dim
+    return [(value, dim)]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
-from ..parts import text
 from ..parts.config import MixtureSizes, check_sizes
 
 
@@ -86,10 +83,6 @@ class Config(MixtureSizes):
         mixture = self.dim * self.experts + 3 * self.dim * self.expert_ffn * (experts + self.shared)
         dense = 3 * self.dim * self.ffn
         return self.layers * attention + self.dense * dense + (self.layers - self.dense) * mixture
-
-    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
-        return text.example(rows, length)
 
     def flops(self, rows: int, length: int) -> float:
         """Operations forward and backward: 6 per position and weight of a matmul that it meets, and 6 T per position,

@@ -34,11 +34,6 @@ RULES = {
 }
 
 
-def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
-    init = nnx.initializers.normal((fan_in * branches) ** -0.5)
-    return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
-
-
 class Attention(nnx.Module):
     """Causal attention whose keys and values are made of `rank` features of a position (section 2.1.1). What is rotated
     is apart, and of keys the same for all heads.
@@ -46,13 +41,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config, heads = config, config.heads
-        self.query_latent = _linear(config.dim, config.query_rank, rngs)
+        self.query_latent = llama.linear(config.dim, config.query_rank, rngs)
         self.query_norm = llama.RMSNorm(config.query_rank)
-        self.query = _linear(config.query_rank, heads * config.query_dim, rngs)
-        self.latent = _linear(config.dim, config.rank + config.rope_dim, rngs)
+        self.query = llama.linear(config.query_rank, heads * config.query_dim, rngs)
+        self.latent = llama.linear(config.dim, config.rank + config.rope_dim, rngs)
         self.latent_norm = llama.RMSNorm(config.rank)
-        self.key_value = _linear(config.rank, heads * (config.head_dim + config.value_dim), rngs)
-        self.out = _linear(heads * config.value_dim, config.dim, rngs, branches=2 * config.layers)
+        self.key_value = llama.linear(config.rank, heads * (config.head_dim + config.value_dim), rngs)
+        self.out = llama.linear(heads * config.value_dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array) -> jax.Array:
         """[B, T, D] and angles [T, r/2] -> [B, T, D]."""
@@ -80,7 +75,7 @@ class Mixture(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.router = _linear(config.dim, config.experts, rngs)
+        self.router = llama.linear(config.dim, config.experts, rngs)
         self.bias = nnx.Param(jnp.zeros(config.experts))
         sizes: Any = config  # those that are read have the same names
         self.experts = mixtral.Experts(dataclasses.replace(sizes, ffn=config.expert_ffn), rngs=rngs)
@@ -135,7 +130,7 @@ class DeepSeek(nnx.Module):
         self.dense = stack(lambda rngs: Layer(config, True, rngs=rngs), config.dense, rngs)
         self.layers = stack(lambda rngs: Layer(config, False, rngs=rngs), config.layers - config.dense, rngs)
         self.norm = llama.RMSNorm(config.dim, config.norm_eps)
-        self.head = _linear(config.dim, config.vocab, rngs)
+        self.head = llama.linear(config.dim, config.vocab, rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""

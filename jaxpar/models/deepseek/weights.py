@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..huggingface import Family
 from ..huggingface.architecture import Architecture, Follows, Stored, linear, under
-from ..llama.weights import ALWAYS, ENDS, FFN, SIZES
+from ..llama.weights import ALWAYS, ENDS, EXPERTS, FFN, SIZES, SWIGLU
 from . import yarn
 from .config import Config
 from .model import DeepSeek
@@ -25,14 +25,9 @@ _ATTENTION = {
     "ffn_norm/scale": Stored("post_attention_layernorm.weight"),
 }
 _MIXTURE = {
-    "ffn/router/kernel": linear("mlp.gate.weight"),
+    **EXPERTS,
     "ffn/bias": Stored("mlp.gate.e_score_correction_bias"),
-    "ffn/shared/gate/kernel": linear("mlp.shared_experts.gate_proj.weight"),
-    "ffn/shared/up/kernel": linear("mlp.shared_experts.up_proj.weight"),
-    "ffn/shared/down/kernel": linear("mlp.shared_experts.down_proj.weight"),
-    "ffn/experts/gate": linear("mlp.experts.{expert}.gate_proj.weight"),
-    "ffn/experts/up": linear("mlp.experts.{expert}.up_proj.weight"),
-    "ffn/experts/down": linear("mlp.experts.{expert}.down_proj.weight"),
+    **under("ffn/shared", "mlp.shared_experts", SWIGLU),
 }
 _DEEPSEEK = Architecture(
     "deepseek_v3",

@@ -33,10 +33,6 @@ from .files import Tensor, fill, opened, tensor_of, write
 _MANY = 1000  # names that are missing: more are not looked for
 
 
-def _as_they_are(config: Any, params: dict[str, Any]) -> dict[str, Any]:
-    return params
-
-
 @dataclass(frozen=True)
 class Family:
     """A model here, and the architectures of transformers that are the same function.
@@ -56,7 +52,7 @@ class Family:
     module: Callable[..., nnx.Module]
     architectures: tuple[Architecture, ...]
     apart: Callable[[str], bool] = lambda path: False
-    folded: Callable[[Any, dict[str, Any]], dict[str, Any]] = _as_they_are
+    folded: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, params: params
 
     def to_config(self, given: Any) -> Any:
         """Our sizes from a config of ours or of transformers, or its dict, such as what `config.json` holds.

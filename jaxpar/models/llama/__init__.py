@@ -11,6 +11,7 @@ from .model import Llama as Llama
 from .model import RMSNorm as RMSNorm
 from .model import SwiGLU as SwiGLU
 from .model import chunked_loss as chunked_loss
+from .model import linear as linear
 from .model import loss as loss
 from .model import rope as rope
 from .model import rope_table as rope_table

@@ -10,21 +10,13 @@ head have none. Once trained, W + (alpha / r) A B is a `Llama` without adapters:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-from ..huggingface.architecture import Stored
-from ..huggingface.files import Tensor, write_file
-
-# As peft's own checkpoints have them.
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def is_adapter(path: str) -> bool:
@@ -69,43 +61,3 @@ def merged(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
         if path.endswith("/kernel") and f"{above}/lora_a" in params:
             found[path] = Merged(params[path], params[f"{above}/lora_a"], params[f"{above}/lora_b"], scale)
     return found
-
-
-def write_adapters(
-    path: Path, params: Mapping[str, Any], tensors: Mapping[str, Stored], config: Any, base: str
-) -> None:
-    """A folder of `peft`.
-
-    Args:
-      params: of the adapters, by path, stacked over layers; on this host.
-      tensors: those of each kernel, by its path.
-      config: with `layers`, `lora` and `lora_alpha`.
-      base: the name or folder of the model that they are for.
-    """
-    if (path / _WEIGHTS).exists():
-        raise ValueError(f"{path} already holds {_WEIGHTS}; choose another folder, or remove it")
-    adapters: dict[str, Tensor] = {}
-    modules: set[str] = set()
-    for at, stacked in params.items():
-        above, _, end = at.rpartition("/")
-        module = tensors[f"{above}/kernel"].name.removesuffix(".weight")
-        modules.add(module.rpartition(".")[2])
-        for layer in range(config.layers):
-            part = np.asarray(stacked[layer]).astype(np.float32).T
-            name = f"base_model.model.{module.format(layer=layer)}.lora_{end[-1].upper()}.weight"
-            adapters[name] = Tensor(part.shape, lambda part=part: part, part.dtype)
-    path.mkdir(parents=True, exist_ok=True)
-    write_file(path / _WEIGHTS, adapters)
-    stated = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": config.lora,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": sorted(modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    (path / _CONFIG).write_text(json.dumps(stated, indent=2) + "\n")

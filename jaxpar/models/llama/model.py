@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...ops.attention import attention
-from ..parts import text
 from ..parts.cache import Attend, Cache, extended
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
+from ..parts.text import Sizes
 from ..parts.text import chunked_loss as chunked_loss
 from ..parts.text import loss as loss
 from .lora import LoRALinear
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of a `Llama`. Raises ValueError where they do not fit each other."""
 
     vocab: int = 256
@@ -73,10 +73,6 @@ class Config:
         attention = 4 * self.dim + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * self.lora * (attention + 3 * (self.dim + self.ffn))
 
-    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
-        return text.example(rows, length)
-
     def flops(self, rows: int, length: int) -> float:
         """Operations forward and backward: 6 per position and weight of a matmul, and 12 L D T per position for
         attention, which multiplies what the causal mask then hides (Chowdhery et al. 2022, arXiv:2204.02311, B). With
@@ -118,7 +114,7 @@ RULES = {
 }  # fmt: skip
 
 
-def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
+def linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
     """A bias-free projection with unit gain, or 1 / sqrt(branches) where `branches` outputs add up in the residual."""
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
@@ -127,7 +123,7 @@ def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> 
 def _projection(config: Config, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
     """One of a layer, which has an adapter where the model has any."""
     if not config.lora:
-        return _linear(fan_in, fan_out, rngs, branches=branches)
+        return linear(fan_in, fan_out, rngs, branches=branches)
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return LoRALinear(fan_in, fan_out, config.lora, config.lora_alpha / config.lora, kernel_init=init, rngs=rngs)
 
@@ -232,7 +228,7 @@ class Llama(nnx.Module):
         self.embedding = nnx.Param(scale(rngs.params(), (config.vocab, config.dim)))
         self.layers = stack(lambda rngs: self.layer(config, rngs=rngs), config.layers, rngs)
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = None if config.tied else _linear(config.dim, config.vocab, rngs)
+        self.head = None if config.tied else linear(config.dim, config.vocab, rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""

@@ -6,12 +6,16 @@ Both rotate the pair (i, i + h/2) of a head (`rotate_half` there), so that proje
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..huggingface.architecture import Architecture, Follows, Stored, linear, under
+from ..huggingface.files import Tensor, write_file
 from ..huggingface.weights import Family, on_host
-from .lora import is_adapter, merged, write_adapters
+from .lora import is_adapter, merged
 from .model import Config, Llama
 
 ENDS = {
@@ -27,10 +31,11 @@ ATTENTION = {
     "attention/out/kernel": linear("self_attn.o_proj.weight"),
     "ffn_norm/scale": Stored("post_attention_layernorm.weight"),
 }
-FFN = {
-    "ffn/gate/kernel": linear("mlp.gate_proj.weight"),
-    "ffn/up/kernel": linear("mlp.up_proj.weight"),
-    "ffn/down/kernel": linear("mlp.down_proj.weight"),
+SWIGLU = {f"{part}/kernel": linear(f"{part}_proj.weight") for part in ("gate", "up", "down")}
+FFN = under("ffn", "mlp", SWIGLU)
+# Of mixtures, the experts' tensors one by one.
+EXPERTS = {"ffn/router/kernel": linear("mlp.gate.weight")} | {
+    f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")
 }
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 HEADS = {"kv_heads": ("num_key_value_heads", lambda sizes: sizes["heads"]), "tied": ("tie_word_embeddings", False)}
@@ -80,5 +85,32 @@ def save_adapters(config: Config, params: Any, path: str | Path, base: str = "")
     """
     if not config.lora:
         raise ValueError("this model has no adapters; train one that has: dataclasses.replace(config, lora=16)")
-    adapters = {at: on_host(at, x) for at, x in LLAMA.by_path(config, params).items() if is_adapter(at)}
-    write_adapters(Path(path), adapters, _LLAMA.tensors, config, base)
+    path, weights = Path(path), "adapter_model.safetensors"  # as peft's own checkpoints have it
+    if (path / weights).exists():
+        raise ValueError(f"{path} already holds {weights}; choose another folder, or remove it")
+    adapters: dict[str, Tensor] = {}
+    modules: set[str] = set()
+    for at, x in LLAMA.by_path(config, params).items():
+        if is_adapter(at):
+            above, _, end = at.rpartition("/")
+            module, stacked = _LLAMA.tensors[f"{above}/kernel"].name.removesuffix(".weight"), on_host(at, x)
+            modules.add(module.rpartition(".")[2])
+            for layer in range(config.layers):
+                part = np.asarray(stacked[layer]).astype(np.float32).T
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{end[-1].upper()}.weight"
+                adapters[name] = Tensor(part.shape, lambda part=part: part, part.dtype)
+    path.mkdir(parents=True, exist_ok=True)
+    write_file(path / weights, adapters)
+    stated = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (path / "adapter_config.json").write_text(json.dumps(stated, indent=2) + "\n")

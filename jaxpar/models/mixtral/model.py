@@ -74,10 +74,6 @@ class Config(MixtureSizes):
     def _attention(self) -> int:
         return self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
-    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
-        return text.example(rows, length)
-
     def flops(self, rows: int, length: int) -> float:
         """Operations forward and backward: 6 per position and weight of a matmul that it meets, and 12 L H h T per
         position for attention (as `llama` counts it). Empty slots of experts' buffers are not counted.
@@ -155,8 +151,7 @@ class Mixture(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = nnx.initializers.normal(config.dim**-0.5)
-        self.router = nnx.Linear(config.dim, config.experts, use_bias=False, kernel_init=init, rngs=rngs)
+        self.router = llama.linear(config.dim, config.experts, rngs)
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
@@ -223,21 +218,16 @@ def routed_loss(
       routed: tokens [B, T] -> logits [B, T, V], and of every layer what became of its tokens.
       added: the latter -> its `Routing`, leaves [L, B, ...], and what each row adds to the loss, [B].
     """
-    found = []
-
-    def logits(tokens_BT: jax.Array) -> jax.Array:
-        out, layers = routed(tokens_BT)
-        found.append(layers)
-        return out
-
-    nats = text.loss(logits, batch)  # type: ignore[arg-type]  # all that it does with a module is to call it
-    routing, each_row = added(found.pop())
+    tokens, mask = text.given(batch)
+    logits, layers = routed(tokens[:, :-1])
+    nats: Any = text.loss_of(logits, tokens, mask)
+    routing, each_row = added(layers)
     each = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
     if (experts := routing.load.shape[-1]) <= _SHOWN:
         load = experts * routing.load.mean(axis=0)
         each |= {f"load_{e}": load[:, e] for e in range(experts)}
-    if not isinstance(nats, Mean):
+    if mask is None:
         return nats + each_row.mean(), {"nats": nats, **{name: x.mean() for name, x in each.items()}}
-    rows = batch["mask"].sum(axis=1)
+    rows = mask.sum(axis=1)
     metrics = {name: Mean(jnp.sum(x * rows), nats.count) for name, x in each.items()}
     return Mean(nats.total + jnp.sum(each_row * rows), nats.count), {"nats": nats, **metrics}

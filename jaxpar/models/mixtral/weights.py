@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..huggingface import Family
 from ..huggingface.architecture import Architecture, Follows, Stored, linear, under
-from ..llama.weights import ALWAYS, ATTENTION, ENDS, HEADS, SIZES
+from ..llama.weights import ALWAYS, ATTENTION, ENDS, EXPERTS, HEADS, SIZES
 from .model import Config, Mixtral
 
 _SIZES = {**SIZES, "chosen": "num_experts_per_tok"}
@@ -26,10 +26,7 @@ _MIXTRAL = {
 _QWEN = {
     "attention/query_norm/scale": Stored("self_attn.q_norm.weight"),
     "attention/key_norm/scale": Stored("self_attn.k_norm.weight"),
-    "ffn/router/kernel": linear("mlp.gate.weight"),
-    "ffn/experts/gate": linear("mlp.experts.{expert}.gate_proj.weight"),
-    "ffn/experts/up": linear("mlp.experts.{expert}.up_proj.weight"),
-    "ffn/experts/down": linear("mlp.experts.{expert}.down_proj.weight"),
+    **EXPERTS,
 }
 _ARCHITECTURES = (
     Architecture(

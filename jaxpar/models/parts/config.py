@@ -5,11 +5,13 @@ from abc import abstractmethod
 from numbers import Integral, Real
 from typing import Any
 
+from .text import Sizes
+
 _LARGEST = 2**31 - 1  # what an index of 32 bits reaches
 _WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
 
 
-class MixtureSizes:
+class MixtureSizes(Sizes):
     """Sizes of a model of mixtures: how many parameters it has, and how many of them a token meets."""
 
     experts: int

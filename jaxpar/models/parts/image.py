@@ -13,12 +13,18 @@ from flax import nnx
 from ...model.model import Mean
 
 
-def example(rows: int, size: int, channels: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a training batch: {"image": float32 [B, H, W, C], "label": int32 [B]}, with H = W = `size`."""
-    return {
-        "image": jax.ShapeDtypeStruct((rows, size, size, channels), jnp.float32),
-        "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
-    }
+class Sizes:
+    """Sizes of a model of images, H = W = `size`."""
+
+    size: int
+    channels: int
+
+    def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch's shapes: {"image": float32 [B, H, W, C], "label": int32 [B]}; `length` is for text."""
+        return {
+            "image": jax.ShapeDtypeStruct((rows, self.size, self.size, self.channels), jnp.float32),
+            "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
 
 
 def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Any]]:

@@ -14,12 +14,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -
 
 def run(stacked: Any, x: jax.Array, *given: jax.Array) -> jax.Array:
     """`x = layer(x, *given)` for every layer of the stack in turn; `given` is the same for all."""
-
-    @nnx.scan(in_axes=(0, nnx.Carry, *[None] * len(given)), out_axes=nnx.Carry)
-    def steps(layer: Any, x: jax.Array, *given: jax.Array) -> jax.Array:
-        return layer(x, *given)
-
-    return steps(stacked, x, *given)
+    return run_with(stacked, x, None, lambda layer, x, _: (layer(x, *given), None))[0]
 
 
 def run_with(

@@ -18,9 +18,12 @@ from ...model.model import Mean
 from ...ops.cross_entropy import CHUNK, cross_entropy
 
 
-def example(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
-    return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
+class Sizes:
+    """Sizes of a model of text."""
+
+    def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
+        return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
 
 def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
@@ -29,9 +32,13 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
     `batch` is {"tokens": int32 [B, T+1]} for the mean over all B T predictions, and with "mask" [B, T] a `jp.Mean`
     over the predictions whose mask is 1: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`.
     """
-    tokens, mask = _given(batch)
-    logits = module(tokens[:, :-1]).astype(jnp.float32)
-    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), mask)
+    tokens, mask = given(batch)
+    return loss_of(module(tokens[:, :-1]), tokens, mask)
+
+
+def loss_of(logits: jax.Array, tokens: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
+    """`loss` of logits [B, T, V]."""
+    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]), mask)
 
 
 def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array | Mean:
@@ -39,11 +46,12 @@ def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -
 
     The same numbers. For long rows and large vocabularies, where logits are what does not fit.
     """
-    tokens, mask = _given(batch)
+    tokens, mask = given(batch)
     return _mean(cross_entropy(module.hidden(tokens[:, :-1]), module.to_logits(), tokens[:, 1:], chunk=chunk), mask)
 
 
-def _given(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+def given(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens and mask of a batch, checked."""
     tokens, mask = batch["tokens"], batch.get("mask")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(

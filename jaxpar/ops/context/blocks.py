@@ -156,21 +156,13 @@ def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax
     return _joined(outs, 1), _joined(totals, 2)
 
 
-def _plain_backward(
-    options: AttentionOptions,
-    out: jax.Array,
-    total: jax.Array,
-    given: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *mask: jax.Array,
-) -> tuple:
+def _plain_backward(options: AttentionOptions, *arrays: jax.Array) -> tuple:
+    out, total, given, q, k, v, *mask = arrays
     wide, groups = _wide(q), (q.shape[0], -1, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
 
     def some(sums: tuple, first: jax.Array | int, n: int) -> tuple:
         cut = lambda x, dim=1: lax.dynamic_slice_in_dim(x, first, n, dim)
-        scores, queries = _scores(options, q, k, mask, first, n)
+        scores, queries = _scores(options, q, k, (*mask,), first, n)
         weights = jnp.exp(scores - cut(total, 2).reshape(*scores.shape[:-1], 1))
         d_out, result = (cut(x).astype(wide).reshape(groups) for x in (given, out))
         along = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]

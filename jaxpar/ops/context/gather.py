@@ -13,11 +13,10 @@ from jax import lax
 
 from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
-from ..attention import attention
+from ..attention import attention, check_inputs
 from .blocks import attend, finish, pull
-from .order import Order, from_zigzag, positions
+from .order import Order, check_order, from_zigzag, positions
 from .rounds import Rounds
-from .validate import check_inputs
 
 
 def gather_attention(
@@ -62,7 +61,8 @@ def gather_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale, order)
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
+    check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
         return _by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
@@ -76,8 +76,13 @@ def gather_attention(
         i, j = positions(q.shape[1], axis, order)[:, None], jnp.arange(keys.shape[1])
         seen = (j <= i) if window is None else (j <= i) & (j > i - window)
         mask = seen[None, None] if mask is None else mask & seen
-    if bias is not None:
-        return _biased(q, keys, values, bias, mask, segment_ids, kv_segment_ids, scale)
+    if bias is not None:  # by XLA: cuDNN has no gradient of most biases
+        if segment_ids is not None and kv_segment_ids is not None:
+            alike = segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
+            mask = alike if mask is None else mask & alike
+        call = functools.partial(jax.nn.dot_product_attention, mask=mask, scale=scale, implementation="xla")
+        out = jax.checkpoint(lambda q, k, v, bias: call(q, k, v, bias=bias))(q, keys, values, bias)
+        return out if mask is None else jnp.where(jnp.swapaxes(mask.any(-1), 1, 2)[..., None], out, 0)
     among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
     return among(q, keys, values, causal=False, mask=mask, scale=scale)
 
@@ -124,22 +129,3 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
 
 
 _by_blocks.defvjp(_forward, _backward)
-
-
-def _biased(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    bias: jax.Array,
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    scale: float | None,
-) -> jax.Array:
-    """By XLA: cuDNN has no gradient of most biases."""
-    if segment_ids is not None and kv_segment_ids is not None:
-        alike = segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
-        mask = alike if mask is None else mask & alike
-    call = functools.partial(jax.nn.dot_product_attention, mask=mask, scale=scale, implementation="xla")
-    out = jax.checkpoint(lambda q, k, v, bias: call(q, k, v, bias=bias))(q, keys, values, bias)
-    return out if mask is None else jnp.where(jnp.swapaxes(mask.any(-1), 1, 2)[..., None], out, 0)

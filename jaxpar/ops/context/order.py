@@ -31,6 +31,17 @@ def order_of(ranks: int, order: Order) -> tuple[int, ...]:
     return tuple(chunk for i in range(ranks) for chunk in (i, 2 * ranks - 1 - i))
 
 
+def check_order(order: str, q: jax.Array, k: jax.Array) -> None:
+    """Raise ValueError where a rank cannot hold its queries [b, t/c, ..] and keys in this order, or it is none."""
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}; use one of {ORDERS}")
+    if order == "zigzag" and (q.shape[1] % 2 or k.shape[1] % 2):
+        raise ValueError(
+            f"order='zigzag' for blocks of {q.shape[1]} queries and {k.shape[1]} keys: a rank holds two chunks; "
+            "give an even number, or use order='plain'"
+        )
+
+
 def to_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     """A whole array, from the user's order of positions along `dim` to that in which ranks hold them: same shape.
 
@@ -49,16 +60,15 @@ def from_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     return _chunks(x, [held.index(i) for i in range(2 * ranks)], dim)
 
 
-def positions(length: int, axis: Axes, order: Order = "plain", rank: jax.Array | int | None = None) -> jax.Array:
-    """The positions that a rank holds, in its order: int32 [t/c].
+def positions(length: int, axis: Axes, order: Order = "plain") -> jax.Array:
+    """The positions that this rank holds, in its order: int32 [t/c].
 
     Args:
       length: t/c, how many it holds.
       axis: the mesh axis over which the sequence is split; inside `shard_map`.
       order: "plain" or "zigzag".
-      rank: whose; this device's if None.
     """
-    return positions_of(length, count(axis), order, index(axis) if rank is None else rank)
+    return positions_of(length, count(axis), order, index(axis))
 
 
 def positions_of(length: int, ranks: int, order: Order, rank: jax.Array | int) -> jax.Array:

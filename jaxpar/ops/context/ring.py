@@ -27,10 +27,10 @@ from jax import lax
 
 from ...collectives.nccl import all_gather
 from ...collectives.ranks import Axes
+from ..attention import check_inputs
 from .blocks import attend, finish, pull
-from .order import Order
+from .order import Order, check_order
 from .rounds import Rounds
-from .validate import check_inputs
 
 
 def ring_attention(
@@ -54,23 +54,19 @@ def ring_attention(
     bias [b or 1, 1, t/c, t/c] (zigzag: of half the positions) in the dtype of q.
 
     Args:
-      q: float [b, t/c, hq, d], this rank's queries.
-      k: same dtype, [b, t/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
-      v: as `k`.
-      axis: the mesh axis of c ranks.
-      causal: position i sees keys 0 to i.
-      window: position i sees keys i - window + 1 to i only; needs `causal`. Hops are saved in plain order alone.
-      segment_ids: int [b, t/c]; a query sees keys of its own id only. All ranks' ids are gathered.
-      scale: a number; 1 / sqrt(d) if None.
-      order: which positions ranks hold: see `positions`. Causal work is balanced in zigzag order.
+      q, k, v, axis, causal, scale: as of `gather_attention`, with as many keys as queries.
+      window: likewise; hops are saved in plain order alone.
+      segment_ids: likewise; all ranks' ids are gathered.
+      order: likewise; causal work is balanced in zigzag order.
 
     Returns:
-      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
+      As `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit; keys of another length, for which there is `gather_attention`.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, None, scale, order)
+    check_inputs(q, k, v, causal, window, segment_ids, None, scale)
+    check_order(order, q, k)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"ring_attention of {q.shape[1]} queries and {k.shape[1]} keys a rank; use gather_attention for keys of "

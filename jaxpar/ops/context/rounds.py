@@ -4,7 +4,7 @@ Dims: b rows, t positions, c ranks.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -73,38 +73,31 @@ class Rounds:
 
     def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
         """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
+        rank, whose = self.rank, self.whose(step)
+
+        def part(query: Any, key: Any, size: int, causal: bool, there: jax.Array | None = None) -> Rectangle:
+            in_kernel = self.window if causal and self.order == "plain" else None
+            options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
+            rectangle = Rectangle(query, key, size, size, options, None, there)
+            seen = None
+            if self.window is not None and in_kernel is None:
+                of = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
+                behind = rectangle.of_queries(of(rank), 0)[:, None] - rectangle.of_keys(of(whose), 0)
+                seen = (behind < self.window)[None]
+            if ids:
+                queries, keys = (ids[0][i] for i in (rank, whose))
+                alike = rectangle.of_queries(queries)[:, :, None] == rectangle.of_keys(keys)[:, None]
+                seen = alike if seen is None else alike & seen
+            if seen is None:
+                return rectangle
+            return replace(rectangle, options=replace(options, masked=True), mask=seen[:, None])
+
         own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
         if own or not self.causal:
-            return [self._part(step, ids, 0, 0, t, self.causal)]
+            return [part(0, 0, t, self.causal)]
         earlier = jnp.asarray(self.rank >= step)  # keys of an earlier rank
         if self.order == "plain":
-            return [self._part(step, ids, 0, 0, t, False, earlier)]
+            return [part(0, 0, t, False, earlier)]
         # The second chunk sees every first one; then the first the first, or the second the second.
         either = jnp.where(earlier, 0, half)
-        return [self._part(step, ids, half, 0, half, False), self._part(step, ids, either, either, half, False)]
-
-    def _part(
-        self,
-        step: jax.Array | int,
-        ids: tuple[jax.Array, ...],
-        query: jax.Array | int,
-        key: jax.Array | int,
-        size: int,
-        causal: bool,
-        there: jax.Array | None = None,
-    ) -> Rectangle:
-        in_kernel = self.window if causal and self.order == "plain" else None
-        rank, whose = self.rank, self.whose(step)
-        options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
-        rectangle = Rectangle(query, key, size, size, options, None, there)
-        seen = None
-        if self.window is not None and in_kernel is None:
-            of = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
-            seen = (rectangle.of_queries(of(rank), 0)[:, None] - rectangle.of_keys(of(whose), 0) < self.window)[None]
-        if ids:
-            queries, keys = (ids[0][i] for i in (rank, whose))
-            alike = rectangle.of_queries(queries)[:, :, None] == rectangle.of_keys(keys)[:, None]
-            seen = alike if seen is None else alike & seen
-        if seen is None:
-            return rectangle
-        return replace(rectangle, options=replace(options, masked=True), mask=seen[:, None])
+        return [part(half, 0, half, False), part(either, either, half, False)]

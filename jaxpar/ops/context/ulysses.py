@@ -15,11 +15,10 @@ from jax import lax
 
 from ...collectives.nccl import all_gather, all_to_all
 from ...collectives.ranks import Axes, count, spanned
-from ..attention import attention
-from .order import Order, from_zigzag, to_zigzag
+from ..attention import attention, check_inputs
+from .order import Order, check_order, from_zigzag, to_zigzag
 from .ring import by_rounds
 from .rounds import Rounds
-from .validate import check_inputs
 
 
 def ulysses_attention(
@@ -43,23 +42,17 @@ def ulysses_attention(
 
     Args:
       q: float [b, t/c, hq, d], this rank's queries; c divides hq.
-      k: same dtype, [b, s/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
-      v: as `k`.
-      axis: the mesh axis of c ranks.
-      causal: position i sees keys 0 to i; t = s.
-      window: position i sees keys i - window + 1 to i only; needs `causal`.
-      segment_ids: int [b, t/c]; a query sees keys of its own id only. All ranks' ids are gathered.
-      kv_segment_ids: int [b, s/c], of the keys; `segment_ids` if None.
-      scale: a number; 1 / sqrt(d) if None.
-      order: which positions ranks hold, of queries and keys alike: see `positions`.
+      k, v, axis, causal, window, scale, order: as of `gather_attention`.
+      segment_ids, kv_segment_ids: likewise; all ranks' ids are gathered.
 
     Returns:
-      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key.
+      As `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit; or c does not divide hq.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale, order)
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
+    check_order(order, q, k)
     c, heads, groups = count(axis), q.shape[2], k.shape[2]
     if heads % c:
         raise ValueError(
@@ -105,25 +98,18 @@ def usp_attention(
     forward. Holds what the ring holds.
 
     Args:
-      q: float [b, t/c, hq, d], this rank's queries.
-      k: same dtype, [b, t/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
-      v: as `k`.
-      axis: the mesh axis of c ranks.
+      q, k, v, axis, causal, window, segment_ids, scale: as of `ring_attention`.
       group: u, how many ranks share heads; it divides c, hq and hkv.
-      causal: position i sees keys 0 to i.
-      window: position i sees keys i - window + 1 to i only; needs `causal`.
-      segment_ids: int [b, t/c]; a query sees keys of its own id only. All ranks' ids are gathered.
-      scale: a number; 1 / sqrt(d) if None.
-      order: which positions ranks hold: see `positions`. In zigzag order a group has the two chunks that a rank of a
-        ring of c / u has, in parts.
+      order: likewise. In zigzag order a group has the two chunks that a rank of a ring of c / u has, in parts.
 
     Returns:
-      [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
+      As `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, None, scale, order)
+    check_inputs(q, k, v, causal, window, segment_ids, None, scale)
+    check_order(order, q, k)
     c, heads, groups = count(axis), q.shape[2], k.shape[2]
     if group < 1 or any(n % group for n in (c, heads, groups)) or q.shape[1] != k.shape[1]:
         raise ValueError(

@@ -18,35 +18,22 @@ from . import gathered
 from .tables import added, places, rows_of, summed
 
 
+@functools.cache
 def dispatch(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    experts: int,
-    slots: int,
-    groups: int,
-    by_weight: bool,
-    couples: str,
-    drops: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens in the buffers of their experts.
+    experts: int, slots: int, groups: int, by_weight: bool, couples: str, drops: bool, /
+) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    """A function that puts tokens into the buffers of their experts.
 
     Args:
-      x: [N, D].
-      ids: int32 [N, k].
-      weights: float [N, k]: which choices get a slot, with `by_weight`; no gradient comes from that.
       slots: C, a multiple of `groups`, which are equal parts of the tokens with slots of their own.
+      by_weight: whether choices get slots by their weight, of which no gradient comes, or by position.
       couples: what of it depends on other rows, if anything does.
       drops: whether what finds no slot is dropped, so that it matters which tokens share them.
 
-    Returns [E, C, D], zeros in empty slots; the slot of each choice, int32 [N, k]; the choice in each slot, int32
-    [E, C].
+    Of x [N, D], ids int32 [N, k] and weights float [N, k] it makes [E, C, D], zeros in empty slots; the slot of each
+    choice, int32 [N, k]; the choice in each slot, int32 [E, C].
     """
-    return _dispatch(experts, slots, groups, by_weight, couples, drops)(x, ids, weights)
 
-
-@functools.cache
-def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: str, drops: bool) -> Callable[..., Any]:
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         slot, choice = places(ids, weights, experts, slots, groups, by_weight)
         return rows_of(x, choice // ids.shape[1]), slot, choice
@@ -65,7 +52,7 @@ def _dispatch(experts: int, slots: int, groups: int, by_weight: bool, couples: s
         """Each rank's tokens in slots of its own."""
 
         def local(*given: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            rows, slot, choice = _dispatch(experts, slots // ranks, 1, False, "", False)(*given)
+            rows, slot, choice = dispatch(experts, slots // ranks, 1, False, "", False)(*given)
             return rows, _renumbered(slot, experts, slots // ranks, slots), choice
 
         return local
@@ -81,6 +68,15 @@ def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.A
 
 
 def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
+    """The weighted sum of what the experts of each token made of it; nothing from choices without a slot.
+
+    Args:
+      slot, choice: of `dispatch`.
+      out: [E, C, D].
+      weights: float32 [N, k].
+
+    Returns [N, D] in the dtype of the weights.
+    """
     flat = out.reshape(-1, out.shape[-1])
     return added(weights[:, j, None] * rows_of(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
 
@@ -96,12 +92,12 @@ def _combine_backward(saved: tuple[jax.Array, ...], given: jax.Array) -> tuple[A
 def _combine_part(ranks: int) -> Callable[..., Any]:
     def local(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
         experts, slots, _ = out.shape
-        return _combined(_renumbered(slot, experts, slots * ranks, slots), out, weights, choice)
+        return combine(_renumbered(slot, experts, slots * ranks, slots), out, weights, choice)
 
     return local
 
 
-_combined = route(
+combine = route(
     "combine",
     ("rows",),
     _combine,
@@ -110,16 +106,3 @@ _combined = route(
     part=_combine_part,
     gather=gathered.combine,
 )
-
-
-def combine(out: jax.Array, weights: jax.Array, slot: jax.Array, choice: jax.Array) -> jax.Array:
-    """The weighted sum of what the experts of each token made of it; nothing from choices without a slot.
-
-    Args:
-      out: [E, C, D].
-      weights: float32 [N, k].
-      slot, choice: of `dispatch`.
-
-    Returns [N, D] in the dtype of the weights.
-    """
-    return _combined(slot, out, weights, choice)

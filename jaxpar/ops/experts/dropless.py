@@ -35,9 +35,9 @@ def dropless(x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, expe
     tokens, k = ids.shape
     count = jax.tree.leaves(leaves)[0].shape[0]
     slots = slots_of(tokens, k, count)
-    rows, slot, choice = dispatch(x, ids, weights, count, slots, 1, by_weight=False, couples="", drops=False)
+    rows, slot, choice = dispatch(count, slots, 1, False, "", False)(x, ids, weights)
     beyond = None
     if slots < tokens:
         beyond, leaves = overflow(expert, x, ids, weights, leaves, slots)
-    y = combine(jax.vmap(expert)(leaves, rows), weights, slot, choice)
+    y = combine(slot, jax.vmap(expert)(leaves, rows), weights, choice)
     return y if beyond is None else y + beyond

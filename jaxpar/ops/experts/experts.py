@@ -128,10 +128,9 @@ def experts(
         each = min(per, math.ceil(capacity * per * k / count))
         couples = _COUPLES if drop_within == "microbatch" and each < per else ""
         by_weight, slots = drop == "probability", parts * each
-        rows, slot, choice = dispatch(
-            tokens, flat_ids, flat_gates, count, slots, parts, by_weight, couples, drops=each < per
-        )
-        y = combine(jax.vmap(expert)(weights, rows), flat_gates, slot, choice)
+        dispatched = dispatch(count, slots, parts, by_weight, couples, each < per)
+        rows, slot, choice = dispatched(tokens, flat_ids, flat_gates)
+        y = combine(slot, jax.vmap(expert)(weights, rows), flat_gates, choice)
         dropped = (slot == count * slots).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
     y = y.astype(x.dtype).reshape(b, t, d)
     if shared is not None:

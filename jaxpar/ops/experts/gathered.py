@@ -118,7 +118,4 @@ def combine(ranks: int) -> Callable[..., Any]:
         of_weights = rows_of(back.reshape(-1), slot)
         return None, (of_slots[..., None] * theirs).astype(out.dtype), of_weights, None
 
-    def forward(*given: jax.Array) -> tuple[Any, Any]:
-        return run(*given), given
-
-    return route("gathered_combine", ("rows",), run, forward, backward)
+    return route("gathered_combine", ("rows",), run, lambda *given: (run(*given), given), backward)

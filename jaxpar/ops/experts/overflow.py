@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..permutations import route
 from .rounds import rounds, where_needed
-from .tables import Order, order, wide
+from .tables import Order, order, rows_of, wide
 
 _numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -87,9 +87,6 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
     def applied(weights: jax.Array, rows: jax.Array, leaves: Any) -> jax.Array:
         return weights[:, None] * expert(jax.tree.unflatten(tree, leaves), rows).astype(weights.dtype)
 
-    def taken(x: jax.Array, at: jax.Array) -> jax.Array:
-        return x.at[at].get(mode="fill", fill_value=0)
-
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
@@ -98,7 +95,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
             def compute(total: jax.Array) -> jax.Array:
                 at = choices(by, start, mine)
-                out = applied(taken(weights.reshape(-1), at), taken(x, at // k), of(e, leaves))
+                out = applied(rows_of(weights.reshape(-1), at), rows_of(x, at // k), of(e, leaves))
                 return total.at[at // k].add(out, mode="drop")
 
             return where_needed(mine > 0, compute, total), None
@@ -118,8 +115,8 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
             def compute(carry: Any) -> Any:
                 of_x, of_weights, of_expert, of_leaves, last = carry
                 at = choices(by, start, mine)
-                _, pull = jax.vjp(applied, taken(weights.reshape(-1), at), taken(x, at // k), of(e, leaves))
-                to_weights, to_x, to_expert = pull(taken(given, at // k))
+                _, pull = jax.vjp(applied, rows_of(weights.reshape(-1), at), rows_of(x, at // k), of(e, leaves))
+                to_weights, to_x, to_expert = pull(rows_of(given, at // k))
                 # Blocks of one expert follow each other: their sum is kept in float32, and written once more with each.
                 of_expert = [
                     jnp.where(e == last, sum_, first.astype(sum_.dtype)) + new.astype(sum_.dtype)

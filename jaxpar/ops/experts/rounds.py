@@ -92,7 +92,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         ones = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
         out, *leaves = overflow(rows.reshape(-1, rows.shape[-1]), of.reshape(-1, 1), ones, *leaves)
         out = exchanged(out.astype(x.dtype).reshape(*rows.shape[:2], -1))
-        return combine(out, weights, slot, choice), leaves
+        return combine(slot, out, weights, choice), leaves
 
     def numbers(x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
         return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, ranks, slots), dtype=jnp.int32)
