@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from .. import ops
 from ..program import jaxpr as jx
-from .labels import NOWHERE
 from .reader import Reader
 from .values import NUMBER, Note, Value, reasons
 
@@ -34,7 +33,6 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     if (
         r.backward
         or any(folder in info for folder in _KNOWN)
-        or all(x.given for x in active)
         or "coupled" in {x.kind for x in (*active, *given)}
     ):
         return []
@@ -47,7 +45,7 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     found = replace(r, backward=True).run(
         program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)]
     )
-    notes = [note for x, ct in zip(active, found, strict=True) if not x.given for note in _judged(eqn, x, ct)]
+    notes = [note for x, ct in zip(active, found, strict=True) for note in _judged(eqn, x, ct)]
     before = reasons([*ins, *outs])
     return [replace(n, backward=True) for n in notes if n not in before]
 
@@ -86,7 +84,7 @@ def _judged(eqn: Any, x: Value, ct: Value) -> list[Note]:
         return notes
     fits = {"rows": ("rows", "whole"), "whole": ("sum", "rows"), "sum": ("whole",)}.get(x.kind, (ct.kind,))
     power = -x.power
-    of_others = (ct.kind == "rows" == x.kind and ct.at != x.at) or (ct.kind == "sum" and ct.at is not NOWHERE)
+    of_others = (ct.kind == "rows" == x.kind and ct.at != x.at) or (ct.kind == "sum" and ct.varies)
     if ct.kind not in fits or ct.plus or of_others:
         what = "the derivative of a function gives rows what follows from other rows too, or a sum to each block"
         return notes or [Note.at(eqn, what)]

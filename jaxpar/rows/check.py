@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from ..model.model import MAKERS, Mean, Replicated
 from ..program import jaxpr as jx
 from ..strategy import Strategy
 from .arithmetic import named
-from .labels import NOWHERE, Labels, numbered
+from .labels import Labels, numbered
 from .reader import Reader
 from .values import FROM_ALL, NUMBER, Note, Value
 
@@ -97,19 +96,17 @@ def _read(
     reader = Reader(rows, axes, {**axes, name: replicas // 2}, twin is not None)
     variables, batch, key = rest
 
-    def whole(tree: Any, keyed: bool = False, given: bool = True) -> list[Value]:
-        leaves = [frozenset(range(len(x.shape))) for x in jax.tree.leaves(tree)]
-        return [Value(varies=dims, keyed=keyed, given=given) for dims in leaves]
+    def whole(tree: Any, keyed: bool = False) -> list[Value]:
+        return [Value(varies=frozenset(range(len(x.shape))), keyed=keyed) for x in jax.tree.leaves(tree)]
 
-    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})), given=True)
+    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})))
     fed: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
         fed += whole(x) if _is_replicated(x) else [rowwise(x)]
     inputs = [*whole(variables), *fed, *whole(key, keyed=True)]
-    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]], given=False)
+    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
     consts = reader.constants(flat.consts, twin.consts if twin is not None else ())
-    terms = [replace(x, term=("input", i)) for i, x in enumerate([*params, *inputs])]
-    values = reader.run(flat, twin, consts, terms)
+    values = reader.run(flat, twin, consts, [*params, *inputs])
     sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
     return {name: _result(name, flat, values, mean) for name, mean in sums.items()}
 
@@ -120,7 +117,7 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> li
     line = _line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
     notes = {*total.notes, *count.notes}
     for x in (total, count):
-        if x.kind == "rows" or x.at is not NOWHERE:
+        if x.kind == "rows" or (x.kind == "sum" and x.varies):
             notes.add(x.pick or Note(line, f"takes some of the rows; {FROM_ALL}"))
     if name != "loss":
         notes = {n for n in notes if not n.backward}

@@ -11,10 +11,10 @@ import numpy as np
 from ..program.primitives import PRIMITIVES
 from .arithmetic import combine, sum_power
 from .generic import Met, generic
-from .labels import Labels, alike, counted, ordinals
+from .labels import Labels, alike, ordinals
 from .reader import Reader, column_notes, rule, shapes
 from .shapes import of_rows
-from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, partial, picks, position
+from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, picks, position, some_rows
 
 Outs = list[Value] | Value
 
@@ -38,7 +38,7 @@ def _unlike(eqn: Any, at: Value, of: np.ndarray, into: Sequence[int], dims: Sequ
     [places] as `of`.
     """
     columns, twins = (_columns(at, into, shapes(eqn)[1], side) for side in (0, 1))
-    varied = at.kind == "whole" and bool(at.varies | at.at.dims)
+    varied = at.kind == "whole" and bool(at.varies)
     if all(alike(of, columns[d], twins.get(d)) if d in columns else not varied for d in dims):
         return []
     what = f"{eqn.primitive.name} at what depends on a row's place in its block; put it into the batch"
@@ -48,9 +48,9 @@ def _unlike(eqn: Any, at: Value, of: np.ndarray, into: Sequence[int], dims: Sequ
 @rule("gather")
 def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, at), n, (into, indices) = ins, eqn.params["dimension_numbers"], shapes(eqn)
-    if at.kind in ("sum", "running") or (at.kind == "rows" and (at.plus or x.kind in ("sum", "running"))):
+    if at.kind == "sum" or (at.kind == "rows" and (at.plus or x.kind == "sum")):
         return mixed(eqn, ins, "a lookup at")
-    if r.looped and x.kind in ("sum", "running"):
+    if r.looped and x.kind == "sum":
         return mixed(eqn, ins, certain=False)  # of what a loop adds up at each row's place, it may take the row's
     mapped = x.at.dims & {*n.start_index_map} if x.kind == "rows" else frozenset()
     if not mapped:
@@ -77,7 +77,7 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
 @rule("dynamic_slice")
 def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, *starts), sizes, into = ins, eqn.params["slice_sizes"], shapes(eqn)[0]
-    if any(s.kind in ("sum", "running") for s in starts):
+    if any(s.kind == "sum" for s in starts):
         return mixed(eqn, ins, "a slice that starts at")
     cut = [d for d in x.at.dims if sizes[d] != into[d]] if x.kind == "rows" else []
     if any(starts[d].scalar is None for d in cut):
@@ -93,10 +93,8 @@ def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs
 def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     x, update, *starts = ins
     met, kinds = Met(eqn), {x.kind, update.kind}
-    if kinds & {"sum", "running"}:
-        if "running" in kinds or {s.kind for s in starts} != {"whole"}:
-            return mixed(eqn, ins, certain="running" not in kinds)  # a loop may write each row at its place
-        return combine(r, eqn, [x, update])
+    if "sum" in kinds:
+        return combine(eqn, {0: x, 1: update}) if {s.kind for s in starts} == {"whole"} else mixed(eqn, ins)
     if any(y.kind == "rows" and met.to_factors(k, y.at.array) is None for k, y in enumerate(ins)):
         certain = x.kind == "rows" and not r.looped
         return coupled(ins, Note.at(eqn, f"writes rows at other places; {FROM_ALL}", certain))
@@ -106,14 +104,11 @@ def _dynamic_update_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) 
 @rule(*(name for name in PRIMITIVES if name.startswith("scatter")))
 def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Outs:
     (x, at, new), name, met = ins, eqn.primitive.name, Met(eqn)
-    if at.kind in ("sum", "running") or at.plus:
+    if at.kind == "sum" or at.plus:
         # As jnp.repeat(experts, counts) marks where the tokens of each begin. An order may be undone, as by sorting.
         return mixed(eqn, ins, "an update at indices that hold", not x.kind == new.kind == "whole")
-    if {x.kind, new.kind} & {"sum", "running"}:
-        kinds = {y.kind for y in ins}
-        if kinds & {"rows", "running"}:
-            return mixed(eqn, ins, certain="running" not in kinds)
-        return combine(r, eqn, [x, new])
+    if "sum" in (x.kind, new.kind):
+        return mixed(eqn, ins) if any(y.kind == "rows" for y in ins) else combine(eqn, {0: x, 2: new})
     free = all(met.to_factors(k, y.at.array) is not None for k, y in enumerate(ins) if y.kind == "rows")
     if at.kind == "whole" and free:
         found = generic(r, eqn, twin, ins)
@@ -175,9 +170,11 @@ def _added_up(r: Reader, eqn: Any, x: Value, at: Value, new: Value) -> Value:
         return others(eqn, [x, at, new], "updates by")
     if at.kind == "rows" and at.notes:  # each may have places of its own
         return coupled([x, at, new])
-    (first, of), into = found, shapes(eqn)[0]
-    places = frozenset(range(of.ndim)) & (at.varies | at.at.dims)
+    first, of = found
+    places = frozenset(range(of.ndim)) & at.varies
     rows = replace(first, at=Labels(of), power=new.power)
     notes = position(eqn, Value(varies=places), rows, of.shape) if at.kind == "whole" else column_notes(eqn, at)
-    members = counted(of, range(of.ndim), r.rows)
-    return combine(r, eqn, [x, partial(rows, members.reshape([1] * len(into) + [-1])).noted(*notes)])
+    _, often = np.unique(of, return_counts=True)
+    if len(often) < r.rows or (often != often[0]).any():
+        return coupled([x, rows], new.pick or some_rows(eqn))
+    return combine(eqn, {0: x, 2: Value("sum", power=new.power, pick=new.pick, notes=rows.notes).noted(*notes)})

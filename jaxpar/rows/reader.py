@@ -10,8 +10,6 @@ same loss on twice the rows: the ratio of two literals, or of two sizes, is 2^po
 
 from __future__ import annotations
 
-import collections
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import jaxpr as jx
-from ..program.equal import differing
-from .labels import NOWHERE, alike
+from .labels import alike
 from .numbers import computed, constant
-from .values import NUMBER, ODD, UNNAMED, Note, Value, coupled, picks, reasons
+from .values import NUMBER, ODD, UNNAMED, Note, Value, picks, reasons
 
 PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value"]
 Rule = TypeVar("Rule", bound=PrimitiveRule)
 RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows, sums and whole values
 ALWAYS: dict[str, PrimitiveRule] = {}  # of coupled ones too: calls and collectives
-CANCEL: dict[str, PrimitiveRule] = {}  # of coupled ones that may cancel
-_LONG = 1_000_000  # pairs of equations, to look for those of one program in another
 
 
 def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule], Rule]:
@@ -62,7 +57,6 @@ class Reader:
       exact: whether there is a twin.
       looped: whether this is the body of a loop.
       backward: whether this is a derivative, which the loss's own derivative does not go through.
-      terms, numbers: equations by primitive and terms of their operands, and the terms of their results.
       pulled: what has been read of functions with derivatives of their own.
     """
 
@@ -72,15 +66,12 @@ class Reader:
     exact: bool
     looped: bool = False
     backward: bool = False
-    terms: dict[Any, list[tuple[Any, int]]] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
     pulled: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr (or a `jx.Flat`)."""
-        known = [x if x.term is not None else replace(x, term=next(self.numbers)) for x in (*consts, *inputs)]
-        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], known, strict=True))
-        twins, other = paired(program.eqns, twin.eqns, self.rows) if twin is not None else ({}, None)
+        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
+        twins, other = paired(program.eqns, twin.eqns) if twin is not None else ({}, None)
         for i, eqn in enumerate(program.eqns):
             ins = [self.read(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
             env.update(zip(eqn.outvars, self.equation(eqn, twins.get(i), ins), strict=True))
@@ -99,24 +90,23 @@ class Reader:
         """The value of a variable or literal, the k-th of some, beside those of the twin."""
         if not jx.is_literal(atom):
             return env[atom]
-        twin = twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None
-        return replace(self.constant(atom.val, twin), term=(str(atom.aval), repr(atom.val)))
+        return self.constant(atom.val, twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None)
 
     def constants(self, values: Sequence[Any], twins: Sequence[Any]) -> list[Value]:
         """The values of arrays that a trace closed over."""
         found = twins if len(twins) == len(values) else [None] * len(values)
-        return [replace(self.constant(x, y), term=("array", id(x))) for x, y in zip(values, found, strict=True)]
+        return list(map(self.constant, values, found))
 
     def constant(self, x: Any, twin: Any) -> Value:
         """A number or array that stands in the program."""
         number = constant(x, twin)
         if number is None:
-            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset(), given=True)
+            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset())
         if number.uniform:
-            return self.powered(Value(number=number, given=True))
+            return self.powered(Value(number=number))
         array = number.array
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
-        return Value(varies=varies, number=number, given=True)
+        return Value(varies=varies, number=number)
 
     def powered(self, x: Value) -> Value:
         """A whole value with the power that its two numbers show."""
@@ -142,20 +132,13 @@ class Reader:
 
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         """What comes out of one equation."""
-        name, kinds = eqn.primitive.name, {x.kind for x in ins}
-        if name in ALWAYS:
-            fun = ALWAYS[name]
-        elif "coupled" in kinds:
-            fun = CANCEL.get(name, CANCEL[""])
-        else:
-            fun = _extreme if "extreme" in kinds else RULES.get(name, RULES[""])
+        name, some = eqn.primitive.name, any(x.kind == "coupled" for x in ins)
+        fun = ALWAYS.get(name) or RULES.get("coupled" if some else name, RULES[""])
         outs = fun(self, eqn, twin, ins)
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
-        term = self._term(eqn, ins)
-        outs = [x if x.term is not None else replace(x, term=(term, i)) for i, x in enumerate(outs)]
         if name in ALWAYS:
             return [_located(eqn, x) for x in outs]
-        if kinds & {"coupled", "extreme"}:  # what couples them may have cancelled
+        if some:  # what couples them may have cancelled
             ins = [replace(x, notes=frozenset()) for x in ins]
         return self._finished(eqn, twin, ins, outs)
 
@@ -164,40 +147,20 @@ class Reader:
         notes = [*reasons(ins), *_differing(eqn, twin, self.exact)]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
             notes += [note for x in ins for note in column_notes(eqn, x)]
-        keyed, given = any(x.keyed for x in ins), all(x.given for x in ins)
+        keyed = any(x.keyed for x in ins)
         numbers, found = computed(eqn, twin, [x.number for x in ins]), []
         for x, number, v in zip(outs, numbers, eqn.outvars, strict=True):
-            x = replace(x.noted(*notes), number=x.number or number, given=given)
+            x = replace(x.noted(*notes), number=x.number or number)
             if not jnp.issubdtype(v.aval.dtype, jnp.inexact) or eqn.primitive.name == "stop_gradient":
                 x = replace(x, notes=frozenset(n for n in x.notes if not n.backward))  # no gradient goes through it
             if x.kind == "whole":
                 x = replace(x, keyed=keyed, pick=None if keyed else x.pick or picks(ins))
                 if x.number is not None and x.number.uniform:
-                    x = replace(x, varies=frozenset(), at=NOWHERE)
+                    x = replace(x, varies=frozenset())
                     if any(y.power or (y.number is not None and not y.number.uniform) for y in ins):
                         x = self.powered(x)
             found.append(x)
         return found
-
-    def _term(self, eqn: Any, ins: Sequence[Value]) -> int:
-        known = self.terms.setdefault((eqn.primitive, *(x.term for x in ins)), [])
-        typed = lambda e: [(v.aval.dtype, v.aval.ndim) if hasattr(v.aval, "ndim") else v.aval for v in e.outvars]
-        for other, term in known if ins else ():
-            if typed(eqn) == typed(other) and differing(eqn, other, False) is None:
-                return term
-        known.append((eqn, next(self.numbers)))
-        return known[-1][1]
-
-
-def _extreme(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    """What comes of a maximum over rows."""
-    if not {x.kind for x in ins} <= {"extreme", "whole"}:
-        return coupled(ins)
-    if eqn.primitive.name != "stop_gradient":
-        return next(x for x in ins if x.kind == "extreme").noted(*reasons(ins))
-    # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
-    pending = [replace(n, certain=False) for x in ins for n in x.notes]
-    return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
 
 
 def _located(eqn: Any, x: Value) -> Value:
@@ -222,27 +185,17 @@ def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
             yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain)
 
 
-def paired(eqns: Sequence[Any], twins: Sequence[Any], rows: int) -> tuple[dict[int, Any], Any]:
-    """For equations, by number, those of the same program for twice the rows; and the first that makes it another
-    program. It may have more of them where Python goes through rows: a multiple of each.
+def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], Any]:
+    """For equations, by number, those of the same program for twice the rows, and the first that makes it another
+    program: they are paired from both ends.
     """
-    kinds = [[(e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4])) for e in es] for es in (eqns, twins)]
-    a, b = kinds
-    if a == b:
-        return dict(enumerate(twins)), None
-    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    last = alike(zip(reversed(a), reversed(b), strict=False))
-    first = alike(zip(a[: len(a) - last], b[: len(b) - last], strict=False))
-    found = {i: i for i in range(first)} | {len(a) - i: len(b) - i for i in range(1, last + 1)}
-    left = a[first : len(a) - last], b[first : len(b) - last]
-    if len(left[0]) * len(left[1]) <= _LONG:
-        for i, j, n in difflib.SequenceMatcher(None, *left, autojunk=False).get_matching_blocks():
-            found |= {first + i + k: first + j + k for k in range(n)}
-    more = collections.Counter(kind[0] for kind in b)
-    more.subtract(kind[0] for kind in a)
-    unmatched = [eqn for i, eqn in enumerate(eqns) if i not in found]
-    extra = [eqn for j, eqn in enumerate(twins) if more[eqn.primitive] % rows]
-    return {i: twins[j] for i, j in found.items()}, next(iter([*unmatched, *extra]), None)
+    kind = lambda e: (e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4]))
+    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: kind(pair[0]) == kind(pair[1]), pairs))
+    first = alike(zip(eqns, twins, strict=False))
+    last = alike(zip(reversed(eqns[first:]), reversed(twins[first:]), strict=False))
+    found = {i: twins[i] for i in range(first)}
+    found |= {len(eqns) - i: twins[len(twins) - i] for i in range(1, last + 1)}
+    return found, next(iter((*eqns[first:], *twins[first:])), None)
 
 
 def column_notes(eqn: Any, x: Value) -> list[Note]:

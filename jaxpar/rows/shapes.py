@@ -12,10 +12,9 @@ import numpy as np
 
 from .arithmetic import combine
 from .generic import Met, generic, mixes_rows
-from .labels import NOWHERE, Labels, alike, blocks, numbered, ordinals, reshaped
-from .numbers import LARGEST
+from .labels import Labels, alike, blocks, ordinals, reshaped
 from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, Note, Value, coupled, mixed, others, partial, picks, position
+from .values import FROM_ALL, Note, Value, coupled, mixed, others, picks, position
 
 # What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
 _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
@@ -52,18 +51,14 @@ def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
     if x.kind == "whole":
         return _of_whole(r, eqn, twin, ins)
-    if x.kind not in ("rows", "sum") or (name != "reshape" and all(to[d] is not None for d in x.at.dims)):
-        return generic(r, eqn, twin, ins)
-    if x.at is NOWHERE:
-        return [x.plain(number=x.number)] * len(eqn.outvars)
+    if x.kind == "sum" or (name != "reshape" and all(to[d] is not None for d in x.at.dims)):
+        return [replace(y, number=x.number) for y in generic(r, eqn, twin, ins)]
     outs = _PIECES[name](eqn, x.at.array)
-    if x.kind == "sum":
-        return [partial(x, at) for at in outs]
     places = _PIECES[name](eqn, ordinals(x.at.array))
-    return [of_rows(eqn, x, at, inner, j) for j, (at, inner) in enumerate(zip(outs, places, strict=True))]
+    return [of_rows(eqn, x, at, inner) for at, inner in zip(outs, places, strict=True)]
 
 
-def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, pick: Note | None = None) -> Value:
+def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | None = None) -> Value:
     """Rows x after an equation has moved, or picked, elements: of which rows they are, and which of each row's."""
     name, labels = eqn.primitive.name, Labels(at)
     said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, "takes some of the rows")
@@ -72,33 +67,18 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, p
     found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
     if not at.size:
         return coupled([x], pick)
-    if not alike(at, inner):
-        what = "takes of each row what depends on its place in its block"
-        return found.noted(Note.at(eqn, what, certain=False))
-    if name not in ("slice", "split", "unstack"):
+    if alike(at, inner):
         return found
-    # The term of a row is that of any other that is picked in the same way.
-    bounds = zip(eqn.params.get("start_indices", ()), eqn.params.get("limit_indices", ()), strict=True)
-    within = tuple(bound for d, bound in enumerate(bounds) if d not in x.at.dims)
-    return replace(found, term=(name, x.term, within))
+    return found.noted(Note.at(eqn, "takes of each row what depends on its place in its block", certain=False))
 
 
-def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    """Of dims that become one, some may differ and others not: elements are numbered, and numbers go where they go."""
-    (x, *_), name, (old, *_) = ins, eqn.primitive.name, shapes(eqn)
-    groups = blocks(old, shape_of(eqn)) if name == "reshape" else [([d], [d]) for d in range(len(old))]
-    if name != "reshape" and (name != "tile" or not (x.varies | x.at.dims)):
-        return generic(r, eqn, twin, ins)
-    at, varies = x.at.array if x.at.dims else np.zeros((1,) * len(old), np.int64), set[int]()
-    for before, after in groups:
-        large = {d for d in before if old[d] > 1}
-        every = large <= x.varies and not large & x.at.dims and name == "reshape"
-        if every or math.prod(old[d] for d in before) > LARGEST or eqn.params.get("dimensions") is not None:
-            varies.update(d for d in after if large and shape_of(eqn)[d] > 1)
-        elif here := large & x.varies:
-            at = at + (at.max() + 1) * numbered(old, here)
-    labels = Labels(_PIECES[name](eqn, at)[0])
-    return x.plain(at=labels if labels.dims else NOWHERE, varies=frozenset(varies))
+def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of dims that become one, or several, all differ where one does."""
+    found, (old, *_) = generic(r, eqn, twin, ins), shapes(eqn)
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
+        return found
+    varies = {d for before, after in blocks(old, shape_of(eqn)) if ins[0].varies.intersection(before) for d in after}
+    return [replace(x, varies=frozenset(varies)) for x in found]
 
 
 @rule("concatenate", "stack")
@@ -106,9 +86,8 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
     if all(x.kind == "whole" for x in ins):
         return generic(r, eqn, twin, ins)
-    if any(x.kind in ("sum", "running") for x in ins):
-        found = combine(r, eqn, [x for x in ins if not x.zero])
-        return mixed(eqn, ins) if found.at is not NOWHERE else found
+    if any(x.kind == "sum" for x in ins):
+        return combine(eqn, {k: x for k, x in enumerate(ins) if not x.zero})
     rows = [x for x in ins if x.kind == "rows"]
     labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
     same = all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims)
@@ -121,13 +100,12 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     wide = [[n if d == dim else k for d, k in enumerate(joint)] for n in sizes]
     full = [np.broadcast_to(a, shape) for a, shape in zip(labels, wide, strict=True)]
     at = np.concatenate(full, dim)
-    terms = list(dict.fromkeys(x.term for x in rows))
-    functions = [ordinals(a) * len(terms) + terms.index(x.term) for a, x in zip(full, rows, strict=True)]
+    functions = [ordinals(a) * len(rows) + i for i, a in enumerate(full)]  # each operand may be another
     power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
     x = replace(rows[0], power=power, plus=any(x.plus for x in rows))
     ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(at.ndim)]))
     note = Note.at(eqn, f"puts rows into another order; {FROM_ALL}")
-    found = of_rows(eqn, x, at, np.concatenate(functions, dim), 0, note)
+    found = of_rows(eqn, x, at, np.concatenate(functions, dim), note)
     return replace(found, pick=None) if found.at == ordered else found
 
 
@@ -142,7 +120,7 @@ def _beside(
         if x.kind == "whole" and last and not stacked and x.number is not None and s[dim] == 1:
             columns.append((start, x.number))  # the lookup says whether they meet the rows that they count
         elif x.kind == "whole":
-            varies = frozenset(d + (stacked and d >= dim) for d in x.varies | x.at.dims)
+            varies = frozenset(d + (stacked and d >= dim) for d in x.varies)
             notes += position(eqn, Value(varies=varies, pick=x.pick), found, shape)
         start += 1 if stacked else s[dim]
     powers = {x.power for x in ins if not x.zero}
