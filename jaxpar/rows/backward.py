@@ -30,11 +30,7 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
     active = [x for x, on in zip(ins, inexact, strict=False) if on]
     given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
-    if (
-        r.backward
-        or any(folder in info for folder in _KNOWN)
-        or "coupled" in {x.kind for x in (*active, *given)}
-    ):
+    if r.backward or any(folder in info for folder in _KNOWN) or "coupled" in {x.kind for x in (*active, *given)}:
         return []
     if id(eqn) not in r.pulled:
         r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))

@@ -27,6 +27,7 @@ from .values import (
     Note,
     Value,
     coupled,
+    equally,
     mixed,
     others,
     picks,
@@ -116,8 +117,7 @@ class Met:
             return coupled([x], Note.at(self.eqn, what))
         if how != {"sum"}:
             return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
-        _, often = np.unique(x.at.array, return_counts=True)
-        if len(often) < r.rows or (often != often[0]).any():
+        if not equally(x.at, r.rows):
             return coupled([x], x.pick or some_rows(self.eqn))
         left = frozenset(self.outs[j][i] for i in x.at.dims.difference(gone))
         return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
