@@ -137,8 +137,6 @@ def _div(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | 
 def _select(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     which, *cases = ins
     sums = any(x.kind == "sum" for x in cases)
-    if len(ins) == 3 and which.zero and cases[0].kind == "whole":
-        return cases[0]  # what keeps indices from being negative, which these are not
     if which.kind == "sum" or (which.kind == "rows" and (sums or any(x.plus for x in cases))):
         return mixed(eqn, ins, "a choice by row between values, one of which holds")
     if any(x.kind == "sum" and x.varies for x in cases):

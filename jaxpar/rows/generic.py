@@ -40,12 +40,10 @@ LINEAR = {name for name, known in PRIMITIVES.items() if known.linear not in ("",
 LINEAR |= {"complex", "conj", "imag", "real", "dynamic_update_slice", "scatter", "scatter-add"}
 LINEAR |= {"sharding_constraint", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
-# f(c x) = c f(x) for c > 0, and f(c x) = c^k f(x).
-_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"}
-_SCALED |= {"reduce_window_min", "rem", "select_and_gather_add", "select_and_scatter_add", "sort"}
+# f(c x) = c f(x) for c > 0, and f(c x) = f(x).
+_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "rem", "sort", "top_k"}
 _COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
-_DEGREES = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "cholesky": 0.5}
-_DEGREES |= dict.fromkeys(_COMPARED | {"argmax", "argmin", "atan2", "sign"}, 0)
+_UNSCALED = _COMPARED | {"argmax", "argmin", "atan2", "sign"}
 _ROUNDED = {"div", "floor", "round", "shift_right_logical"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
 _SAID |= {"reduce_or": "any", "reduce_and": "all"}
@@ -73,14 +71,8 @@ class Met:
     def to_factors(self, k: int, array: np.ndarray) -> np.ndarray | None:
         """The row labels of operand k with one dim for each factor; None where they differ along what is no factor."""
         for d, i in enumerate(self.ins[k]):
-            if array.shape[d] > 1 and i is None:
+            if array.shape[d] > 1 and (i is None or array.shape[d] != self.sizes[i]):
                 return None
-            if i is not None and array.shape[d] not in (1, self.sizes[i]):  # each group has one
-                groups = np.moveaxis(array, d, -1)
-                groups = groups.reshape(*groups.shape[:-1], self.sizes[i], -1)
-                if (groups != groups[..., :1]).any():
-                    return None
-                array = np.moveaxis(groups[..., 0], -1, d)
         return moved(array, self.ins[k], len(self.factors))
 
     def to_result(self, j: int, array: np.ndarray) -> np.ndarray:
@@ -196,17 +188,16 @@ def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: V
     rounded = not inexact(eqn.outvars[j]) and any(map(inexact, eqn.invars))
     if growth and x.kind != "whole":
         x = x.noted(Note.at(eqn, "sums over as many numbers as a block has rows", certain=False))
-    degree = _DEGREES.get(name, 1 if name in _SCALED and not rounded else exponent(eqn, ins))
     if name in PRODUCTS:
         power = sum(y.power for y in ins) + growth
     elif not any((first, *more)):
         power = growth
     elif name in ("div", "triangular_solve"):
         power = (ins[0].power - ins[1].power) * (1 if name == "div" else -1)
-    elif name in ("sort", "top_k"):
-        power = ins[j].power if name == "sort" else 0 if j else first
-    elif degree is not None and alike:
-        power = first * degree + growth if degree else 0
+    elif alike and name in _UNSCALED:
+        power = 0
+    elif alike and name in _SCALED and not rounded:
+        power = first + growth
     elif (name in LINEAR and not rounded) or any(y.unknown for y in ins) or all(y.number is not None for y in ins):
         power = ODD  # a function of it will be named; or it has been; or it is known as a number
     else:

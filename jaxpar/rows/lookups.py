@@ -64,14 +64,9 @@ def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list
     (x, *starts), sizes, into = ins, eqn.params["slice_sizes"], shapes(eqn)[0]
     if any(s.kind == "sum" for s in starts):
         return mixed(eqn, ins, "a slice that starts at")
-    cut = [d for d in x.at.dims if sizes[d] != into[d]] if x.kind == "rows" else []
-    if any(starts[d].scalar is None for d in cut):
+    if x.kind == "rows" and any(sizes[d] != into[d] for d in x.at.dims):
         return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=not r.looped))
-    if not cut:
-        return generic(r, eqn, twin, ins)
-    first = {d: int(np.clip(starts[d].scalar or 0, 0, into[d] - sizes[d])) for d in cut}
-    window = tuple(slice(first[d], first[d] + sizes[d]) if d in cut else slice(None) for d in range(len(into)))
-    return of_rows(eqn, x, x.at.array[window], ordinals(x.at.array)[window])
+    return generic(r, eqn, twin, ins)
 
 
 @rule("dynamic_update_slice")

@@ -115,7 +115,7 @@ class Reader:
         if x.zero:
             return replace(x, power=0)
         if two is None:
-            return x if self.exact else replace(x, power=_likely(float(np.real(one)), self.rows))
+            return x
         power = 0 if one == two else doubled(float(np.real(two)) / float(np.real(one)))
         return replace(x, power=ODD if power is None else power)
 
@@ -213,9 +213,3 @@ def doubled(ratio: float) -> float | None:
         return None
     power = round(2 * math.log2(ratio)) / 2
     return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else None
-
-
-def _likely(x: float, rows: int) -> float:
-    """The power of a number that may be a multiple of the rows, or one over that, where there is no twin to tell."""
-    multiple = lambda x: x >= rows and math.isclose(x / rows, round(x / rows), rel_tol=1e-5)
-    return 1 if multiple(x) else -1 if x and multiple(1 / x) else 0
