@@ -46,7 +46,7 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
     if a.kind == "coupled":
         return coupled([a, b])
     if kinds == ("whole", "whole"):
-        return _of_wholes(a, b, power)
+        return Value(power=power, varies=a.varies | b.varies, keyed=a.keyed and b.keyed, pick=a.pick or b.pick)
     if kinds == ("whole", "rows"):
         return b.plain(power=power).noted(*position(eqn, a, b, shape_of(eqn)))
     if a.kind == "whole":
@@ -65,18 +65,13 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
     return _added(eqn, a, b.power, b, named(b.power)) if a.varies == b.varies else mixed(eqn, [a, b])
 
 
-def _of_wholes(a: Value, b: Value, power: float) -> Value:
-    """One whole value of two."""
-    return Value(power=power, varies=a.varies | b.varies, keyed=a.keyed and b.keyed, pick=a.pick or b.pick)
-
-
 def joined(eqn: Any, a: Value, b: Value) -> Value:
     """What is one of two values: by a branch, or after so many steps of a loop."""
     a, b = sorted((a, b), key=lambda x: _ORDER.index(x.kind))
     power, name = sum_power(a, b), eqn.primitive.name
     same = a.at == b.at and (a.kind != "sum" or a.varies == b.varies)
     if a.kind == b.kind == "whole":
-        found = _of_wholes(a, b, power)
+        found = _pair(eqn, a, b)
     elif a.zero or (a.kind == "whole" and b.kind == "sum" and a.power - 1 == b.power):
         found, power = b.plain(), b.power
     elif (a.kind == b.kind and same) or (a.kind, b.kind) == ("whole", "rows"):

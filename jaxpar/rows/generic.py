@@ -27,7 +27,6 @@ from .values import (
     Note,
     Value,
     coupled,
-    equally,
     mixed,
     others,
     picks,
@@ -91,13 +90,6 @@ class Met:
         varies = frozenset(i for d in x.varies if (i := to[d]) is not None)
         return replace(x, varies=varies, number=x.number if same else None)
 
-    def places(self, ins: Sequence[Value], x: Value) -> list[Note]:
-        """What is to be said of whole operands that rows meet."""
-        summed = any(out[i] is None for out in self.outs for i in x.at.dims)
-        what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
-        wholes = [self.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
-        return [note for y in wholes for note in position(self.eqn, y, x, self.sizes, what)]
-
     def result(self, r: Reader, j: int, x: Value) -> Value:
         """Rows, where all meet, as they are in result j."""
         name, gone = self.eqn.primitive.name, [i for i in x.at.dims if self.outs[j][i] is None]
@@ -109,7 +101,7 @@ class Met:
             return coupled([x], Note.at(self.eqn, what))
         if how != {"sum"}:
             return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
-        if not equally(x.at, r.rows):
+        if not x.at.equally(r.rows):
             return coupled([x], x.pick or some_rows(self.eqn))
         left = frozenset(self.outs[j][i] for i in x.at.dims.difference(gone))
         return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
@@ -137,7 +129,10 @@ def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
         return alike(replace(others(eqn, ins, "a product of" if name in PRODUCTS else ""), pairs=kept))
     (k, x), *_ = rows.items()
     x = x.plain(at=labels[k], plus=plus, pick=picks(rows.values()))
-    places = met.places(ins, x)
+    summed = any(out[i] is None for out in met.outs for i in x.at.dims)
+    what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
+    wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
+    places = [note for y in wholes for note in position(eqn, y, x, met.sizes, what)]
     if plus and places and name in PRODUCTS:
         return alike(mixed(eqn, ins, "a product, row by row, with"))
     return [met.result(r, j, powered(r, eqn, twin, ins, met, x.noted(*places), j)) for j in results]
@@ -206,18 +201,12 @@ def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: V
     return replace(x, power=power if power == power else ODD)
 
 
-def exponent(eqn: Any, ins: Sequence[Value]) -> float | None:
-    """The known exponent of a power."""
-    name = eqn.primitive.name
-    return eqn.params["y"] if name == "integer_pow" else ins[1].scalar if name == "pow" and not ins[1].power else None
-
-
 def mixes_rows(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
     """The result of an equation that mixes rows along a dim of theirs, as a sort does."""
     name = eqn.primitive.name
     if not known:
         return coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
-    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name != "reduce"  # by any function
+    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name not in ("reduce", "pad")
     if name in ("sort", "approx_top_k") and len(ins) > 1:  # as where tokens are sorted by their experts and put back
         said, certain = said.replace(";", ", of no effect if results go back to their rows; else"), False
     return coupled(ins, Note.at(eqn, said, certain))
@@ -267,7 +256,7 @@ def _coupled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     """What is coupled stays so, but for the square of a root. What may come apart again is no certain coupling."""
     name, (x, *more) = eqn.primitive.name, [y for y in ins if y.kind != "whole"]
     itself = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    if x.root is not None and (itself or name == "square" or exponent(eqn, ins) == 2):
+    if x.root is not None and (itself or name == "square" or eqn.params.get("y") == 2):
         return x.root
     found, known = coupled(ins), primitives.of(eqn)
     if x.root is not None and known.view:

@@ -31,6 +31,11 @@ class Labels:
         self.array = array
         self.dims = frozenset(d for d, n in enumerate(array.shape) if n > 1)
 
+    def equally(self, rows: int) -> bool:
+        """Whether each of all rows has as many elements."""
+        _, often = np.unique(self.array, return_counts=True)
+        return len(often) == rows and bool((often == often[0]).all())
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Labels) and np.array_equal(self.array, other.array))
 

@@ -14,7 +14,7 @@ from .generic import Met, generic
 from .labels import Labels, alike, ordinals
 from .reader import Reader, column_notes, rule, shapes
 from .shapes import of_rows
-from .values import FROM_ALL, PICKS, Note, Value, coupled, equally, mixed, others, some_rows
+from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, some_rows
 
 
 def _columns(at: Value, dims: Sequence[int], shape: Sequence[int], side: int = 0) -> dict[int, np.ndarray]:
@@ -99,6 +99,6 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value
         return coupled(ins, note)
     if of is new and at.kind == "rows" and Labels(new.at.array.squeeze(tuple(inside))) != Labels(at.at.array[..., 0]):
         return others(eqn, ins, "updates by")
-    if not equally(of.at, r.rows):
+    if not of.at.equally(r.rows):
         return coupled(ins, of.pick or some_rows(eqn))
     return combine(eqn, {0: x, 2: Value("sum", power=new.power, pick=new.pick)}).noted(*new.notes)

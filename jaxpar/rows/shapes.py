@@ -20,41 +20,30 @@ from .values import FROM_ALL, Note, Value, coupled, mixed, others, picks, positi
 _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
     "rev": lambda e, x: [np.flip(x, tuple(d for d in e.params["dimensions"] if x.shape[d] > 1))],
     "slice": lambda e, x: [x[_window(e, x)]],
-    "tile": lambda e, x: [
-        np.tile(x, [n if k > 1 else 1 for n, k in zip((*e.params["reps"], 1), x.shape, strict=False)])
-    ],
-    "split": lambda e, x: _split(x, e.params["sizes"], e.params["axis"]),
-    "unstack": lambda e, x: [x.take(i % x.shape[e.params["axis"]], e.params["axis"]) for i in range(len(e.outvars))],
-    "reshape": lambda e, x: [_reshaped(e, x)],
+    "tile": lambda e, x: [np.tile(x, [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=True)])],
+    "split": lambda e, x: np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"]),
+    "unstack": lambda e, x: [x.take(i, e.params["axis"]) for i in range(len(e.outvars))],
+    "reshape": lambda e, x: [reshaped(x, shapes(e)[0], shape_of(e))],
 }
 
 
 def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
     p = eqn.params
-    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=False)
+    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=True)
     return tuple(slice(None) if n == 1 else slice(*which) for *which, n in cut)
-
-
-def _split(x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
-    return np.split(x, [*accumulate(sizes)][:-1], axis) if x.shape[axis] > 1 else [x] * len(sizes)
-
-
-def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
-    (old, *_), order = shapes(eqn), eqn.params["dimensions"]
-    if order is not None:
-        x, old = x.transpose(*order, *range(len(order), x.ndim)), [old[d] for d in order]
-    return reshaped(x, old, shape_of(eqn))
 
 
 @rule(*_PIECES)
 def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
-    if x.kind == "whole":
-        return _of_whole(r, eqn, twin, ins)
-    if x.kind == "sum" or (name != "reshape" and all(to[d] is not None for d in x.at.dims)):
-        return [replace(y, number=x.number) for y in generic(r, eqn, twin, ins)]
-    outs = _PIECES[name](eqn, x.at.array)
-    places = _PIECES[name](eqn, ordinals(x.at.array))
+    reshapes = name == "reshape" and eqn.params["dimensions"] is None
+    if x.kind == "whole" and reshapes:  # of dims that become one, or several, all differ where one does
+        groups = blocks(shapes(eqn)[0], shape_of(eqn))
+        varies = frozenset(d for before, after in groups if x.varies.intersection(before) for d in after)
+        return [replace(y, varies=varies) for y in generic(r, eqn, twin, ins)]
+    if x.kind != "rows" or not (reshapes or any(to[d] is None for d in x.at.dims)):
+        return [replace(y, number=x.number if x.kind != "whole" else None) for y in generic(r, eqn, twin, ins)]
+    outs, places = (_PIECES[name](eqn, array) for array in (x.at.array, ordinals(x.at.array)))
     return [of_rows(eqn, x, at, inner) for at, inner in zip(outs, places, strict=True)]
 
 
@@ -72,15 +61,6 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | 
     return found.noted(Note.at(eqn, "takes of each row what depends on its place in its block", certain=False))
 
 
-def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of dims that become one, or several, all differ where one does."""
-    found, (old, *_) = generic(r, eqn, twin, ins), shapes(eqn)
-    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
-        return found
-    varies = {d for before, after in blocks(old, shape_of(eqn)) if ins[0].varies.intersection(before) for d in after}
-    return [replace(x, varies=frozenset(varies)) for x in found]
-
-
 @rule("concatenate", "stack")
 def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
@@ -90,8 +70,7 @@ def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return combine(eqn, {k: x for k, x in enumerate(ins) if not x.zero})
     rows = [x for x in ins if x.kind == "rows"]
     labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
-    same = all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims)
-    if same:
+    if all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims):
         return _beside(r, eqn, twin, ins, dim, rows, labels[0])
     if len(rows) < len(ins) or any(x.routed for x in rows):
         return mixes_rows(eqn, ins)
@@ -127,14 +106,6 @@ def _beside(
     return replace(found, columns=tuple(columns), power=powers.pop() if len(powers) == 1 else math.nan).noted(*notes)
 
 
-@rule("pad")
-def _pad(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    padded = {d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-    if ins[0].kind == "rows" and padded & ins[0].at.dims:
-        return coupled(ins, Note.at(eqn, f"pads rows; {FROM_ALL}", certain=False))
-    return generic(r, eqn, twin, ins)
-
-
 @rule("iota", "rng_uniform")
 def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     dims = [eqn.params["dimension"]] if "dimension" in eqn.params else range(len(shape_of(eqn)))
@@ -147,14 +118,13 @@ def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     """Keys of rows give numbers of rows. The block's own key gives each row its own, a key that all blocks have gives
     each block the same.
     """
-    if any(x.kind != "whole" for x in ins):
-        rows = [x for x in ins if x.kind == "rows"]
-        ndim = len(shape_of(eqn))
-        if len(rows) < sum(x.kind != "whole" for x in ins):
-            return mixed(eqn, ins)
+    rows, ndim = [x for x in ins if x.kind == "rows"], len(shape_of(eqn))
+    if any(x.kind == "sum" for x in ins):
+        return mixed(eqn, ins)
+    if rows:
         at = [Labels(x.at.array.reshape([*x.at.array.shape, *[1] * ndim][:ndim])) for x in rows]
         return rows[0].plain(at=at[0]) if len({*at}) == 1 else others(eqn, ins)
-    keyed = any(x.keyed for x in ins)
+    if any(x.keyed for x in ins):
+        return Value()
     pick = Note.at(eqn, "draws with a key that is the same in all blocks; use the key that the loss is given", False)
-    every = [frozenset() if keyed else frozenset(range(len(shape_of(eqn, j)))) for j in range(len(eqn.outvars))]
-    return [Value(varies=dims, pick=None if keyed else pick) for dims in every]
+    return [Value(varies=frozenset(range(len(shape_of(eqn, j)))), pick=pick) for j in range(len(eqn.outvars))]

@@ -172,9 +172,3 @@ def position(eqn: Any, whole: Value, rows: Value, shape: Sequence[int], what: st
         return []
     said = "with a value that depends on a row's place in its block; put it into the batch"
     return [whole.pick or Note.at(eqn, what or f"{eqn.primitive.name} {said}", certain=False)]
-
-
-def equally(at: Labels, rows: int) -> bool:
-    """Whether each of all rows has as many elements."""
-    _, often = np.unique(at.array, return_counts=True)
-    return len(often) == rows and bool((often == often[0]).all())
