@@ -196,7 +196,7 @@ def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: V
     elif (name in LINEAR and not rounded) or any(y.unknown for y in ins) or all(y.number is not None for y in ins):
         power = ODD  # a function of it will be named; or it has been; or it is known as a number
     else:
-        certain = r.exact and (name not in _COMPARED or any(map(inexact, eqn.invars)))  # an index may be one of none
+        certain = name not in _COMPARED or any(map(inexact, eqn.invars))  # an index may be one of none
         return replace(x, power=ODD).noted(Note.at(eqn, f"{name} of {NUMBER}", certain))
     return replace(x, power=power if power == power else ODD)
 

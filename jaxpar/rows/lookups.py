@@ -17,20 +17,6 @@ from .shapes import of_rows
 from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, some_rows
 
 
-def _columns(at: Value, dims: Sequence[int], shape: Sequence[int], side: int = 0) -> dict[int, np.ndarray]:
-    """The indices into each dim of an operand that are known, [shape of the indices without the last dim]; `side` 1:
-    those of the twin, where they are more than one number.
-    """
-    if at.kind == "whole" and at.number is not None:
-        found = {d: (at.number.pair[side], c) for c, d in enumerate(dims)}
-    else:
-        known = dict(at.columns)
-        found = {d: (known[c].pair[side], 0) for c, d in enumerate(dims) if c in known}
-    if side:
-        return {d: a[..., c] for d, (a, c) in found.items() if np.ndim(a)}
-    return {d: np.broadcast_to(a[..., c] if np.ndim(a) else a, shape[:-1]) for d, (a, c) in found.items()}
-
-
 @rule("gather")
 def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, at), n, (into, indices) = ins, eqn.params["dimension_numbers"], shapes(eqn)
@@ -41,19 +27,20 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     mapped = x.at.dims & {*n.start_index_map} if x.kind == "rows" else frozenset()
     if not mapped:
         return [y.noted(*column_notes(eqn, at) if x.kind == "whole" else ()) for y in generic(r, eqn, twin, ins)]
-    columns, twins = (_columns(at, n.start_index_map, indices, side) for side in (0, 1))
+    columns = {d: column for c, d in enumerate(n.start_index_map) if (column := at.column(c))}
     # Indices that come with the rows may point into their own, as those of graphs that are laid one after another do.
     # Those of a loop may go through all rows.
     note = Note.at(eqn, PICKS, certain=at.kind == "whole" and not r.looped)
     if x.at.dims != mapped or not mapped <= {*columns} or any(eqn.params["slice_sizes"][d] != 1 for d in mapped):
         return coupled(ins, note)
-    places = tuple(np.clip(columns[d], 0, into[d] - 1) if d in mapped else 0 for d in range(len(into)))
+    picked = lambda d: np.broadcast_to(np.clip(columns[d][0], 0, into[d] - 1), indices[:-1])
+    places = tuple(picked(d) if d in mapped else 0 for d in range(len(into)))
     rows, inner = x.at.array[places], ordinals(x.at.array)[places]
     note = Note.at(eqn, PICKS, certain=not r.looped)
     if at.kind == "rows" and at.at != Labels(rows[..., None]):
         return coupled(ins, note)
     found = of_rows(eqn, x, *(np.expand_dims(a, n.offset_dims) for a in (rows, inner)), note)
-    same = lambda d: alike(rows, columns[d], twins.get(d)) if d in columns else at.kind == "rows" or not at.varies
+    same = lambda d: alike(rows, *columns[d]) if d in columns else at.kind == "rows" or not at.varies
     if all(same(d) for d in n.start_index_map if d not in mapped):
         return found
     return found.noted(Note.at(eqn, "gather at what depends on a row's place in its block", certain=False))

@@ -54,7 +54,6 @@ class Reader:
     Attributes:
       rows: how many a block has.
       axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
-      exact: whether there is a twin.
       looped: whether this is the body of a loop.
       backward: whether this is a derivative, which the loss's own derivative does not go through.
       pulled: what has been read of functions with derivatives of their own.
@@ -63,7 +62,6 @@ class Reader:
     rows: int
     axes: Mapping[str, int]
     twin_axes: Mapping[str, int]
-    exact: bool
     looped: bool = False
     backward: bool = False
     pulled: dict[Any, Any] = field(default_factory=dict)
@@ -112,23 +110,16 @@ class Reader:
         """A whole value with the power that its two numbers show."""
         assert x.number is not None
         one, two = x.number.pair
-        if x.zero:
-            return replace(x, power=0)
         if two is None:
             return x
-        power = 0 if one == two else doubled(float(np.real(two)) / float(np.real(one)))
-        return replace(x, power=ODD if power is None else power)
+        return replace(x, power=0 if x.zero else power_between(float(np.real(one)), float(np.real(two))))
 
     def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float:
         """The power of n that the product of some sizes has: (input, dim) each."""
         if twin is None or not dims:
             return 0
         sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
-        before, after = math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes)
-        if before == after:  # of no elements as well
-            return 0
-        power = doubled(after / before) if before else None
-        return ODD if power is None else power
+        return power_between(math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes))
 
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         """What comes out of one equation."""
@@ -144,7 +135,7 @@ class Reader:
 
     def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         """What becomes of any equation's results: notes go on, numbers are made."""
-        notes = [*reasons(ins), *_differing(eqn, twin, self.exact)]
+        notes = [*reasons(ins), *_differing(eqn, twin)]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
             notes += [note for x in ins for note in column_notes(eqn, x)]
         keyed = any(x.keyed for x in ins)
@@ -170,7 +161,7 @@ def _located(eqn: Any, x: Value) -> Value:
     return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
 
 
-def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
+def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
     """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
     if twin is None:
         return
@@ -182,7 +173,7 @@ def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
         elif not isinstance(value, int | float | str):
             continue
         if value != other and value == value:  # NaN where indices are outside of an array
-            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain)
+            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}")
 
 
 def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], Any]:
@@ -200,16 +191,15 @@ def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], A
 
 def column_notes(eqn: Any, x: Value) -> list[Note]:
     """What is to be said of indices that are rows, where a column that is known is not the same for each."""
-    found, what = [], f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
-    for _, number in x.columns:
-        column, *twin = (a[..., 0] if np.ndim(a) else a for a in number.pair if a is not None)
-        found += [] if alike(x.at.array[..., 0], np.asarray(column), *twin) else [Note.at(eqn, what, certain=False)]
-    return found
+    what = f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
+    same = all(alike(x.at.array[..., 0], *x.column(c)) for c, _ in x.columns)
+    return [] if same else [Note.at(eqn, what, certain=False)]
 
 
-def doubled(ratio: float) -> float | None:
-    """The k for which a ratio is 2^k; None unless it is a multiple of 1/2."""
-    if not math.isfinite(ratio) or ratio <= 0:
-        return None
-    power = round(2 * math.log2(ratio)) / 2
-    return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else None
+def power_between(one: float, two: float) -> float:
+    """The power of n, a multiple of 1/2, of a number that is `two` where n is twice as large; `ODD` if there is none."""
+    if one == two:
+        return 0
+    ratio = two / one if one else math.nan
+    power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else ODD
+    return power if power == power and math.isclose(ratio, 2**power, rel_tol=1e-5) else ODD

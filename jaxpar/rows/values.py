@@ -95,6 +95,12 @@ class Value:
         """Whether rows are tokens in an order of their own: each slot has at most one row's."""
         return self.kind == "rows" and self.at.array.flat[0] >= ROUTED
 
+    def column(self, c: int) -> list[np.ndarray]:
+        """Column c of indices, of the program and of its twin, where it is known."""
+        number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
+        pair = () if number is None else number.pair
+        return [a[..., c] if np.ndim(a) else np.asarray(a) for a in pair if a is not None]
+
     @property
     def scalar(self) -> float | None:
         """What all elements of a whole value are, where that is known."""
