@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from .generic import Met, generic
 from .labels import Labels
 from .numbers import Number
-from .reader import Reader, rule, shape_of
+from .reader import Reader, rule
 from .values import ODD, SCALES, Note, Value, coupled, mixed, others, position, reasons, some_rows
 
 _ORDER = ("coupled", "whole", "rows", "sum")
@@ -34,10 +35,11 @@ def combine(eqn: Any, ins: Mapping[int, Value]) -> Value:
                 return mixed(eqn, [x])
             x = replace(x, varies=frozenset(dims))
         values.append(met.whole(k, x) if x.kind == "whole" else x)
-    found = values[0]
-    for other in values[1:]:
-        found = _pair(eqn, found, other)
-    return found.noted(*reasons(ins.values()))
+    found = functools.reduce(functools.partial(_pair, eqn), values).noted(*reasons(ins.values()))
+    to = met.outs[0]
+    if found.kind == "rows":
+        return replace(found, at=Labels(met.to_result(0, found.at.array)))
+    return replace(found, varies=frozenset(to[i] for i in found.varies))
 
 
 def _pair(eqn: Any, a: Value, b: Value) -> Value:
@@ -48,7 +50,7 @@ def _pair(eqn: Any, a: Value, b: Value) -> Value:
     if kinds == ("whole", "whole"):
         return Value(power=power, varies=a.varies | b.varies, keyed=a.keyed and b.keyed, pick=a.pick or b.pick)
     if kinds == ("whole", "rows"):
-        return b.plain(power=power).noted(*position(eqn, a, b, shape_of(eqn)))
+        return b.plain(power=power).noted(*position(eqn, a, b))
     if a.kind == "whole":
         what = "is the same for all rows" if a.power == 0 else "depends on how many rows a block has"
         return b if a.negligible else _added(eqn, b, a.power - 1, a, f"a value that {what}")

@@ -132,7 +132,7 @@ def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     summed = any(out[i] is None for out in met.outs for i in x.at.dims)
     what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
     wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
-    places = [note for y in wholes for note in position(eqn, y, x, met.sizes, what)]
+    places = [note for y in wholes for note in position(eqn, y, x, what)]
     if plus and places and name in PRODUCTS:
         return alike(mixed(eqn, ins, "a product, row by row, with"))
     return [met.result(r, j, powered(r, eqn, twin, ins, met, x.noted(*places), j)) for j in results]

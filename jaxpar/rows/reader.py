@@ -197,7 +197,7 @@ def column_notes(eqn: Any, x: Value) -> list[Note]:
 
 
 def power_between(one: float, two: float) -> float:
-    """The power of n, a multiple of 1/2, of a number that is `two` where n is twice as large; `ODD` if there is none."""
+    """The power of n, a multiple of 1/2, of a number that is `two` for twice the rows; `ODD` if there is none."""
     if one == two:
         return 0
     ratio = two / one if one else math.nan

@@ -14,7 +14,7 @@ from .arithmetic import combine
 from .generic import Met, generic, mixes_rows
 from .labels import Labels, alike, blocks, ordinals, reshaped
 from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, Note, Value, coupled, mixed, others, picks, position
+from .values import FROM_ALL, Note, Value, coupled, mixed, others
 
 # What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
 _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
@@ -64,46 +64,40 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | 
 @rule("concatenate", "stack")
 def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
+    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
+    rows = [x for x in ins if x.kind == "rows"]
     if all(x.kind == "whole" for x in ins):
         return generic(r, eqn, twin, ins)
-    if any(x.kind == "sum" for x in ins):
-        return combine(eqn, {k: x for k, x in enumerate(ins) if not x.zero})
-    rows = [x for x in ins if x.kind == "rows"]
-    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
-    if all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims):
-        return _beside(r, eqn, twin, ins, dim, rows, labels[0])
+    if any(x.kind == "sum" for x in ins) or (
+        len({x.at for x in rows}) == 1 and (stacked or dim not in rows[0].at.dims)
+    ):
+        return _beside(eqn, ins, sizes, dim)
     if len(rows) < len(ins) or any(x.routed for x in rows):
         return mixes_rows(eqn, ins)
-    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
-    joint = [max(a.shape[d] for a in labels) for d in range(len(shape_of(eqn)))]
-    wide = [[n if d == dim else k for d, k in enumerate(joint)] for n in sizes]
-    full = [np.broadcast_to(a, shape) for a, shape in zip(labels, wide, strict=True)]
-    at = np.concatenate(full, dim)
+    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
+    joint = np.broadcast_shapes(*(np.delete(a.shape, dim) for a in labels))
+    full = [np.broadcast_to(a, (*joint[:dim], n, *joint[dim:])) for a, n in zip(labels, sizes, strict=True)]
     functions = [ordinals(a) * len(rows) + i for i, a in enumerate(full)]  # each operand may be another
     power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
     x = replace(rows[0], power=power, plus=any(x.plus for x in rows))
-    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(at.ndim)]))
     note = Note.at(eqn, f"puts rows into another order; {FROM_ALL}")
-    found = of_rows(eqn, x, at, np.concatenate(functions, dim), note)
+    found = of_rows(eqn, x, np.concatenate(full, dim), np.concatenate(functions, dim), note)
+    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(len(joint) + 1)]))
     return replace(found, pick=None) if found.at == ordered else found
 
 
-def _beside(
-    r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], dim: int, rows: Sequence[Value], at: np.ndarray
-) -> list[Value] | Value:
-    """What is laid side by side in each row; of indices, columns that are known."""
-    shape, columns, start, notes, stacked = shape_of(eqn), [], 0, list[Note](), eqn.primitive.name == "stack"
-    found = rows[0].plain(at=Labels(at), plus=any(x.plus for x in rows), pick=picks(rows))
-    last = dim == len(shape) - 1 and not np.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
-    for x, s in zip(ins, shapes(eqn), strict=True):
-        if x.kind == "whole" and last and not stacked and x.number is not None and s[dim] == 1:
-            columns.append((start, x.number))  # the lookup says whether they meet the rows that they count
-        elif x.kind == "whole":
-            varies = frozenset(d + (stacked and d >= dim) for d in x.varies)
-            notes += position(eqn, Value(varies=varies, pick=x.pick), found, shape)
-        start += 1 if stacked else s[dim]
-    powers = {x.power for x in ins if not x.zero}
-    return replace(found, columns=tuple(columns), power=powers.pop() if len(powers) == 1 else math.nan).noted(*notes)
+def _beside(eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value:
+    """What is laid side by side in each row, or of sums; of indices, columns that are known: the lookup says whether
+    they meet the rows that they count.
+    """
+    of_indices = eqn.primitive.name == "concatenate" and dim == len(shape_of(eqn)) - 1
+    of_indices = of_indices and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    known = [
+        of_indices and n == 1 and x.kind == "whole" and x.number is not None for x, n in zip(ins, sizes, strict=True)
+    ]
+    found = combine(eqn, {k: x for k, x in enumerate(ins) if not (known[k] or x.zero)})
+    at = enumerate(accumulate(sizes[:-1], initial=0))
+    return replace(found, columns=tuple((start, ins[k].number) for k, start in at if known[k]))
 
 
 @rule("iota", "rng_uniform")

@@ -167,13 +167,13 @@ def some_rows(eqn: Any) -> Note:
     return Note.at(eqn, what, certain=False)
 
 
-def position(eqn: Any, whole: Value, rows: Value, shape: Sequence[int], what: str = "") -> list[Note]:
-    """What is to be said where rows [shape] meet a whole value, which may differ from row to row by nothing but the
-    row's place in the block, or by draws that all blocks have alike.
+def position(eqn: Any, whole: Value, rows: Value, what: str = "") -> list[Note]:
+    """What is to be said where rows meet a whole value of as many dims, which may differ from row to row by nothing but
+    the row's place in the block, or by draws that all blocks have alike.
     """
     if rows.routed or not rows.at.dims & whole.varies:
         return []  # tokens in an order of their own have what is at the place that they were sent to
-    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == len(shape) else None
+    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == rows.at.array.ndim else None
     if known is not None and alike(rows.at.array, *known):
         return []
     said = "with a value that depends on a row's place in its block; put it into the batch"
