@@ -103,7 +103,7 @@ class Met:
             return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
         if not x.at.equally(r.rows):
             return coupled([x], x.pick or some_rows(self.eqn))
-        left = frozenset(self.outs[j][i] for i in x.at.dims.difference(gone))
+        left = frozenset(d for i in x.at.dims if (d := self.outs[j][i]) is not None)
         return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
 
 

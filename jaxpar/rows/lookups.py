@@ -39,7 +39,7 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     note = Note.at(eqn, PICKS, certain=not r.looped)
     if at.kind == "rows" and at.at != Labels(rows[..., None]):
         return coupled(ins, note)
-    found = of_rows(eqn, x, *(np.expand_dims(a, n.offset_dims) for a in (rows, inner)), note)
+    found = of_rows(eqn, x, np.expand_dims(rows, n.offset_dims), np.expand_dims(inner, n.offset_dims), note)
     same = lambda d: alike(rows, *columns[d]) if d in columns else at.kind == "rows" or not at.varies
     if all(same(d) for d in n.start_index_map if d not in mapped):
         return found
