@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .generic import Met, generic
+from .generic import Met, generic, mixes_rows
 from .labels import Labels
 from .numbers import Number
 from .reader import Reader, rule
@@ -28,14 +28,16 @@ def combine(eqn: Any, ins: Mapping[int, Value]) -> Value:
     """What is linear in some operands, by number, and adds them up, lays them side by side, or chooses between them."""
     met, values = Met(eqn), []
     for k, x in ins.items():
-        if x.kind == "rows" and (at := met.to_factors(k, x.at.array)) is not None:
+        if x.kind == "rows":
+            if (at := met.to_factors(k, x.at.array)) is None:
+                return mixes_rows(eqn, [*ins.values()])
             x = replace(x, at=Labels(at))
         elif x.kind == "sum" and x.varies:
             if None in (dims := [met.ins[k][d] for d in x.varies]):
                 return mixed(eqn, [x])
             x = replace(x, varies=frozenset(dims))
         values.append(met.whole(k, x) if x.kind == "whole" else x)
-    found = functools.reduce(functools.partial(_pair, eqn), values).noted(*reasons(ins.values()))
+    found = functools.reduce(functools.partial(_pair, eqn), values).plain().noted(*reasons(ins.values()))
     to = met.outs[0]
     if found.kind == "rows":
         return replace(found, at=Labels(met.to_result(0, found.at.array)))

@@ -259,7 +259,7 @@ def _coupled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     if x.root is not None and (itself or name == "square" or eqn.params.get("y") == 2):
         return x.root
     found, known = coupled(ins), primitives.of(eqn)
-    if x.root is not None and known.view:
+    if x.root is not None and known.view and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return replace(found, root=x.root)
     if name == "stop_gradient" and all("imum over rows" in n.what for n in x.notes):
         # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.

@@ -80,7 +80,8 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value
         notes = column_notes(eqn, at)
         return [replace(y, power=sum_power(x, new)).noted(*notes) for y in generic(r, eqn, twin, ins)]
     note = Note.at(eqn, f"{name} of rows at computed indices; {FROM_ALL}", certain=False)
-    own = any(y.kind == "whole" and y.varies for y in (at, new)) or at.columns or at.notes  # each row has its own place
+    own = at.columns or at.notes or at.at.array.ndim - 1 in at.at.dims  # places that are a row's own
+    own = own or any(y.kind == "whole" and y.varies for y in (at, new))
     inside, of = {*eqn.params["dimension_numbers"].update_window_dims}, new if new.kind == "rows" else at
     if x.kind != "whole" or name not in ("scatter-add", "scatter-sub") or own or (of is new and new.at.dims & inside):
         return coupled(ins, note)
