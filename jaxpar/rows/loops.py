@@ -100,9 +100,7 @@ def _over_rows(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], kept: Seque
     program, other = _at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None
     consts, start = r.constants(program.consts, other.consts if other is not None else ()), ins[n : n + k]
     made = [next((e for e in body.eqns if v in e.outvars), eqn) for v in body.outvars[:k]]
-    read = [v for e in body.eqns for v in e.invars if not jx.is_literal(v)] + body.outvars
-    added = [e.primitive.name == "add" and read.count(v) == 1 and v in e.invars and read.count(e.outvars[0]) == 1
-             for e, v in zip(made, body.invars[n:], strict=False)]  # fmt: skip
+    added = [_adds(body, v, e) for v, e in zip(body.invars[n:], made, strict=False)]
     carry = [replace(_stacked(x, not same), number=None) for x, same in zip(start, kept, strict=True)]
     carry = [Value(number=_ZERO) if adds else x for x, adds in zip(carry, added, strict=True)]
 
@@ -125,6 +123,17 @@ def _over_rows(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], kept: Seque
         else:
             ends.append(x if same else now)
     return [*ends, *outs[2 * k :]]
+
+
+def _adds(body: Any, carry: Any, made: Any) -> bool:
+    """Whether the equation that has made a carry adds something to it, and nothing else reads either, casts aside."""
+    readers = lambda v: (
+        [e for e in body.eqns if any(a is v for a in e.invars)] + [None for out in body.outvars if out is v]
+    )
+    while len(by := readers(carry)) == 1 and by[0] is not None and by[0].primitive.name == "convert_element_type":
+        carry = by[0].outvars[0]
+    once = by == [made] and sum(v is carry for v in made.invars) == 1 and readers(made.outvars[0]) == [None]
+    return once and made.primitive.name == "add"
 
 
 def _at_once(eqn: Any, axes: Mapping[str, int]) -> jx.Flat:
