@@ -1,7 +1,6 @@
 """Whether a loss couples the rows of its batch: what spreading them over replicas and microbatches would change."""
 
 from . import calls as calls
-from . import cancel as cancel
 from . import lookups as lookups
 from . import loops as loops
 from .check import check_coupling as check_coupling

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from .. import ops
 from ..program import jaxpr as jx
-from .labels import NOWHERE
 from .reader import Reader
 from .values import NUMBER, Note, Value, reasons
 
@@ -31,12 +30,7 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
     active = [x for x, on in zip(ins, inexact, strict=False) if on]
     given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
-    if (
-        r.backward
-        or any(folder in info for folder in _KNOWN)
-        or all(x.given for x in active)
-        or "coupled" in {x.kind for x in (*active, *given)}
-    ):
+    if r.backward or any(folder in info for folder in _KNOWN) or "coupled" in {x.kind for x in (*active, *given)}:
         return []
     if id(eqn) not in r.pulled:
         r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))
@@ -47,7 +41,7 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     found = replace(r, backward=True).run(
         program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)]
     )
-    notes = [note for x, ct in zip(active, found, strict=True) if not x.given for note in _judged(eqn, x, ct)]
+    notes = [note for x, ct in zip(active, found, strict=True) for note in _judged(eqn, x, ct)]
     before = reasons([*ins, *outs])
     return [replace(n, backward=True) for n in notes if n not in before]
 
@@ -86,7 +80,7 @@ def _judged(eqn: Any, x: Value, ct: Value) -> list[Note]:
         return notes
     fits = {"rows": ("rows", "whole"), "whole": ("sum", "rows"), "sum": ("whole",)}.get(x.kind, (ct.kind,))
     power = -x.power
-    of_others = (ct.kind == "rows" == x.kind and ct.at != x.at) or (ct.kind == "sum" and ct.at is not NOWHERE)
+    of_others = (ct.kind == "rows" == x.kind and ct.at != x.at) or (ct.kind == "sum" and ct.varies)
     if ct.kind not in fits or ct.plus or of_others:
         what = "the derivative of a function gives rows what follows from other rows too, or a sum to each block"
         return notes or [Note.at(eqn, what)]

@@ -10,9 +10,9 @@ from ..ops import permutations
 from ..program import jaxpr as jx
 from .arithmetic import joined
 from .backward import backward_notes
-from .labels import NOWHERE, Labels, numbered
+from .labels import Labels, numbered
 from .reader import ALWAYS, Reader, rule
-from .values import ODD, ROUTED, Note, Value, coupled, mixed, reasons
+from .values import ODD, ROUTED, Note, Value, coupled, mixed, reasons, some_rows
 
 
 @rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
@@ -92,14 +92,14 @@ def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequenc
     if eqn.primitive.name not in jx.REDUCTIONS or not {*r.axes} <= over:
         note = Note.at(eqn, f"{eqn.primitive.name} over some of the axes that spread rows", certain=False)
         return [coupled([x], note) for x in ins]
-    return [_of_all(x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
+    return [_of_all(eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
 
 
-def _of_all(x: Value, ndim: int) -> Value:
+def _of_all(eqn: Any, x: Value, ndim: int) -> Value:
     """What is the same on all replicas: it was reduced over, or gathered from, all rows."""
-    if x.kind == "running" or (x.kind == "sum" and x.at is not NOWHERE):
-        return coupled([x], *([x.pick] if x.pick else []))
-    notes = frozenset() if x.kind in ("sum", "extreme") else x.notes
+    if x.kind == "sum" and x.varies:
+        return coupled([x], some_rows(eqn))
+    notes = frozenset() if x.kind == "sum" else x.notes
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
 
 

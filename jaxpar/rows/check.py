@@ -14,7 +14,7 @@ from ..model.model import MAKERS, Mean, Replicated
 from ..program import jaxpr as jx
 from ..strategy import Strategy
 from .arithmetic import named
-from .labels import NOWHERE, Labels, numbered
+from .labels import Labels, numbered
 from .reader import Reader
 from .values import FROM_ALL, NUMBER, Note, Value
 
@@ -37,14 +37,15 @@ def check_coupling(
       trace: the loss on another such `rest`, with these mesh axes.
       axes: the mesh axes over which blocks are spread, name -> size.
     """
-    rows = _rows(rest)
+    rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
     try:
         pair, n, over = _pair(flat, rest, rows, trace, axes)
     except Exception as error:  # the user's code, at a number of rows that it may not know
         found = _read(flat, None, out, rest, rows, axes)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         said = f"what it makes of how many rows a block has is not known: it cannot be traced with twice {rows} rows"
-        found = {name: [*notes, Note("the loss", f"{said} ({why})", False)] for name, notes in found.items()}
+        last = Note("the loss", f"{said} ({why})", False)  # and so is nothing that follows from that number
+        found = {name: [*(replace(n, certain=False) for n in notes), last] for name, notes in found.items()}
     else:
         found = _read(*pair, out, rest, n, over)
     _report(found, axes, strategy)
@@ -70,12 +71,6 @@ def _pair(
     return pair, n, over
 
 
-def _rows(rest: Any) -> int:
-    _, batch, _ = rest
-    leaves = jax.tree.leaves(batch, is_leaf=_is_replicated)
-    return next(x.shape[0] for x in leaves if not _is_replicated(x))
-
-
 def _with_rows(rest: Any, factor: int) -> Any:
     variables, batch, key = rest
 
@@ -94,39 +89,37 @@ def _read(
 ) -> dict[str, list[Note]]:
     """The notes that reach each result of the loss."""
     name, replicas = next(iter(axes.items()), ("data", 0))
-    reader = Reader(rows, axes, {**axes, name: replicas // 2}, twin is not None)
+    reader = Reader(rows, axes, {**axes, name: replicas // 2})
     variables, batch, key = rest
 
-    def whole(tree: Any, keyed: bool = False, given: bool = True) -> list[Value]:
-        leaves = [frozenset(range(len(x.shape))) for x in jax.tree.leaves(tree)]
-        return [Value(varies=dims, keyed=keyed, given=given) for dims in leaves]
+    def whole(tree: Any, keyed: bool = False) -> list[Value]:
+        return [Value(varies=frozenset(range(len(x.shape))), keyed=keyed) for x in jax.tree.leaves(tree)]
 
-    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})), given=True)
+    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})))
     fed: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
         fed += whole(x) if _is_replicated(x) else [rowwise(x)]
     inputs = [*whole(variables), *fed, *whole(key, keyed=True)]
-    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]], given=False)
+    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
     consts = reader.constants(flat.consts, twin.consts if twin is not None else ())
-    terms = [replace(x, term=("input", i)) for i, x in enumerate([*params, *inputs])]
-    values = reader.run(flat, twin, consts, terms)
+    values = reader.run(flat, twin, consts, [*params, *inputs])
     sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
-    return {name: _result(name, flat, values, mean) for name, mean in sums.items()}
+    return {name: _result(name, flat, values, mean, twin is not None) for name, mean in sums.items()}
 
 
-def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean) -> list[Note]:
+def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, powers_known: bool) -> list[Note]:
     """What is wrong with one result: the notes on its way, or powers of the number of rows that do not fit."""
     total, count = values[mean.total], values[mean.count]  # type: ignore[index]
     line = _line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
     notes = {*total.notes, *count.notes}
     for x in (total, count):
-        if x.kind == "rows" or x.at is not NOWHERE:
+        if x.kind == "rows" or (x.kind == "sum" and x.varies):
             notes.add(x.pick or Note(line, f"takes some of the rows; {FROM_ALL}"))
     if name != "loss":
         notes = {n for n in notes if not n.backward}
     powers = [x.power - (x.kind == "whole") for x in (total, count)]
     fits = powers[0] == powers[1] or total.zero or total.unknown or count.unknown
-    if fits or any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
+    if fits or not powers_known or any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
         return sorted(notes, key=lambda n: n.line)
     what = "the loss" if name == "loss" else f"metric {name!r}"
     if any(map(math.isnan, powers)):

@@ -6,32 +6,31 @@ factor, rows are mixed. All operands meet where each factor is a dim: there thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..program import factors
+from ..program import factors, primitives
 from ..program.primitives import PRIMITIVES
-from .labels import NOWHERE, Labels, counted, moved
+from .labels import Labels, moved
 from .numbers import computed
 from .reader import Reader, rule, shape_of, shapes
 from .values import (
     FROM_ALL,
+    GATHER,
     NUMBER,
     ODD,
+    PICKS,
     Note,
-    Pairs,
     Value,
     coupled,
     mixed,
     others,
-    partial,
     picks,
     position,
-    reasons,
     some_rows,
 )
 
@@ -40,16 +39,13 @@ LINEAR = {name for name, known in PRIMITIVES.items() if known.linear not in ("",
 LINEAR |= {"complex", "conj", "imag", "real", "dynamic_update_slice", "scatter", "scatter-add"}
 LINEAR |= {"sharding_constraint", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
-# f(c x) = c f(x) for c > 0, and f(c x) = c^k f(x).
-_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"}
-_SCALED |= {"reduce_window_min", "rem", "select_and_gather_add", "select_and_scatter_add", "sort"}
+# f(c x) = c f(x) for c > 0, and f(c x) = f(x).
+_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "rem", "sort", "top_k"}
 _COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
-_DEGREES = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "cholesky": 0.5}
-_DEGREES |= dict.fromkeys(_COMPARED | {"argmax", "argmin", "atan2", "sign"}, 0)
+_UNSCALED = _COMPARED | {"argmax", "argmin", "atan2", "sign"}
 _ROUNDED = {"div", "floor", "round", "shift_right_logical"}
-_EXTREMES = {"max": "maximum", "min": "minimum", "or": "any", "and": "all"}
-_SAID = {"approx_top_k": "sort", "fft": "Fourier transform"}
-_STILL = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of what a loop adds up
+_SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
+_SAID |= {"reduce_or": "any", "reduce_and": "all"}
 
 
 class Met:
@@ -74,14 +70,8 @@ class Met:
     def to_factors(self, k: int, array: np.ndarray) -> np.ndarray | None:
         """The row labels of operand k with one dim for each factor; None where they differ along what is no factor."""
         for d, i in enumerate(self.ins[k]):
-            if array.shape[d] > 1 and i is None:
+            if array.shape[d] > 1 and (i is None or array.shape[d] != self.sizes[i]):
                 return None
-            if i is not None and array.shape[d] not in (1, self.sizes[i]):  # each group has one
-                groups = np.moveaxis(array, d, -1)
-                groups = groups.reshape(*groups.shape[:-1], self.sizes[i], -1)
-                if (groups != groups[..., :1]).any():
-                    return None
-                array = np.moveaxis(groups[..., 0], -1, d)
         return moved(array, self.ins[k], len(self.factors))
 
     def to_result(self, j: int, array: np.ndarray) -> np.ndarray:
@@ -95,17 +85,10 @@ class Met:
 
     def whole(self, k: int, x: Value) -> Value:
         """A whole operand."""
-        at, to = self.to_factors(k, x.at.array) if x.at.dims else None, self.ins[k]
-        varies = frozenset(i for d in x.varies | (x.at.dims if at is None else set()) if (i := to[d]) is not None)
+        to = self.ins[k]
         same = x.scalar is not None or to == [*range(len(self.factors))]
-        return replace(x, at=NOWHERE if at is None else Labels(at), varies=varies, number=x.number if same else None)
-
-    def places(self, ins: Sequence[Value], x: Value) -> list[Note]:
-        """What is to be said of whole operands that rows meet."""
-        summed = any(out[i] is None for out in self.outs for i in x.at.dims)
-        what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
-        wholes = [self.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
-        return [note for y in wholes for note in position(self.eqn, y, x, self.sizes, what)]
+        varies = frozenset(i for d in x.varies if (i := to[d]) is not None)
+        return replace(x, varies=varies, number=x.number if same else None)
 
     def result(self, r: Reader, j: int, x: Value) -> Value:
         """Rows, where all meet, as they are in result j."""
@@ -116,12 +99,12 @@ class Met:
         if x.routed:
             what = f"{name} over the tokens of experts, which are of many rows; {FROM_ALL}"
             return coupled([x], Note.at(self.eqn, what))
-        if how == {"sum"}:
-            return partial(x, self.to_result(j, counted(x.at.array, gone, r.rows)), some_rows(self.eqn))
-        if len(how) == 1 and how <= {*_EXTREMES}:
-            note = Note.at(self.eqn, f"{_EXTREMES[how.pop()]} over rows; {FROM_ALL}")
-            return Value("extreme", notes=x.notes | {note})
-        return coupled([x], Note.at(self.eqn, f"{name} over rows; {FROM_ALL}"))
+        if how != {"sum"}:
+            return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
+        if not x.at.equally(r.rows):
+            return coupled([x], x.pick or some_rows(self.eqn))
+        left = frozenset(d for i in x.at.dims if (d := self.outs[j][i]) is not None)
+        return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
 
 
 @rule("")
@@ -130,7 +113,7 @@ def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     met, name, results = Met(eqn), eqn.primitive.name, range(len(eqn.outvars))
     alike = lambda x: [x] * len(results)
     rows = {k: x for k, x in enumerate(ins) if x.kind == "rows"}
-    if any(x.kind in ("sum", "running") for x in ins):
+    if any(x.kind == "sum" for x in ins):
         return _of_sums(r, eqn, twin, ins, met)
     if not rows:
         return [_of_whole(r, eqn, twin, ins, met, j) for j in results]
@@ -142,10 +125,14 @@ def generic(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     if len(labels) < len(rows):
         return alike(mixes_rows(eqn, ins, met.known))
     if len({*labels.values()}) > 1:
-        return alike(_paired(r, eqn, twin, ins, met, labels))
+        kept = all(met.outs[0][i] is not None for at in labels.values() for i in at.dims)
+        return alike(replace(others(eqn, ins, "a product of" if name in PRODUCTS else ""), pairs=kept))
     (k, x), *_ = rows.items()
     x = x.plain(at=labels[k], plus=plus, pick=picks(rows.values()))
-    places = met.places(ins, x)
+    summed = any(out[i] is None for out in met.outs for i in x.at.dims)
+    what = "weights rows by their place in the block; put the weights into the batch" if summed else ""
+    wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
+    places = [note for y in wholes for note in position(eqn, y, x, what)]
     if plus and places and name in PRODUCTS:
         return alike(mixed(eqn, ins, "a product, row by row, with"))
     return [met.result(r, j, powered(r, eqn, twin, ins, met, x.noted(*places), j)) for j in results]
@@ -158,10 +145,7 @@ def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, j:
     more = 0.0
     for k, x in enumerate(ins):
         up = met.whole(k, x)
-        kept = up.at is not NOWHERE and all(to[i] is not None for i in up.at.dims)
-        if kept and found.at in (NOWHERE, (at := Labels(met.to_result(j, up.at.array)))):
-            found = replace(found, at=at)
-        for i in up.varies if kept else up.varies | up.at.dims:
+        for i in up.varies:
             if (d := to[i]) is not None:
                 varies.add(d)
             else:  # more numbers than of fewer rows would be others
@@ -191,36 +175,30 @@ def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: V
     name, inexact = eqn.primitive.name, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     data = [y for y, v in zip(ins, eqn.invars, strict=True) if inexact(v) or not inexact(eqn.outvars[j])]
     first, *more = [y.power for y in data if not y.zero] or [0]
-    summed = [i for i, f in enumerate(met.factors) if f.reduced == "sum" and (x.kind != "rows" or i not in x.at.dims)]
+    own = {"rows": x.at.dims, "sum": x.varies}.get(x.kind, ())
+    summed = [i for i, f in enumerate(met.factors) if f.reduced == "sum" and i not in own]
     side = lambda i: next((k, d) for k, d in enumerate(met.factors[i].ins) if d is not None)
     growth = r.growth(eqn, twin, [side(i) for i in summed])
     alike = all(p == first for p in more) or (len(ins) > 1 and eqn.invars[0] is eqn.invars[1])
     rounded = not inexact(eqn.outvars[j]) and any(map(inexact, eqn.invars))
     if growth and x.kind != "whole":
         x = x.noted(Note.at(eqn, "sums over as many numbers as a block has rows", certain=False))
-    degree = _DEGREES.get(name, 1 if name in _SCALED and not rounded else exponent(eqn, ins))
     if name in PRODUCTS:
         power = sum(y.power for y in ins) + growth
     elif not any((first, *more)):
         power = growth
     elif name in ("div", "triangular_solve"):
         power = (ins[0].power - ins[1].power) * (1 if name == "div" else -1)
-    elif name in ("sort", "top_k"):
-        power = ins[j].power if name == "sort" else 0 if j else first
-    elif degree is not None and alike:
-        power = first * degree + growth if degree else 0
+    elif alike and name in _UNSCALED:
+        power = 0
+    elif alike and name in _SCALED and not rounded:
+        power = first + growth
     elif (name in LINEAR and not rounded) or any(y.unknown for y in ins) or all(y.number is not None for y in ins):
         power = ODD  # a function of it will be named; or it has been; or it is known as a number
     else:
-        certain = r.exact and (name not in _COMPARED or any(map(inexact, eqn.invars)))  # an index may be one of none
+        certain = name not in _COMPARED or any(map(inexact, eqn.invars))  # an index may be one of none
         return replace(x, power=ODD).noted(Note.at(eqn, f"{name} of {NUMBER}", certain))
     return replace(x, power=power if power == power else ODD)
-
-
-def exponent(eqn: Any, ins: Sequence[Value]) -> float | None:
-    """The known exponent of a power."""
-    name = eqn.primitive.name
-    return eqn.params["y"] if name == "integer_pow" else ins[1].scalar if name == "pow" and not ins[1].power else None
 
 
 def mixes_rows(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
@@ -228,45 +206,33 @@ def mixes_rows(eqn: Any, ins: Sequence[Value], known: bool = True) -> Value:
     name = eqn.primitive.name
     if not known:
         return coupled(ins, Note.at(eqn, f"{name} may mix rows: jaxpar has no rule for it", certain=False))
-    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name != "reduce"  # by any function
+    said, certain = f"{_SAID.get(name, name)} over rows; {FROM_ALL}", name not in ("reduce", "pad")
     if name in ("sort", "approx_top_k") and len(ins) > 1:  # as where tokens are sorted by their experts and put back
         said, certain = said.replace(";", ", of no effect if results go back to their rows; else"), False
     return coupled(ins, Note.at(eqn, said, certain))
 
 
-def _paired(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, labels: Mapping[int, Labels]) -> Value:
-    """Rows with other rows."""
-    found = others(eqn, ins, "a product of" if eqn.primitive.name in PRODUCTS else "")
-    kept = all(met.outs[0][i] is not None for at in labels.values() for i in at.dims)
-    if len(labels) != 2 or not kept or any(x.plus for x in ins):
-        return found
-    one, other = (Labels(met.to_result(0, at.array)) for at in labels.values())
-    own = ins[next(iter(labels))].plain(at=one, notes=reasons(ins))
-    return replace(found, pairs=Pairs(powered(r, eqn, twin, ins, met, own), other))
-
-
 def _of_sums(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met) -> list[Value]:
-    name, outs = eqn.primitive.name, []
-    x, *more = [y for y in ins if y.kind in ("sum", "running")]
-    linear = name in LINEAR | PRODUCTS or (name == "div" and ins[0] is x)
-    if more or any(y.kind == "rows" for y in ins) or not linear or (name == "pad" and not ins[1].zero):
+    name, outs = eqn.primitive.name, list[Value]()
+    x, *more = [y for y in ins if y.kind == "sum"]
+    k = ins.index(x)
+    dims = {d: met.ins[k][d] for d in x.varies}
+    wholes = [met.whole(i, y) for i, y in enumerate(ins) if y.kind == "whole"]
+    places = any({*dims.values()} & y.varies for y in wholes)
+    linear = name in LINEAR | PRODUCTS or (name == "div" and k == 0)
+    if more or any(y.kind == "rows" for y in ins) or not linear or (name == "pad" and not ins[1].zero) or places:
         found = _guarded(eqn, ins) or mixed(eqn, ins, "a product with" if name in PRODUCTS else "")
         return [found] * len(eqn.outvars)
-    at = met.to_factors(ins.index(x), x.at.array) if x.at is not NOWHERE else None
-    dims = frozenset() if at is None else Labels(at, 1).dims
-    wholes = [met.whole(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
-    places = any(dims & (y.varies | y.at.dims) for y in wholes)
-    if x.kind == "running" and name in _STILL:
-        return [x if x.inner is None else replace(x, inner=generic(r, eqn, twin, [x.inner])[0])]
-    if x.kind == "running" or places or (at is None and x.at is not NOWHERE):
-        return [mixed(eqn, ins)] * len(eqn.outvars)
     for j in range(len(eqn.outvars)):
-        y = powered(r, eqn, twin, ins, met, x.plain(), j)
-        if at is not None:
-            gone = tuple(i for i, d in enumerate(met.outs[j]) if d is None)
-            summed = all(at.shape[i] == 1 or met.factors[i].reduced == "sum" for i in gone)
-            y = partial(y, met.to_result(j, at.sum(gone, keepdims=True)), x.pick) if summed else mixed(eqn, ins)
-        outs.append(y)
+        y = powered(r, eqn, twin, ins, met, x.plain(varies=frozenset(dims.values())), j)
+        left = set[int | None]()
+        for d, i in dims.items():
+            out = None if i is None else met.outs[j][i]
+            parted = out is not None and shape_of(eqn, j)[out] < shapes(eqn)[k][d]  # by a reshape
+            if i is None or parted or (out is None and met.factors[i].reduced != "sum"):
+                y = mixed(eqn, ins)
+            left.add(out)
+        outs.append(replace(y, varies=frozenset(left - {None})) if y.kind == "sum" else y)
     return outs
 
 
@@ -274,12 +240,49 @@ def _guarded(eqn: Any, ins: Sequence[Value]) -> Value | None:
     """What is made of a sum over rows to keep a division by it from zero, as `maximum(count, 1)` does; or its root."""
     name, rest = eqn.primitive.name, [y.scalar for y in ins if y.kind != "sum"]
     x = next((y for y in ins if y.kind == "sum"), ins[0])
-    if x.kind != "sum" or x.at is not NOWHERE:
+    if x.kind != "sum" or x.varies:
         return None
     if name == "sqrt":
-        return replace(mixed(eqn, ins), inner=x)
+        return replace(mixed(eqn, ins), root=x)
     compared = name in _COMPARED and all(y == 0 for y in rest)
     if not compared and not (name == "max" and len(rest) == 1 and rest[0] is not None and rest[0] <= 1):
         return None
     what = f"{name} of a sum over rows, which a block without terms would change; jp.Mean needs no guard"
     return (Value() if compared else x.plain()).noted(Note.at(eqn, what, certain=False))
+
+
+@rule("coupled")
+def _coupled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    """What is coupled stays so, but for the square of a root. What may come apart again is no certain coupling."""
+    name, (x, *more) = eqn.primitive.name, [y for y in ins if y.kind != "whole"]
+    itself = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    if x.root is not None and (itself or name == "square" or eqn.params.get("y") == 2):
+        return x.root
+    found, known = coupled(ins), primitives.of(eqn)
+    if x.root is not None and known.view and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return replace(found, root=x.root)
+    if name == "stop_gradient" and all("imum over rows" in n.what for n in x.notes):
+        # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
+        return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=_doubted(x.notes))
+    if name == "gather" and x is ins[0] and not more and ins[1].number is None:  # rows may go back to where they were
+        return replace(found, notes=_doubted(found.notes, PICKS))
+    if more or not x.pairs or not (known.elementwise or known.moves):
+        return found
+    diagonal = _of_diagonal(eqn, ins, ins.index(x))
+    return replace(found, pairs=not diagonal, notes=_doubted(found.notes, GATHER) if diagonal else found.notes)
+
+
+def _doubted(notes: Collection[Note], what: str = "") -> frozenset[Note]:
+    """The same, those that say so no longer certain."""
+    return frozenset(replace(n, certain=n.certain and what not in n.what) for n in notes)
+
+
+def _of_diagonal(eqn: Any, ins: Sequence[Value], k: int) -> bool:
+    """Whether a product with known numbers, or a choice between it and zeros, keeps of a matrix its diagonal alone."""
+    name = eqn.primitive.name
+    zero = name == "mul" or (name == "select_n" and len(ins) == 3 and k > 0 and ins[3 - k].zero)
+    mask = ins[1 - k if name == "mul" else 0].number if zero else None
+    if mask is None or mask.array.ndim != 2:
+        return False
+    kept = mask.array != 0
+    return np.array_equal(kept if name == "mul" or k == 2 else ~kept, np.eye(*kept.shape, dtype=bool))

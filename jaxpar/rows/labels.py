@@ -20,16 +20,21 @@ Shape = Sequence[int]
 
 
 class Labels:
-    """Integers by dim, of size 1 where all along a dim are equal. The last `trailing` dims are no dims of the value."""
+    """Integers by dim, of size 1 where all along a dim are equal; `dims` are those in which they differ."""
 
     __slots__ = ("array", "dims")
 
-    def __init__(self, array: np.ndarray, trailing: int = 0) -> None:
-        for d in range(array.ndim - trailing):
+    def __init__(self, array: np.ndarray) -> None:
+        for d in range(array.ndim):
             if array.shape[d] > 1 and (array == array.take([0], d)).all():
                 array = array.take([0], d)
         self.array = array
-        self.dims = frozenset(d for d in range(array.ndim - trailing) if array.shape[d] > 1)
+        self.dims = frozenset(d for d, n in enumerate(array.shape) if n > 1)
+
+    def equally(self, rows: int) -> bool:
+        """Whether each of all rows has as many elements."""
+        _, often = np.unique(self.array, return_counts=True)
+        return len(often) == rows and bool((often == often[0]).all())
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Labels) and np.array_equal(self.array, other.array))
@@ -42,14 +47,12 @@ NOWHERE = Labels(np.zeros((), np.int64))
 
 
 def moved(array: np.ndarray, to: Sequence[int | None], ndim: int) -> np.ndarray:
-    """An array whose dims have other numbers among `ndim`; those of size 1 may be gone, and trailing ones stay."""
-    kept = sorted((d for d in range(len(to)) if array.shape[d] > 1), key=lambda d: to[d] or 0)
+    """An array whose dims have other numbers among `ndim`; those of size 1 may be gone."""
+    kept = sorted((d for d, n in enumerate(array.shape) if n > 1), key=lambda d: to[d] or 0)
     shape = [1] * ndim
     for d in kept:
         shape[to[d] or 0] = array.shape[d]
-    rest = [d for d in range(len(to)) if d not in kept]
-    trailing = range(len(to), array.ndim)
-    return array.transpose(*kept, *rest, *trailing).reshape([*shape, *(array.shape[d] for d in trailing)])
+    return array.transpose(*kept, *(d for d in range(array.ndim) if d not in kept)).reshape(shape)
 
 
 def blocks(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
@@ -68,15 +71,13 @@ def blocks(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 def reshaped(array: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
     """An array after a reshape of what it labels."""
     if 0 in old:
-        return np.zeros((1,) * len(new) + array.shape[len(old) :], array.dtype)
+        return np.zeros((1,) * len(new), array.dtype)
     full, shape = list(array.shape), [1] * len(new)
     for before, after in blocks(old, new):
         if any(array.shape[d] > 1 for d in before):
-            for d in before:
-                full[d] = old[d]
-            for d in after:
-                shape[d] = new[d]
-    return np.broadcast_to(array, full).reshape([*shape, *array.shape[len(old) :]])
+            full[before.start : before.stop] = old[before.start : before.stop]
+            shape[after.start : after.stop] = new[after.start : after.stop]
+    return np.broadcast_to(array, full).reshape(shape)
 
 
 def alike(rows: np.ndarray, values: np.ndarray, twin: np.ndarray | None = None) -> bool:
@@ -87,8 +88,7 @@ def alike(rows: np.ndarray, values: np.ndarray, twin: np.ndarray | None = None) 
     one = lambda array: all((array == array.take([0], d)).all() for d in dims)
     if dims and twin is not None and twin.ndim == rows.ndim and one(values) and not one(twin):
         return False
-    shape = np.broadcast_shapes(rows.shape, values.shape)
-    rows, values = np.broadcast_to(rows, shape).ravel(), np.broadcast_to(values, shape).ravel()
+    rows, values = (x.ravel() for x in np.broadcast_arrays(rows, values))
     order, n = np.argsort(rows, kind="stable"), len(np.unique(rows))
     if not n:
         return True
@@ -102,15 +102,9 @@ def ordinals(rows: np.ndarray) -> np.ndarray:
     """For each element, how many of its row come before it."""
     flat = rows.ravel()
     order = np.argsort(flat, kind="stable")
-    starts = np.searchsorted(flat[order], flat[order])
     found = np.empty(flat.size, np.int64)
-    found[order] = np.arange(flat.size) - starts
+    found[order] = np.arange(flat.size) - np.searchsorted(flat[order], flat[order])
     return found.reshape(rows.shape)
-
-
-def counted(rows: np.ndarray, gone: Sequence[int], n: int) -> np.ndarray:
-    """How often each of `n` rows is among the elements along the dims `gone`, which become 1: [dims, n]."""
-    return np.stack([(rows == row).sum(tuple(gone), keepdims=True) for row in range(n)], -1)
 
 
 def numbered(shape: Shape, dims: Any) -> np.ndarray:

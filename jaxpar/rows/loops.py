@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
-import numpy as np
 
 from ..program import jaxpr as jx
 from .arithmetic import joined
@@ -16,9 +15,10 @@ from .calls import chosen
 from .labels import NOWHERE, Labels
 from .numbers import Number
 from .reader import ALWAYS, Reader, rule
-from .values import FROM_ALL, ODD, Note, Value, coupled, mixed
+from .values import FROM_ALL, ODD, Note, Value, coupled
 
 _ROUNDS = 12
+_ZERO = Number((0, 0))
 
 
 def _settled(eqn: Any, carry: Sequence[Value], body: Callable[[list[Value]], list[Value]], join: Any) -> list[Value]:
@@ -53,17 +53,16 @@ def _while(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     body = lambda carry: inside.inner(p["body_jaxpr"], q.get("body_jaxpr"), [*ins[n:k], *carry])
     carry = _settled(eqn, ins[k:], body, lambda i, old, out: old if kept[i] else joined(eqn, old, out))[: len(kept)]
     (on,) = inside.inner(p["cond_jaxpr"], q.get("cond_jaxpr"), [*ins[:n], *carry])
-    changed = lambda change: [x if same else change(x) for x, same in zip(carry, kept, strict=True)]
-    if on.kind == "extreme":
-        note = Note.at(eqn, "a loop that ends when all rows of a block have ended", certain=False)
-        return changed(lambda x: x.noted(note))
-    if on.kind == "sum":
-        return changed(lambda x: mixed(eqn, [on, x], "a loop whose end depends on"))
-    if on.kind == "whole" and on.power and not on.keyed:
-        return changed(lambda x: _counted(eqn, x).noted(*on.notes))
-    return changed(
-        lambda x: chosen(eqn, on, x)
-    )  # of vmap, it goes on until all rows have ended, and keeps those that have
+
+    def ended(x: Value) -> Value:
+        if on.kind in ("coupled", "sum"):
+            notes = [replace(note, certain=False) for note in on.notes]
+            return coupled([x], *notes, Note.at(eqn, "a loop that ends when all rows of a block have ended", False))
+        if on.kind == "whole" and on.power and not on.keyed:
+            return _counted(eqn, x).noted(*on.notes)
+        return chosen(eqn, on, x)  # of vmap, it goes on until all rows have ended, and keeps those that have
+
+    return [x if same else ended(x) for x, same in zip(carry, kept, strict=True)]
 
 
 @rule("scan", table=ALWAYS)
@@ -71,64 +70,70 @@ def _scan(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     parts, other = jx.scan_parts(eqn), jx.scan_parts(twin) if twin is not None else None
     n, k = len(parts.consts), len(parts.carry)
     kept, inside = _kept(parts.body, n, k), replace(r, looped=True)
-    over = any(x.kind in ("rows", "sum") and 0 in x.at.dims for x in ins[n + k :])
+    over = any(0 in (x.at.dims if x.kind == "rows" else x.varies) for x in ins[n + k :] if x.kind in ("rows", "sum"))
     if over or (other is not None and parts.length != other.length):
         return _over_rows(inside, eqn, twin, ins, kept)
-    slices = [_step(x) for x in ins[n + k :]]
-    body = lambda carry: inside.inner(parts.body, other and other.body, [*ins[:n], *carry, *slices])
+    body = lambda carry: inside.inner(parts.body, other and other.body, [*ins[:n], *carry, *map(_step, ins[n + k :])])
     outs = _settled(eqn, ins[n : n + k], body, lambda i, old, out: old if kept[i] else joined(eqn, old, out))
-    return [*outs[:k], *(_stacked(x) for x in outs[2 * k :])]
+    return [*outs[:k], *map(_stacked, outs[2 * k :])]
 
 
 def _step(x: Value) -> Value:
     """A scanned value as one step sees it."""
-    at = x.at if x.at is NOWHERE else Labels(x.at.array[0], x.kind == "sum")
-    varies = x.varies | (x.at.dims if 0 in x.at.dims else frozenset())  # no step has the numbers of another
+    at = x.at if x.at is NOWHERE else Labels(x.at.array[0])
     known = x.number if x.scalar is not None else None
-    return x.plain(varies=frozenset(d - 1 for d in varies if d), at=NOWHERE if varies != x.varies else at, number=known)
+    return x.plain(varies=frozenset(d - 1 for d in x.varies if d), at=at, number=known)
 
 
 def _stacked(x: Value, differs: bool = True) -> Value:
-    """What steps give, or are given; `differs`: from step to step."""
-    at = x.at if x.at is NOWHERE else Labels(x.at.array[None], x.kind == "sum")
-    return x.plain(varies=frozenset(d + 1 for d in x.varies) | {*range(differs)}, at=at)
+    """What steps give, or are given; `differs`: what no row reaches is another from step to step."""
+    at = x.at if x.at is NOWHERE else Labels(x.at.array[None])
+    return x.plain(varies=frozenset(d + 1 for d in x.varies) | {*range(differs and x.kind == "whole")}, at=at)
 
 
 def _over_rows(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], kept: Sequence[bool]) -> list[Value]:
-    """A scan over rows, or of as many steps. A carry is what each step gives on as it is; or follows from the steps
-    alone, as a counter does, and differs by their place; or is a sum that each step adds to; or goes from row to row.
+    """A scan over rows, or of as many steps. A carry is what each step gives on as it is; or what each adds to, and
+    nothing else reads, of which the steps are read as if it were 0; or no row reaches it; or it goes from row to row.
     """
     parts = jx.scan_parts(eqn)
-    n, k = len(parts.consts), len(parts.carry)
+    n, k, (body, _) = len(parts.consts), len(parts.carry), jx.opened(parts.body)
     program, other = _at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None
     consts, start = r.constants(program.consts, other.consts if other is not None else ()), ins[n : n + k]
-    counters = [_counter(eqn, twin, i, x) for i, x in enumerate(start)]
-    carry = [
-        replace(_stacked(x, not same), number=c and c[0]) for x, same, c in zip(start, kept, counters, strict=True)
-    ]
+    made = [next((e for e in body.eqns if v in e.outvars), eqn) for v in body.outvars[:k]]
+    added = [_adds(body, v, e) for v, e in zip(body.invars[n:], made, strict=False)]
+    carry = [replace(_stacked(x, not same), number=None) for x, same in zip(start, kept, strict=True)]
+    carry = [Value(number=_ZERO) if adds else x for x, adds in zip(carry, added, strict=True)]
 
     def join(i: int, old: Value, out: Value) -> Value:
-        if kept[i] or counters[i] or old.kind == "running":
+        if kept[i] or added[i]:
             return old
-        return joined(eqn, old, out) if old.kind == out.kind == "whole" else Value("running")
+        if old.kind == out.kind == "whole":
+            return joined(eqn, old, out)
+        if out.kind == "coupled":
+            return coupled([out])
+        return coupled([out], Note.at(made[i], f"carries from row to row, in a loop over them; {FROM_ALL}"))
 
     outs = _settled(eqn, carry, lambda now: r.run(program, other, consts, [*ins[:n], *now, *ins[n + k :]]), join)
     ends = []
-    for i, (x, now, out) in enumerate(zip(start, outs, outs[k:], strict=False)):
-        if kept[i]:
-            ends.append(x)
-        elif (counter := counters[i]) is not None:
-            ends.append(r.powered(Value(number=counter[1])))
-        elif now.kind == "whole":
-            last = _step(now)
-            ends.append(last if last.keyed else _counted(eqn, last))
-        elif out.kind == "running":
-            ends.append(x if out.inner is None else _summed(r, eqn, twin, i, x, out.inner))
+    for i, (x, same, adds, now, out) in enumerate(zip(start, kept, added, outs, outs[k:], strict=False)):
+        if adds:
+            ends.append(_summed(r, eqn, twin, i, x, out))
+        elif now.kind == "whole" and not same:
+            ends.append(_step(now) if now.keyed else _counted(eqn, _step(now)))
         else:
-            note = Note.at(eqn, f"carries from row to row, in a loop over them; {FROM_ALL}")
-            ends.append(coupled([out], *[note] * (out.kind != "coupled")))
-    note = Note.at(eqn, f"a running sum over rows, in a loop over them; {FROM_ALL}")
-    return [*ends, *(coupled([x], note) if x.kind == "running" else x for x in outs[2 * k :])]
+            ends.append(x if same else now)
+    return [*ends, *outs[2 * k :]]
+
+
+def _adds(body: Any, carry: Any, made: Any) -> bool:
+    """Whether the equation that has made a carry adds something to it, and nothing else reads either, casts aside."""
+    readers = lambda v: (
+        [e for e in body.eqns if any(a is v for a in e.invars)] + [None for out in body.outvars if out is v]
+    )
+    while len(by := readers(carry)) == 1 and by[0] is not None and by[0].primitive.name == "convert_element_type":
+        carry = by[0].outvars[0]
+    once = by == [made] and sum(v is carry for v in made.invars) == 1 and readers(made.outvars[0]) == [None]
+    return once and made.primitive.name == "add"
 
 
 def _at_once(eqn: Any, axes: Mapping[str, int]) -> jx.Flat:
@@ -143,25 +148,8 @@ def _at_once(eqn: Any, axes: Mapping[str, int]) -> jx.Flat:
     return jx.trace(over, *avals, axes=dict(axes))[0]
 
 
-def _counter(eqn: Any, twin: Any, i: int, start: Value) -> tuple[Number, Number] | None:
-    """Of a carry to which each step adds the same number: what it is in each step, and in the end."""
-    parts = jx.scan_parts(eqn)
-    opened, _ = jx.opened(parts.body)
-    made = next((e for e in opened.eqns if opened.outvars[i] in e.outvars), None)
-    if start.scalar is None or parts.carry[i].aval.shape or made is None or made.primitive.name != "add":
-        return None
-    step, *more = [v.val for v in made.invars if jx.is_literal(v)] or [None]
-    if step is None or more or opened.invars[len(parts.consts) + i] not in made.invars:
-        return None
-    pair = zip((eqn, twin), start.number.pair if start.number else (), strict=True)
-    found = [None if e is None else first + step * np.arange(jx.scan_parts(e).length + 1) for e, first in pair]
-    order = slice(None, None, -1 if parts.reverse else 1)
-    each, end = zip(*((None, None) if x is None else (x[:-1][order], x[-1]) for x in found), strict=True)
-    return Number(each), Number(end)
-
-
 def _summed(r: Reader, eqn: Any, twin: Any, i: int, start: Value, added: Value) -> Value:
-    """A carry in the end, of what each step adds, [steps, ...]."""
+    """Carry i in the end, of what each step adds, [steps, ...]."""
 
     def end(e: Any, axes: Mapping[str, int]) -> jx.Flat:
         aval, steps = jx.scan_parts(e).carry[i].aval, jx.scan_parts(e).length

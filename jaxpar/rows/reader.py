@@ -10,8 +10,6 @@ same loss on twice the rows: the ratio of two literals, or of two sizes, is 2^po
 
 from __future__ import annotations
 
-import collections
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import jaxpr as jx
-from ..program.equal import differing
-from .labels import NOWHERE, alike
+from .labels import alike
 from .numbers import computed, constant
-from .values import NUMBER, ODD, UNNAMED, Note, Value, coupled, picks, reasons
+from .values import NUMBER, ODD, UNNAMED, Note, Value, picks, reasons
 
 PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value"]
 Rule = TypeVar("Rule", bound=PrimitiveRule)
 RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows, sums and whole values
 ALWAYS: dict[str, PrimitiveRule] = {}  # of coupled ones too: calls and collectives
-CANCEL: dict[str, PrimitiveRule] = {}  # of coupled ones that may cancel
-_LONG = 1_000_000  # pairs of equations, to look for those of one program in another
 
 
 def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule], Rule]:
@@ -59,28 +54,22 @@ class Reader:
     Attributes:
       rows: how many a block has.
       axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
-      exact: whether there is a twin.
       looped: whether this is the body of a loop.
       backward: whether this is a derivative, which the loss's own derivative does not go through.
-      terms, numbers: equations by primitive and terms of their operands, and the terms of their results.
       pulled: what has been read of functions with derivatives of their own.
     """
 
     rows: int
     axes: Mapping[str, int]
     twin_axes: Mapping[str, int]
-    exact: bool
     looped: bool = False
     backward: bool = False
-    terms: dict[Any, list[tuple[Any, int]]] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
     pulled: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr (or a `jx.Flat`)."""
-        known = [x if x.term is not None else replace(x, term=next(self.numbers)) for x in (*consts, *inputs)]
-        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], known, strict=True))
-        twins, other = paired(program.eqns, twin.eqns, self.rows) if twin is not None else ({}, None)
+        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
+        twins, other = paired(program.eqns, twin.eqns) if twin is not None else ({}, None)
         for i, eqn in enumerate(program.eqns):
             ins = [self.read(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
             env.update(zip(eqn.outvars, self.equation(eqn, twins.get(i), ins), strict=True))
@@ -99,105 +88,70 @@ class Reader:
         """The value of a variable or literal, the k-th of some, beside those of the twin."""
         if not jx.is_literal(atom):
             return env[atom]
-        twin = twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None
-        return replace(self.constant(atom.val, twin), term=(str(atom.aval), repr(atom.val)))
+        return self.constant(atom.val, twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None)
 
     def constants(self, values: Sequence[Any], twins: Sequence[Any]) -> list[Value]:
         """The values of arrays that a trace closed over."""
         found = twins if len(twins) == len(values) else [None] * len(values)
-        return [replace(self.constant(x, y), term=("array", id(x))) for x, y in zip(values, found, strict=True)]
+        return list(map(self.constant, values, found))
 
     def constant(self, x: Any, twin: Any) -> Value:
         """A number or array that stands in the program."""
         number = constant(x, twin)
         if number is None:
-            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset(), given=True)
+            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset())
         if number.uniform:
-            return self.powered(Value(number=number, given=True))
+            return self.powered(Value(number=number))
         array = number.array
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
-        return Value(varies=varies, number=number, given=True)
+        return Value(varies=varies, number=number)
 
     def powered(self, x: Value) -> Value:
         """A whole value with the power that its two numbers show."""
         assert x.number is not None
         one, two = x.number.pair
-        if x.zero:
-            return replace(x, power=0)
         if two is None:
-            return x if self.exact else replace(x, power=_likely(float(np.real(one)), self.rows))
-        power = 0 if one == two else doubled(float(np.real(two)) / float(np.real(one)))
-        return replace(x, power=ODD if power is None else power)
+            return x
+        return replace(x, power=0 if x.zero else power_between(float(np.real(one)), float(np.real(two))))
 
     def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float:
         """The power of n that the product of some sizes has: (input, dim) each."""
         if twin is None or not dims:
             return 0
         sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
-        before, after = math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes)
-        if before == after:  # of no elements as well
-            return 0
-        power = doubled(after / before) if before else None
-        return ODD if power is None else power
+        return power_between(math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes))
 
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         """What comes out of one equation."""
-        name, kinds = eqn.primitive.name, {x.kind for x in ins}
-        if name in ALWAYS:
-            fun = ALWAYS[name]
-        elif "coupled" in kinds:
-            fun = CANCEL.get(name, CANCEL[""])
-        else:
-            fun = _extreme if "extreme" in kinds else RULES.get(name, RULES[""])
+        name, some = eqn.primitive.name, any(x.kind == "coupled" for x in ins)
+        fun = ALWAYS.get(name) or RULES.get("coupled" if some else name, RULES[""])
         outs = fun(self, eqn, twin, ins)
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
-        term = self._term(eqn, ins)
-        outs = [x if x.term is not None else replace(x, term=(term, i)) for i, x in enumerate(outs)]
         if name in ALWAYS:
             return [_located(eqn, x) for x in outs]
-        if kinds & {"coupled", "extreme"}:  # what couples them may have cancelled
+        if some:  # what couples them may have cancelled
             ins = [replace(x, notes=frozenset()) for x in ins]
         return self._finished(eqn, twin, ins, outs)
 
     def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         """What becomes of any equation's results: notes go on, numbers are made."""
-        notes = [*reasons(ins), *_differing(eqn, twin, self.exact)]
+        notes = [*reasons(ins), *_differing(eqn, twin)]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
             notes += [note for x in ins for note in column_notes(eqn, x)]
-        keyed, given = any(x.keyed for x in ins), all(x.given for x in ins)
+        keyed = any(x.keyed for x in ins)
         numbers, found = computed(eqn, twin, [x.number for x in ins]), []
         for x, number, v in zip(outs, numbers, eqn.outvars, strict=True):
-            x = replace(x.noted(*notes), number=x.number or number, given=given)
+            x = replace(x.noted(*notes), number=x.number or number)
             if not jnp.issubdtype(v.aval.dtype, jnp.inexact) or eqn.primitive.name == "stop_gradient":
                 x = replace(x, notes=frozenset(n for n in x.notes if not n.backward))  # no gradient goes through it
             if x.kind == "whole":
                 x = replace(x, keyed=keyed, pick=None if keyed else x.pick or picks(ins))
                 if x.number is not None and x.number.uniform:
-                    x = replace(x, varies=frozenset(), at=NOWHERE)
+                    x = replace(x, varies=frozenset())
                     if any(y.power or (y.number is not None and not y.number.uniform) for y in ins):
                         x = self.powered(x)
             found.append(x)
         return found
-
-    def _term(self, eqn: Any, ins: Sequence[Value]) -> int:
-        known = self.terms.setdefault((eqn.primitive, *(x.term for x in ins)), [])
-        typed = lambda e: [(v.aval.dtype, v.aval.ndim) if hasattr(v.aval, "ndim") else v.aval for v in e.outvars]
-        for other, term in known if ins else ():
-            if typed(eqn) == typed(other) and differing(eqn, other, False) is None:
-                return term
-        known.append((eqn, next(self.numbers)))
-        return known[-1][1]
-
-
-def _extreme(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    """What comes of a maximum over rows."""
-    if not {x.kind for x in ins} <= {"extreme", "whole"}:
-        return coupled(ins)
-    if eqn.primitive.name != "stop_gradient":
-        return next(x for x in ins if x.kind == "extreme").noted(*reasons(ins))
-    # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
-    pending = [replace(n, certain=False) for x in ins for n in x.notes]
-    return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=frozenset(pending))
 
 
 def _located(eqn: Any, x: Value) -> Value:
@@ -207,7 +161,7 @@ def _located(eqn: Any, x: Value) -> Value:
     return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
 
 
-def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
+def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
     """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
     if twin is None:
         return
@@ -219,50 +173,33 @@ def _differing(eqn: Any, twin: Any, certain: bool) -> Iterator[Note]:
         elif not isinstance(value, int | float | str):
             continue
         if value != other and value == value:  # NaN where indices are outside of an array
-            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain)
+            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}")
 
 
-def paired(eqns: Sequence[Any], twins: Sequence[Any], rows: int) -> tuple[dict[int, Any], Any]:
-    """For equations, by number, those of the same program for twice the rows; and the first that makes it another
-    program. It may have more of them where Python goes through rows: a multiple of each.
+def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], Any]:
+    """For equations, by number, those of the same program for twice the rows, and the first that makes it another
+    program: they are paired from both ends.
     """
-    kinds = [[(e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4])) for e in es] for es in (eqns, twins)]
-    a, b = kinds
-    if a == b:
-        return dict(enumerate(twins)), None
-    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    last = alike(zip(reversed(a), reversed(b), strict=False))
-    first = alike(zip(a[: len(a) - last], b[: len(b) - last], strict=False))
-    found = {i: i for i in range(first)} | {len(a) - i: len(b) - i for i in range(1, last + 1)}
-    left = a[first : len(a) - last], b[first : len(b) - last]
-    if len(left[0]) * len(left[1]) <= _LONG:
-        for i, j, n in difflib.SequenceMatcher(None, *left, autojunk=False).get_matching_blocks():
-            found |= {first + i + k: first + j + k for k in range(n)}
-    more = collections.Counter(kind[0] for kind in b)
-    more.subtract(kind[0] for kind in a)
-    unmatched = [eqn for i, eqn in enumerate(eqns) if i not in found]
-    extra = [eqn for j, eqn in enumerate(twins) if more[eqn.primitive] % rows]
-    return {i: twins[j] for i, j in found.items()}, next(iter([*unmatched, *extra]), None)
+    kind = lambda e: (e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4]))
+    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: kind(pair[0]) == kind(pair[1]), pairs))
+    first = alike(zip(eqns, twins, strict=False))
+    last = alike(zip(reversed(eqns[first:]), reversed(twins[first:]), strict=False))
+    found = {i: twins[i] for i in range(first)}
+    found |= {len(eqns) - i: twins[len(twins) - i] for i in range(1, last + 1)}
+    return found, next(iter((*eqns[first:], *twins[first:])), None)
 
 
 def column_notes(eqn: Any, x: Value) -> list[Note]:
     """What is to be said of indices that are rows, where a column that is known is not the same for each."""
-    found, what = [], f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
-    for _, number in x.columns:
-        column, *twin = (a[..., 0] if np.ndim(a) else a for a in number.pair if a is not None)
-        found += [] if alike(x.at.array[..., 0], np.asarray(column), *twin) else [Note.at(eqn, what, certain=False)]
-    return found
+    what = f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
+    same = all(alike(x.at.array[..., 0], *x.column(c)) for c, _ in x.columns)
+    return [] if same else [Note.at(eqn, what, certain=False)]
 
 
-def doubled(ratio: float) -> float | None:
-    """The k for which a ratio is 2^k; None unless it is a multiple of 1/2."""
-    if not math.isfinite(ratio) or ratio <= 0:
-        return None
-    power = round(2 * math.log2(ratio)) / 2
-    return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else None
-
-
-def _likely(x: float, rows: int) -> float:
-    """The power of a number that may be a multiple of the rows, or one over that, where there is no twin to tell."""
-    multiple = lambda x: x >= rows and math.isclose(x / rows, round(x / rows), rel_tol=1e-5)
-    return 1 if multiple(x) else -1 if x and multiple(1 / x) else 0
+def power_between(one: float, two: float) -> float:
+    """The power of n, a multiple of 1/2, of a number that is `two` for twice the rows; `ODD` if there is none."""
+    if one == two:
+        return 0
+    ratio = two / one if one else math.nan
+    power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else ODD
+    return power if power == power and math.isclose(ratio, 2**power, rel_tol=1e-5) else ODD

@@ -12,58 +12,42 @@ import numpy as np
 
 from .arithmetic import combine
 from .generic import Met, generic, mixes_rows
-from .labels import NOWHERE, Labels, alike, blocks, numbered, ordinals, reshaped
-from .numbers import LARGEST
+from .labels import Labels, alike, blocks, ordinals, reshaped
 from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, Note, Value, coupled, mixed, others, partial, picks, position
+from .values import FROM_ALL, Note, Value, coupled, mixed, others
 
 # What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
 _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
     "rev": lambda e, x: [np.flip(x, tuple(d for d in e.params["dimensions"] if x.shape[d] > 1))],
     "slice": lambda e, x: [x[_window(e, x)]],
-    "tile": lambda e, x: [
-        np.tile(x, [n if k > 1 else 1 for n, k in zip((*e.params["reps"], 1), x.shape, strict=False)])
-    ],
-    "split": lambda e, x: _split(x, e.params["sizes"], e.params["axis"]),
-    "unstack": lambda e, x: [x.take(i % x.shape[e.params["axis"]], e.params["axis"]) for i in range(len(e.outvars))],
-    "reshape": lambda e, x: [_reshaped(e, x)],
+    "tile": lambda e, x: [np.tile(x, [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=True)])],
+    "split": lambda e, x: np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"]),
+    "unstack": lambda e, x: [x.take(i, e.params["axis"]) for i in range(len(e.outvars))],
+    "reshape": lambda e, x: [reshaped(x, shapes(e)[0], shape_of(e))],
 }
 
 
 def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
     p = eqn.params
-    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=False)
+    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=True)
     return tuple(slice(None) if n == 1 else slice(*which) for *which, n in cut)
-
-
-def _split(x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
-    return np.split(x, [*accumulate(sizes)][:-1], axis) if x.shape[axis] > 1 else [x] * len(sizes)
-
-
-def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
-    (old, *_), order = shapes(eqn), eqn.params["dimensions"]
-    if order is not None:
-        x, old = x.transpose(*order, *range(len(order), x.ndim)), [old[d] for d in order]
-    return reshaped(x, old, shape_of(eqn))
 
 
 @rule(*_PIECES)
 def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
-    if x.kind == "whole":
-        return _of_whole(r, eqn, twin, ins)
-    if x.kind not in ("rows", "sum") or (name != "reshape" and all(to[d] is not None for d in x.at.dims)):
-        return generic(r, eqn, twin, ins)
-    if x.at is NOWHERE:
-        return [x.plain(number=x.number)] * len(eqn.outvars)
-    outs = _PIECES[name](eqn, x.at.array)
-    if x.kind == "sum":
-        return [partial(x, at) for at in outs]
-    places = _PIECES[name](eqn, ordinals(x.at.array))
-    return [of_rows(eqn, x, at, inner, j) for j, (at, inner) in enumerate(zip(outs, places, strict=True))]
+    reshapes = name == "reshape" and eqn.params["dimensions"] is None
+    if x.kind == "whole" and reshapes:  # of dims that become one, or several, all differ where one does
+        groups = blocks(shapes(eqn)[0], shape_of(eqn))
+        varies = frozenset(d for before, after in groups if x.varies.intersection(before) for d in after)
+        return [replace(y, varies=varies) for y in generic(r, eqn, twin, ins)]
+    if x.kind != "rows" or not (reshapes or any(to[d] is None for d in x.at.dims)):
+        return [replace(y, number=x.number if x.kind != "whole" else None) for y in generic(r, eqn, twin, ins)]
+    outs, places = (_PIECES[name](eqn, array) for array in (x.at.array, ordinals(x.at.array)))
+    return [of_rows(eqn, x, at, inner) for at, inner in zip(outs, places, strict=True)]
 
 
-def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, pick: Note | None = None) -> Value:
+def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | None = None) -> Value:
     """Rows x after an equation has moved, or picked, elements: of which rows they are, and which of each row's."""
     name, labels = eqn.primitive.name, Labels(at)
     said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, "takes some of the rows")
@@ -72,89 +56,48 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, j: int = 0, p
     found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
     if not at.size:
         return coupled([x], pick)
-    if not alike(at, inner):
-        what = "takes of each row what depends on its place in its block"
-        return found.noted(Note.at(eqn, what, certain=False))
-    if name not in ("slice", "split", "unstack"):
+    if alike(at, inner):
         return found
-    # The term of a row is that of any other that is picked in the same way.
-    bounds = zip(eqn.params.get("start_indices", ()), eqn.params.get("limit_indices", ()), strict=True)
-    within = tuple(bound for d, bound in enumerate(bounds) if d not in x.at.dims)
-    return replace(found, term=(name, x.term, within))
-
-
-def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    """Of dims that become one, some may differ and others not: elements are numbered, and numbers go where they go."""
-    (x, *_), name, (old, *_) = ins, eqn.primitive.name, shapes(eqn)
-    groups = blocks(old, shape_of(eqn)) if name == "reshape" else [([d], [d]) for d in range(len(old))]
-    if name != "reshape" and (name != "tile" or not (x.varies | x.at.dims)):
-        return generic(r, eqn, twin, ins)
-    at, varies = x.at.array if x.at.dims else np.zeros((1,) * len(old), np.int64), set[int]()
-    for before, after in groups:
-        large = {d for d in before if old[d] > 1}
-        every = large <= x.varies and not large & x.at.dims and name == "reshape"
-        if every or math.prod(old[d] for d in before) > LARGEST or eqn.params.get("dimensions") is not None:
-            varies.update(d for d in after if large and shape_of(eqn)[d] > 1)
-        elif here := large & x.varies:
-            at = at + (at.max() + 1) * numbered(old, here)
-    labels = Labels(_PIECES[name](eqn, at)[0])
-    return x.plain(at=labels if labels.dims else NOWHERE, varies=frozenset(varies))
+    return found.noted(Note.at(eqn, "takes of each row what depends on its place in its block", certain=False))
 
 
 @rule("concatenate", "stack")
 def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
+    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
+    rows = [x for x in ins if x.kind == "rows"]
     if all(x.kind == "whole" for x in ins):
         return generic(r, eqn, twin, ins)
-    if any(x.kind in ("sum", "running") for x in ins):
-        found = combine(r, eqn, [x for x in ins if not x.zero])
-        return mixed(eqn, ins) if found.at is not NOWHERE else found
-    rows = [x for x in ins if x.kind == "rows"]
-    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
-    same = all(x.at == rows[0].at for x in rows) and (stacked or dim not in rows[0].at.dims)
-    if same:
-        return _beside(r, eqn, twin, ins, dim, rows, labels[0])
+    if any(x.kind == "sum" for x in ins) or (
+        len({x.at for x in rows}) == 1 and (stacked or dim not in rows[0].at.dims)
+    ):
+        return _beside(eqn, ins, sizes, dim)
     if len(rows) < len(ins) or any(x.routed for x in rows):
         return mixes_rows(eqn, ins)
-    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
-    joint = [max(a.shape[d] for a in labels) for d in range(len(shape_of(eqn)))]
-    wide = [[n if d == dim else k for d, k in enumerate(joint)] for n in sizes]
-    full = [np.broadcast_to(a, shape) for a, shape in zip(labels, wide, strict=True)]
-    at = np.concatenate(full, dim)
-    terms = list(dict.fromkeys(x.term for x in rows))
-    functions = [ordinals(a) * len(terms) + terms.index(x.term) for a, x in zip(full, rows, strict=True)]
+    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
+    joint = np.broadcast_shapes(*(np.delete(a.shape, dim) for a in labels))
+    full = [np.broadcast_to(a, (*joint[:dim], n, *joint[dim:])) for a, n in zip(labels, sizes, strict=True)]
+    functions = [ordinals(a) * len(rows) + i for i, a in enumerate(full)]  # each operand may be another
     power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
     x = replace(rows[0], power=power, plus=any(x.plus for x in rows))
-    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(at.ndim)]))
     note = Note.at(eqn, f"puts rows into another order; {FROM_ALL}")
-    found = of_rows(eqn, x, at, np.concatenate(functions, dim), 0, note)
+    found = of_rows(eqn, x, np.concatenate(full, dim), np.concatenate(functions, dim), note)
+    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(len(joint) + 1)]))
     return replace(found, pick=None) if found.at == ordered else found
 
 
-def _beside(
-    r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], dim: int, rows: Sequence[Value], at: np.ndarray
-) -> list[Value] | Value:
-    """What is laid side by side in each row; of indices, columns that are known."""
-    shape, columns, start, notes, stacked = shape_of(eqn), [], 0, list[Note](), eqn.primitive.name == "stack"
-    found = rows[0].plain(at=Labels(at), plus=any(x.plus for x in rows), pick=picks(rows))
-    last = dim == len(shape) - 1 and not np.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
-    for x, s in zip(ins, shapes(eqn), strict=True):
-        if x.kind == "whole" and last and not stacked and x.number is not None and s[dim] == 1:
-            columns.append((start, x.number))  # the lookup says whether they meet the rows that they count
-        elif x.kind == "whole":
-            varies = frozenset(d + (stacked and d >= dim) for d in x.varies | x.at.dims)
-            notes += position(eqn, Value(varies=varies, pick=x.pick), found, shape)
-        start += 1 if stacked else s[dim]
-    powers = {x.power for x in ins if not x.zero}
-    return replace(found, columns=tuple(columns), power=powers.pop() if len(powers) == 1 else math.nan).noted(*notes)
-
-
-@rule("pad")
-def _pad(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    padded = {d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-    if ins[0].kind == "rows" and padded & ins[0].at.dims:
-        return coupled(ins, Note.at(eqn, f"pads rows; {FROM_ALL}", certain=False))
-    return generic(r, eqn, twin, ins)
+def _beside(eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value:
+    """What is laid side by side in each row, or of sums; of indices, columns that are known: the lookup says whether
+    they meet the rows that they count.
+    """
+    of_indices = eqn.primitive.name == "concatenate" and dim == len(shape_of(eqn)) - 1
+    of_indices = of_indices and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    known = [
+        of_indices and n == 1 and x.kind == "whole" and x.number is not None for x, n in zip(ins, sizes, strict=True)
+    ]
+    found = combine(eqn, {k: x for k, x in enumerate(ins) if not (known[k] or x.zero)})
+    at = enumerate(accumulate(sizes[:-1], initial=0))
+    return replace(found, columns=tuple((start, ins[k].number) for k, start in at if known[k]))
 
 
 @rule("iota", "rng_uniform")
@@ -169,14 +112,13 @@ def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     """Keys of rows give numbers of rows. The block's own key gives each row its own, a key that all blocks have gives
     each block the same.
     """
-    if any(x.kind != "whole" for x in ins):
-        rows = [x for x in ins if x.kind == "rows"]
-        ndim = len(shape_of(eqn))
-        if len(rows) < sum(x.kind != "whole" for x in ins):
-            return mixed(eqn, ins)
+    rows, ndim = [x for x in ins if x.kind == "rows"], len(shape_of(eqn))
+    if any(x.kind == "sum" for x in ins):
+        return mixed(eqn, ins)
+    if rows:
         at = [Labels(x.at.array.reshape([*x.at.array.shape, *[1] * ndim][:ndim])) for x in rows]
         return rows[0].plain(at=at[0]) if len({*at}) == 1 else others(eqn, ins)
-    keyed = any(x.keyed for x in ins)
+    if any(x.keyed for x in ins):
+        return Value()
     pick = Note.at(eqn, "draws with a key that is the same in all blocks; use the key that the loss is given", False)
-    every = [frozenset() if keyed else frozenset(range(len(shape_of(eqn, j)))) for j in range(len(eqn.outvars))]
-    return [Value(varies=dims, pick=None if keyed else pick) for dims in every]
+    return [Value(varies=frozenset(range(len(shape_of(eqn, j)))), pick=pick) for j in range(len(eqn.outvars))]

@@ -9,12 +9,10 @@ the same power of the number n of rows in a block. So each value is one of
   all, and is proportional to n^power. With `plus` a mean over rows has been added, which is right as long as all that
   follows is linear;
 - `sum`: a sum over rows of such elements, times n^power: power 0 is a sum, -1 a mean. What is linear in it is one too.
-  A whole value c is the sum of c / n, so sums and whole values may be added where the powers agree. A sum over some
-  rows (`at`) may still become one over all;
-- `running`: such a sum while a loop over rows adds it up: nothing but the next row's may be added;
-- `extreme`: a maximum (or any, all) over rows. What it shifts for the sake of rounding may not depend on it;
+  A whole value c is the sum of c / n, so sums and whole values may be added where the powers agree. Along the dims
+  that it `varies` in it is the sum of some rows, and is one of all when these are summed too;
 - `coupled`: it depends on which rows share a block. `notes` say why, and travel with values of every kind, so that
-  those which reach the loss are known. Some couplings cancel, see `cancel.py`.
+  those which reach the loss are known.
 
 What is not known is none of the first: it is coupled, or has the power `ODD`, with a note of its line.
 """
@@ -24,12 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..program import jaxpr as jx
-from .labels import NOWHERE, Labels, alike, numbered
+from .labels import NOWHERE, Labels, alike
 from .numbers import Number
 
 ODD = math.nan  # a power: of what depends on the number of rows and is no power of it, or in a way that is not known
@@ -59,32 +57,22 @@ class Note:
         return cls(jx.where(eqn) or UNNAMED, what, certain)
 
 
-class Pairs(NamedTuple):
-    """Rows with rows: of which two an element is (`own` is what it is where they are one); `alone`: else it is 0."""
-
-    own: Value
-    other: Labels
-    alone: bool = False
-
-
 @dataclass(frozen=True)
 class Value:
     """One value of the program; see the module.
 
     Attributes:
-      kind: "whole", "rows", "sum", "running", "extreme" or "coupled".
-      at: of rows, the row of each element; of a sum over some rows, how often each row is in it, [dims, rows]; of a
-        whole value, numbers that are equal where its elements are.
+      kind: "whole", "rows", "sum" or "coupled".
+      at: of rows, the row of each element.
       power: see the module; `ODD` if there is none.
       plus: of rows, whether a mean over rows has been added.
-      varies: of a whole value, further dims along which its elements differ.
+      varies: of a whole value, the dims along which its elements may differ; of a sum, those along which it has some
+        rows each.
       keyed: whether it follows from the block's own key.
-      given: whether no parameter reaches it, so that it has no gradient.
       number: of a whole value, what it is, if that follows from sizes and literals; of others, if nothing is NaN.
       columns: of indices that are rows, what is known of their columns.
-      inner: of a coupled value that is the root of a sum over rows, that sum; of a running one, what a step adds.
-      pairs: of a coupled value that has rows with rows.
-      term: equal for what equal equations make of equal values, whichever row they pick.
+      root: of a coupled value that is the root of a sum over rows, that sum.
+      pairs: of a coupled value, whether each element is of two rows, of which those on a diagonal may be one.
       pick: what to say of the equation that has picked rows, or drawn numbers, should that couple rows.
       notes: what couples rows on the way to it.
     """
@@ -95,12 +83,10 @@ class Value:
     plus: bool = False
     varies: frozenset[int] = frozenset()
     keyed: bool = False
-    given: bool = False
     number: Number | None = field(default=None, compare=False)
     columns: tuple[tuple[int, Number], ...] = field(default=(), compare=False)
-    inner: Value | None = None
-    pairs: Pairs | None = None
-    term: Any = field(default=None, compare=False)
+    root: Value | None = None
+    pairs: bool = False
     pick: Note | None = None
     notes: frozenset[Note] = frozenset()
 
@@ -108,6 +94,12 @@ class Value:
     def routed(self) -> bool:
         """Whether rows are tokens in an order of their own: each slot has at most one row's."""
         return self.kind == "rows" and self.at.array.flat[0] >= ROUTED
+
+    def column(self, c: int) -> list[np.ndarray]:
+        """Column c of indices, of the program and of its twin, where it is known."""
+        number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
+        pair = () if number is None else number.pair
+        return [a[..., c] if np.ndim(a) else np.asarray(a) for a in pair if a is not None]
 
     @property
     def scalar(self) -> float | None:
@@ -137,7 +129,7 @@ class Value:
 
     def plain(self, **changes: Any) -> Value:
         """The same, changed, without what is known of single elements."""
-        return replace(self, **{"number": None, "columns": (), "inner": None, "pairs": None, "term": None} | changes)
+        return replace(self, **{"number": None, "columns": (), "root": None, "pairs": False} | changes)
 
 
 def coupled(values: Iterable[Value], *notes: Note) -> Value:
@@ -157,7 +149,7 @@ def picks(values: Iterable[Value]) -> Note | None:
 
 def mixed(eqn: Any, ins: Sequence[Value], what: str = "", certain: bool = True) -> Value:
     """A result that is not linear in what was summed over rows."""
-    if some := [x for x in ins if x.kind == "sum" and x.at is not NOWHERE]:
+    if some := [x for x in ins if x.kind == "sum" and x.varies]:
         return coupled(ins, *(x.pick or some_rows(eqn) for x in some))
     what = what or eqn.primitive.name + " of"
     return coupled(ins, Note.at(eqn, f"{what} a sum or mean over rows; {FROM_ALL}", certain))
@@ -175,29 +167,14 @@ def some_rows(eqn: Any) -> Note:
     return Note.at(eqn, what, certain=False)
 
 
-def position(eqn: Any, whole: Value, rows: Value, shape: Sequence[int], what: str = "") -> list[Note]:
-    """What is to be said where rows [shape] meet a whole value, which may differ from row to row by nothing but the
-    row's place in the block, or by draws that all blocks have alike.
+def position(eqn: Any, whole: Value, rows: Value, what: str = "") -> list[Note]:
+    """What is to be said where rows meet a whole value of as many dims, which may differ from row to row by nothing but
+    the row's place in the block, or by draws that all blocks have alike.
     """
-    dims = rows.at.dims & (whole.varies | whole.at.dims)
-    if not dims or rows.routed:  # tokens in an order of their own have what is at the place that they were sent to
-        return []
-    labels = whole.at.array + (whole.at.array.max() + 1) * numbered(shape, whole.varies & dims)
-    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == len(shape) else None
-    if alike(rows.at.array, labels) or (known is not None and alike(rows.at.array, *known)):
+    if rows.routed or not rows.at.dims & whole.varies:
+        return []  # tokens in an order of their own have what is at the place that they were sent to
+    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == rows.at.array.ndim else None
+    if known is not None and alike(rows.at.array, *known):
         return []
     said = "with a value that depends on a row's place in its block; put it into the batch"
     return [whole.pick or Note.at(eqn, what or f"{eqn.primitive.name} {said}", certain=False)]
-
-
-def one_row(x: Value, rows: int) -> Value:
-    """What belongs to one of some rows, as a sum over rows."""
-    at = np.zeros((*x.at.array.shape, rows), np.int64)
-    at[..., x.at.array.flat[0]] = 1
-    return partial(x, at)
-
-
-def partial(x: Value, at: np.ndarray, pick: Note | None = None) -> Value:
-    """A sum of rows x, in which each row is as often as `at` says, [dims, rows]."""
-    labels = NOWHERE if (at == at[..., :1]).all() else Labels(at, 1)
-    return Value("sum", labels, x.power, given=x.given, term=x.term, pick=x.pick or pick, notes=x.notes)
