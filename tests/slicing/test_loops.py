@@ -188,6 +188,30 @@ def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
         ).trace(BATCH)
 
 
+def test_layers_that_split_one_key_after_another() -> None:
+    """`key, mine = split(key)` before each layer, as Equinox's BERT has it: the last has no use for the first half, so
+    that the last two layers differed, no such loop was a scan, and `pipe` refused it. A layer's mask is made anew.
+    """
+
+    def dropped(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        x, keys = batch["x"], jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(batch["x"])))
+        for block in params["layers"]:
+            keys, mine = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
+            mask = jnp.tril(jnp.ones((T, T)))
+            kept = jax.vmap(lambda k: jax.random.bernoulli(jax.random.split(k)[1], 0.7, (T, D)))(mine)
+            x = layer(mask @ x, block) * kept / 0.7
+        return (x**2).mean()
+
+    model = jp.Model(lambda key: draw(key, "layers", n=4), dropped)
+    for strategy, rounds in (("fsdp=2", 4), ("pipe=2,microbatches=2", 4)):
+        step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
+        assert lengths(step) == [rounds]
+        assert step.layout.loops["layers/*"].endswith("one stack")
+        counted(step)
+    parity = jp.verify(model, "pipe=2,microbatches=2", BATCH, mesh=jax.devices()[:2])
+    assert parity.ok, parity
+
+
 def test_a_pipeline_spreads_layers_that_the_loss_stacks() -> None:
     """A pipeline refused blocks that a loss stacks before it scans them, and a list that runs from its end for the
     wrong reason.
