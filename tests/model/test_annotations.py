@@ -139,7 +139,7 @@ def test_a_constraint_of_the_users_own_mesh_is_left_out() -> None:
     "spell",
     [
         lambda x, w, spec: jax.lax.with_sharding_constraint(x @ w, spec),
-        lambda x, w, spec: jax.numpy.einsum("bd,de->be", x, w, out_sharding=spec),  # as Flax's Gemma does
+        lambda x, w, spec: jax.numpy.einsum("btd,de->bte", x, w, out_sharding=spec),  # as Flax's Gemma does
     ],
 )
 def test_a_spec_without_a_mesh_is_told_that_there_is_none(spell: Any) -> None:
