@@ -344,3 +344,37 @@ def test_blocks_of_a_loop_come_before_a_dim_shared_by_chance() -> None:
     blocks = [("conv2/*/kernel", (3, 3, 3, 16, 16), True), ("conv2/*/bias", (3, 16), True)]
     classifier = [("fc/kernel", (7, 7, 24, 480), False), ("fc/bias", (480,), False)]
     assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
+
+
+def test_layers_that_a_loop_looks_up_by_number() -> None:
+    """`w[i]` in a scan over `arange`, in `fori_loop`, and within `jax.checkpoint`, as in AlphaFold's layer stack.
+
+    The loop read the whole stack, which ZeRO-3 gathered at once, and `pipe` said to scan the layers.
+    """
+
+    def at(p: Any, i: jax.Array) -> Any:
+        return jax.tree.map(lambda w: w[i], p)
+
+    def scanned(p: Any, x: jax.Array) -> jax.Array:
+        row = lambda i: jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, False), p)
+        step = jax.checkpoint(lambda x, i: layer(x, row(i)))
+        return jax.lax.scan(lambda x, i: (step(x, i), None), x, jnp.arange(4))[0]
+
+    def counted_up(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda i, x: layer(x, at(p, i)), x)
+
+    def backwards(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, i: (layer(x, at(p, i)), None), x, np.arange(4), reverse=True)[0]
+
+    def neighbours(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, i: (layer(x, at(p, (i + 1) % 4)), None), x, jnp.arange(4))[0]
+
+    def of(run: Any) -> jp.Model:
+        start = lambda key: {"w": 0.4 * jax.random.normal(key, (4, D, D)), "b": jnp.arange(4.0 * D).reshape(4, D) / 9}
+        return jp.Model(start, lambda params, batch, key: (jax.nn.relu(run(params, batch["x"])) ** 2).mean())
+
+    for run, pipes in ((scanned, True), (counted_up, True), (backwards, False)):
+        assert lengths(parity(of(run), "fsdp=2")) == [4]
+        if pipes:
+            parity(of(run), "pipe=2,microbatches=2")
+    assert lengths(parity(of(neighbours), "fsdp=2")) == []  # another layer's row is none to slice

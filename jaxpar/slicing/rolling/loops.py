@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jec
 
 from ...program import jaxpr as jx
+from .counted import sliced
 from .readings import Pass, Readings, Row, keys, rows
 from .roll import NotAlike, Span, roll
 
@@ -71,7 +72,7 @@ def roll_loops(
         stack.
     """
     found = []
-    flat, single = join(flat, families)
+    flat, single = join(sliced(flat, lambda fun, flat: _traced(fun, flat, axes)), families)
     for lists in _together(flat, params, [*_listed(single), *_stacked(flat, params)]):
         flat, loop = _rolled(flat, lists, params, axes)
         if loop is not None:
