@@ -50,8 +50,9 @@ def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list
     if not parts.reverse:
         adds = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name == "add"}
         for v, first, out in zip(body.invars[n:k], parts.carry, body.outvars, strict=False):
-            if _is(first, 0) and not v.aval.shape and any(a is v for a in adds.get(out, ())):
-                numbers |= {v} if any(_is(a, 1) for a in adds[out]) else set()
+            terms = () if jx.is_literal(out) else adds.get(out, ())
+            if _is(first, 0) and any(a is v for a in terms) and any(_is(a, 1) for a in terms):
+                numbers.add(v)
     arrays = [v for v in body.invars[:n] if numbers and v.aval.shape[:1] == (parts.length,)]
     rows = {v: jec.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in arrays if _by_number(body, v, numbers)}
     if not rows:
