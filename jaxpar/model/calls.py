@@ -101,15 +101,26 @@ IN_LOSS = (
 @contextlib.contextmanager
 def traced(what: str, why: str) -> Iterator[None]:
     """Around a call of the user's function `what` under a trace: where it asks for the number of an array, ValueError
-    says at which line, and `why` there is none (`IN_INIT`, `IN_LOSS`).
+    says at which line, and `why` there is none (`IN_INIT`, `IN_LOSS`); so it does where it asks for a mesh.
     """
     try:
         yield
     except _NUMBERS as error:
-        file, line = asked_at(error) or ("", 0)
-        code = linecache.getline(file, line).strip()
-        place = f" at {file}:{line}" + f", `{code}`" * bool(code) if file else ""
-        raise ValueError(f"{what} asks for the number of an array{place}: {why}") from error
+        raise ValueError(f"{what} asks for the number of an array{_place(error)}: {why}") from error
+    except (ValueError, RuntimeError) as error:
+        # jax's own advice, to enter a mesh, would not help.
+        if "PartitionSpec" not in str(error) or " mesh" not in str(error):
+            raise
+        raise ValueError(
+            f"{what} places a value on a mesh by a PartitionSpec{_place(error)}: a model sees no mesh, as the strategy "
+            "says where values live; leave it out, or build the model without shardings"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    file, line = asked_at(error) or ("", 0)
+    code = linecache.getline(file, line).strip()
+    return f" at {file}:{line}" + f", `{code}`" * bool(code) if file else ""
 
 
 def asked_at(error: BaseException) -> tuple[str, int] | None:

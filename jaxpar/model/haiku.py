@@ -16,7 +16,7 @@ from .model import Model, averaged_axes
 
 
 class HaikuApply:
-    """What a Haiku loss calls in place of `transformed.apply`: parameters, state, keys and BatchNorm are seen to.
+    """What a Haiku loss calls in place of `transformed.apply`: parameters, state, keys and statistics are seen to.
 
     `apply(*args, **kwargs)` returns the function's output, with and without state. `apply.train` is False in
     `evaluate`.
@@ -80,9 +80,9 @@ def from_haiku(
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
       rules, rows: see `Model`.
 
-    State is kept as the calls leave it, and is the same on all replicas. `hk.BatchNorm` computes its statistics over
-    the rows of all replicas. In `evaluate` it has `is_training=False` whatever the loss asks for, and there is no rng:
-    `apply.train` says whether there is dropout.
+    State is kept as the calls leave it, and is the same on all replicas. `hk.BatchNorm` and Haiku's vector quantizers
+    compute their statistics over the rows of all replicas. In `evaluate` they have `is_training=False` whatever the
+    loss asks for, and there is no rng: `apply.train` says whether there is dropout.
 
     Raises ValueError where Haiku is not installed, or the arguments are not of these kinds.
     """
@@ -121,12 +121,13 @@ def from_haiku(
 
 
 def _interceptor(hk: Any, train: bool) -> Callable[..., Any]:
-    """Makes BatchNorm reach over all replicas and, without `train`, use its running statistics."""
+    """Makes modules with statistics reach over all replicas and, without `train`, use those of before."""
+    counting = (hk.BatchNorm, hk.nets.VectorQuantizer, hk.nets.VectorQuantizerEMA)
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        norm = context.module
-        if isinstance(norm, hk.BatchNorm) and context.method_name == "__call__":
-            norm.cross_replica_axis = averaged_axes(norm.cross_replica_axis)  # the module lives for one call
+        module = context.module
+        if isinstance(module, counting) and context.method_name == "__call__":
+            module.cross_replica_axis = averaged_axes(module.cross_replica_axis)  # the module lives for one call
             if not train:
                 args, kwargs = (args[0], False, *args[2:]), {k: v for k, v in kwargs.items() if k != "is_training"}
         return next_fun(*args, **kwargs)

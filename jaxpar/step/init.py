@@ -174,4 +174,6 @@ class FirstState:
 def _check_key(key: Any) -> None:
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
         given = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
-        raise ValueError(f"init needs one key from jax.random.key(seed), got {given}")
+        raw = given == "uint32[2]"  # of PRNGKey
+        hint = "; make it one by jax.random.wrap_key_data(key)" * raw
+        raise ValueError(f"init needs one key from jax.random.key(seed), got {given}{hint}")

@@ -267,6 +267,6 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
         if program.depends(fed, at, axes):
             raise ValueError(
                 f"variable {name_of(path)} is updated from this replica's rows alone, so replicas would drift apart; "
-                "average what it is computed from over jp.all_rows(...), or use Flax's own BatchNorm, which jaxpar "
+                "compute it from jp.all_rows(...), or use the BatchNorm of Flax, Equinox or Haiku, which jaxpar "
                 "switches to all rows"
             )

@@ -135,6 +135,24 @@ def test_a_constraint_of_the_users_own_mesh_is_left_out() -> None:
     assert traced(lambda x: jax.lax.with_sharding_constraint(x, rows)) == traced(lambda x: x)
 
 
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda x, w, spec: jax.lax.with_sharding_constraint(x @ w, spec),
+        lambda x, w, spec: jax.numpy.einsum("btd,de->bte", x, w, out_sharding=spec),  # as Flax's Gemma does
+    ],
+)
+def test_a_spec_without_a_mesh_is_told_that_there_is_none(spell: Any) -> None:
+    """jax asked for a mesh around the call, which a model does not see."""
+    spec = jax.sharding.PartitionSpec("fsdp")
+    loss = lambda params, batch, key: (spell(batch["x"], params["w"], spec) ** 2).mean()
+    model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, loss)
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
+    words = r"the loss places a value on a mesh by a PartitionSpec at .*test_annotations.py:\d+, `.*; leave it out"
+    with jax.set_mesh(step.mesh), pytest.raises(ValueError, match=words):
+        step.trace(BATCH)
+
+
 def test_constraints_within_loops_and_branches_are_left_out() -> None:
     """Loops kept them, and the mesh that they gave to types."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))

@@ -76,6 +76,38 @@ def test_calls_of_several_kinds_create_what_each_needs() -> None:
     assert float(model.call(same, {}, np.ones((8, 4), np.float32), jax.random.key(0))[0]["loss"].total) > 0.1
 
 
+@pytest.mark.parametrize("learnt", [True, False])
+def test_a_codebook_is_of_all_rows(learnt: bool) -> None:
+    """Haiku's VQ-VAE as its example has it: replicas' codebooks would drift apart, and it was refused with advice on
+    Flax's BatchNorm. Its quantizers are told of the replicas, as `hk.BatchNorm` is; evaluation leaves them as they are.
+    """
+
+    def coded(x: jax.Array, is_training: bool) -> Any:
+        kind = hk.nets.VectorQuantizer if learnt else functools.partial(hk.nets.VectorQuantizerEMA, decay=0.9)
+        codes = kind(embedding_dim=4, num_embeddings=6, commitment_cost=0.25)(hk.Linear(4)(x), is_training)
+        return hk.Linear(3)(codes["quantize"]), codes["loss"], codes["perplexity"]
+
+    def loss(apply: Any, batch: Any) -> Any:
+        out, commitment, perplexity = apply(batch["x"], True)
+        return jnp.square(out - batch["x"]).mean() + commitment, {"perplexity": perplexity}
+
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)}
+    model = jp.from_haiku(hk.transform_with_state(coded), loss, batch)
+    parity = jp.verify(model, "fsdp=4,microbatches=2", batch, mesh=jax.devices()[:4])
+    assert parity.ok, parity
+    step = jp.make_train_step(model, SGD, "fsdp=4", mesh=jax.devices()[:4])
+    state = step.init(jax.random.key(0))
+    perplexity = step.evaluate(state, batch)["perplexity"]
+    single = jp.make_train_step(model, SGD, "single", mesh=jax.devices()[:1])
+    whole = single.evaluate(single.init(jax.random.key(0)), batch)["perplexity"]
+    np.testing.assert_allclose(perplexity, whole, rtol=1e-5)
+    before = jax.tree.map(np.asarray, state.variables)
+    after = step(state, batch)[0].variables
+    moved = [not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    assert all(moved)
+    assert len(moved) == (0 if learnt else 7)
+
+
 def test_what_is_no_such_function() -> None:
     transformed = hk.transform(lambda x: hk.Linear(4)(x))
     loss = lambda apply, batch: apply(batch).mean()

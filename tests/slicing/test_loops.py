@@ -188,6 +188,30 @@ def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
         ).trace(BATCH)
 
 
+def test_layers_that_split_one_key_after_another() -> None:
+    """`key, mine = split(key)` before each layer, as Equinox's BERT has it: the last has no use for the first half, so
+    that the last two layers differed, no such loop was a scan, and `pipe` refused it. A layer's mask is made anew.
+    """
+
+    def dropped(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        x, keys = batch["x"], jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(batch["x"])))
+        for block in params["layers"]:
+            keys, mine = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
+            mask = jnp.tril(jnp.ones((T, T)))
+            kept = jax.vmap(lambda k: jax.random.bernoulli(jax.random.split(k)[1], 0.7, (T, D)))(mine)
+            x = layer(mask @ x, block) * kept / 0.7
+        return (x**2).mean()
+
+    model = jp.Model(lambda key: draw(key, "layers", n=4), dropped)
+    for strategy, rounds in (("fsdp=2", 4), ("pipe=2,microbatches=2", 4)):
+        step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
+        assert lengths(step) == [rounds]
+        assert step.layout.loops["layers/*"].endswith("one stack")
+        counted(step)
+    parity = jp.verify(model, "pipe=2,microbatches=2", BATCH, mesh=jax.devices()[:2])
+    assert parity.ok, parity
+
+
 def test_a_pipeline_spreads_layers_that_the_loss_stacks() -> None:
     """A pipeline refused blocks that a loss stacks before it scans them, and a list that runs from its end for the
     wrong reason.
@@ -320,3 +344,38 @@ def test_blocks_of_a_loop_come_before_a_dim_shared_by_chance() -> None:
     blocks = [("conv2/*/kernel", (3, 3, 3, 16, 16), True), ("conv2/*/bias", (3, 16), True)]
     classifier = [("fc/kernel", (7, 7, 24, 480), False), ("fc/bias", (480,), False)]
     assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
+
+
+def test_layers_that_a_loop_looks_up_by_number() -> None:
+    """`w[i]` in a scan over `arange`, in `fori_loop`, and within `jax.checkpoint`, as in AlphaFold's layer stack.
+
+    The loop read the whole stack, which ZeRO-3 gathered at once, and `pipe` said to scan the layers.
+    """
+
+    def at(p: Any, i: jax.Array) -> Any:
+        return jax.tree.map(lambda w: w[i], p)
+
+    def scanned(p: Any, x: jax.Array) -> jax.Array:
+        row = lambda i: jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, False), p)
+        step = jax.checkpoint(lambda x, i: layer(x, row(i)))
+        # A carry that ends as a constant is no count.
+        return jax.lax.scan(lambda c, i: ((step(c[0], i), 1.0), None), (x, 0.0), jnp.arange(4))[0][0]
+
+    def counted_up(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda i, x: layer(x, at(p, i)), x)
+
+    def backwards(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, i: (layer(x, at(p, i)), None), x, np.arange(4), reverse=True)[0]
+
+    def neighbours(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, i: (layer(x, at(p, (i + 1) % 4)), None), x, jnp.arange(4))[0]
+
+    def of(run: Any) -> jp.Model:
+        start = lambda key: {"w": 0.4 * jax.random.normal(key, (4, D, D)), "b": jnp.arange(4.0 * D).reshape(4, D) / 9}
+        return jp.Model(start, lambda params, batch, key: (jax.nn.relu(run(params, batch["x"])) ** 2).mean())
+
+    for run, pipes in ((scanned, True), (counted_up, True), (backwards, False)):
+        assert lengths(parity(of(run), "fsdp=2")) == [4]
+        if pipes:
+            parity(of(run), "pipe=2,microbatches=2")
+    assert lengths(parity(of(neighbours), "fsdp=2")) == []  # another layer's row is none to slice

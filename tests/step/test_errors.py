@@ -264,6 +264,15 @@ def test_key(key: Any) -> None:
     raises(lambda: build().init(key), "one key from jax.random.key(seed)", f"got {given}")
 
 
+def test_the_data_of_a_key() -> None:
+    """A repository that hands `PRNGKey`s about had no seed to make another of."""
+    step, data = build(), jax.random.PRNGKey(3)
+    raises(lambda: step.init(data), "uint32[2]; make it one by jax.random.wrap_key_data(key)")
+    made = step.params(step.init(jax.random.wrap_key_data(data)))
+    same = step.params(step.init(jax.random.key(3)))
+    jax.tree.map(np.testing.assert_array_equal, made, same)
+
+
 @pytest.mark.parametrize(
     ("params", "parts"),
     [

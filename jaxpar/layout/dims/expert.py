@@ -111,7 +111,7 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     many = [path for path, shape in shapes.items() if len(shape) > 2 and not shape[-3] % ranks]
     if not found and not many:
         return ""
-    likely = min(many, key=lambda path: (path not in experts, -len(shapes[path])))
+    likely = "" if found else min(many, key=lambda path: (path not in experts, -len(shapes[path])))
     found = found or {likely: len(shapes[likely]) - 3}
     back = {path: dim - len(shapes[path]) for path, dim in found.items()}
     rules = {}
@@ -120,6 +120,8 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
         ends = ["/".join(parts[n:]) for n in reversed(range(len(parts)))]
         own = lambda end, dim=dim: all(back.get(p) == dim for p in shapes if f"/{p}".endswith(f"/{end}"))
         rules[next(filter(own, ends))] = {AXIS: dim}
+    if likely and likely not in experts:  # any leaf of three dims: the model may well have no experts
+        return f"if {likely} {list(shapes[likely])} is of {shapes[likely][-3]} experts, say so: rules={rules}, or "
     return f"say which dim is that of experts: rules={rules}, or "
 
 

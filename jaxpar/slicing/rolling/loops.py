@@ -15,7 +15,8 @@ import jax
 import jax.extend.core as jec
 
 from ...program import jaxpr as jx
-from .readings import Pass, Readings, Row, rows
+from .counted import sliced
+from .readings import Pass, Readings, Row, keys, rows
 from .roll import NotAlike, Span, roll
 
 StackMembers = Sequence[tuple[int, Sequence[int]]]
@@ -71,7 +72,7 @@ def roll_loops(
         stack.
     """
     found = []
-    flat, single = join(flat, families)
+    flat, single = join(sliced(flat, lambda fun, flat: _traced(fun, flat, axes)), families)
     for lists in _together(flat, params, [*_listed(single), *_stacked(flat, params)]):
         flat, loop = _rolled(flat, lists, params, axes)
         if loop is not None:
@@ -207,15 +208,18 @@ _Ways = list[tuple[tuple[Any, ...], Readings, Mapping[Any, Row]]]
 
 def _ways(flat: jx.Flat, lists: _Lists, params: int, number: int) -> _Ways:
     """How a pass may be read. Rows that are taken of one array, block by block (`mask[i]`), are what the scan slices;
-    where that does not fit, they are equations like others.
+    where that does not fit, they are equations like others. Where no block differs but in how it comes by its random
+    key (the last of `key, mine = split(key)` has no use for the first half), all keys are derived before the loop.
     """
     readings, eqns, members = _readings(flat, params, lists)
     aside = _aside(readings, eqns, readings.passes[number])
-    plain = (eqns, readings, members)
-    if not aside:
-        return [plain]
-    moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
-    return [(eqns, moved, {**members, **aside}), plain]
+    ways: _Ways = [(eqns, readings, members)]
+    if aside:
+        moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
+        ways = [(eqns, moved, {**members, **aside}), *ways]
+    if derived := keys(readings.others, (*flat.invars, *flat.constvars)):
+        ways += [(eqns, way.without(derived), taken) for _, way, taken in ways]
+    return ways
 
 
 def _attempt(flat: jx.Flat, ways: _Ways, number: int, span: Span) -> Any:

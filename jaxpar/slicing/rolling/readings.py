@@ -4,8 +4,9 @@ The trace of a Python loop stands in program order, one block after another. A *
 that is run twice in one loss has two.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 
 from ...program import jaxpr as jx
 from ...program.hoist import closure
+
+_DERIVE = ("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone")
+_MOVE = ("slice", "dynamic_slice", "split", "squeeze", "reshape", "broadcast_in_dim", "transpose")  # keys, once derived
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Readings:
       pure: all that need parameters alone, of several blocks too (a norm of all weights, say) or of none.
       others: the equations that do not need the loop's parameters alone, in order.
       last: of a loop over a list from its end, the number of the block that it reads first, and counts as 0; else None.
+      ahead: by `id`, equations of the program that are in none of these, and run before the loop.
     """
 
     reads: dict[Any, int]
@@ -77,6 +82,7 @@ class Readings:
     pure: dict[Any, Any]
     others: list[Any]
     last: int | None = None
+    ahead: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -105,7 +111,8 @@ class Readings:
 
     def without(self, moved: set[int]) -> "Readings":
         """These readings with some equations (by `id`) moved out of the loop."""
-        return Readings(self.reads, self.own, self.pure, [e for e in self.others if id(e) not in moved], self.last)
+        others, ahead = [e for e in self.others if id(e) not in moved], self.ahead | moved
+        return dataclasses.replace(self, others=others, ahead=ahead)
 
     @functools.cached_property
     def passes(self) -> list[Pass]:
@@ -156,6 +163,18 @@ class Readings:
                 change[at + 1] += size
                 change[ends[v] + 1] -= size
         return np.cumsum(change)[:-1]
+
+
+def keys(eqns: Sequence[Any], inputs: Iterable[Any]) -> set[int]:
+    """The equations (by `id`) that derive random keys from inputs of the program alone, and draw nothing."""
+    given, derived, found = set(inputs), set[Any](), set[int]()
+    for eqn in eqns:
+        atoms = {v for v in eqn.invars if not jx.is_literal(v)}
+        name = eqn.primitive.name
+        if atoms and ((name in _DERIVE and atoms <= given | derived) or (name in _MOVE and atoms <= derived)):
+            derived.update(eqn.outvars)
+            found.add(id(eqn))
+    return found
 
 
 def rows(eqns: Sequence[Any], wanted: Callable[[Any], bool]) -> dict[Any, Row]:

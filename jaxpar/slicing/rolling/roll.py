@@ -81,7 +81,7 @@ def roll(
 
     Args:
       flat: the program, and `eqns` what it needs of its equations.
-      readings: its equations, sorted out by the blocks of the loop; those which are in `eqns` alone run before it.
+      readings: its equations, sorted out by the blocks of the loop.
       rows: what is known to be a row of an array: the scan slices the array instead.
       run: a run over the loop, and `span` which of its blocks.
 
@@ -129,7 +129,7 @@ def roll(
     entering = [a for a in entering if not jx.is_literal(a)]
     extra = closure([*jx.free([*before, *after], flat.outvars), *entering], readings.pure)
     late = {id(e) for e in order[bounds[0] :]}
-    early = {id(e) for e in (*extra, *before)} | ({id(e) for e in rows_of(eqns, rows)} - late)
+    early = {id(e) for e in (*extra, *before)} | ({*readings.ahead, *map(id, rows_of(eqns, rows))} - late)
     early = [e for e in eqns if id(e) in early]
     given = {*flat.invars, *flat.constvars, *(v for e in early for v in e.outvars)}
     if any(v not in given for v in (*jx.free(early), *entering)):

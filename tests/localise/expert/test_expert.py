@@ -288,7 +288,7 @@ def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
 )
 def test_the_rule_that_an_error_names_works(leaves: dict[str, Any], experts: dict[str, int]) -> None:
     """Of experts [L, E, a, b] of scanned layers, beside a router by another name, the dim of layers was named."""
-    with pytest.raises(ValueError, match=r"splits no parameter, .*; say which dim .*, or use fsdp or data") as error:
+    with pytest.raises(ValueError, match=r"splits no parameter, .*; (say which dim|if other) .*, or use fsdp") as error:
         expert_dims([*leaves.items()], 2, {}, {}, {})
     rules = ast.literal_eval(str(error.value).partition("rules=")[2].partition(", or use")[0])
     assert expert_dims([*leaves.items()], 2, apart(rules)[0], {}, {}) == experts
@@ -310,8 +310,12 @@ def test_a_dense_model_has_no_experts() -> None:
     model = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
     )
-    with pytest.raises(ValueError, match=r"no leaf .* stands beside a router"):
+    with pytest.raises(ValueError, match=r"no leaf .* stands beside a router; use fsdp or data"):
         jp.make_train_step(model, optax.sgd(0.1), "expert=2,data=4")
+    # A kernel of attention [4, 2, 2] was named as if it were of experts.
+    heads = jp.Model(init=lambda key: {"query": jnp.ones((4, 2, 2))}, loss=model.loss)
+    with pytest.raises(ValueError, match=r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"):
+        jp.make_train_step(heads, optax.sgd(0.1), "expert=2,data=4")
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
