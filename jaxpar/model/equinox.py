@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from .calls import IN_INIT, check_call, needed, traced
+from ..packages import needed
+from .calls import IN_INIT, check_call, traced
 from .model import Model, row_axes
 
 
