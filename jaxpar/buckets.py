@@ -26,7 +26,7 @@ import numpy as np
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _ANSWERS = 40  # seconds within which a bucket answers; it is then not asked again for as long
-_LONG = 3600  # those of a list of a million keys, or of a copy that the bucket makes itself
+_LONG = 600  # those of a list of a million keys, or of a copy that the bucket makes itself
 _PART = 1 << 24  # bytes that are sent or asked for at a time
 _PARTS = 10_000  # at most, of one object in S3
 _WINDOW = 4  # parts that are asked for at once
@@ -131,12 +131,14 @@ class Bucket:
 
     def iterdir(self) -> Iterator[Bucket]:
         """What is directly below."""
-        yield from self._listed(self._ask(lambda system: system.ls(self.url, detail=True), _LONG))
+        yield from self._listed(self._ask(lambda system: system.ls(self.url, detail=True)))
 
     def rglob(self, pattern: str) -> Iterator[Bucket]:
         """The objects below, at any depth, whose name fits; none where nothing is."""
-        found = self._ask(lambda system: system.find(self.url, detail=True), _LONG).values()
-        yield from (place for place in self._listed(found) if fnmatch.fnmatchcase(place.name, pattern))
+        yield from (place for place in self._below() if fnmatch.fnmatchcase(place.name, pattern))
+
+    def _below(self, seconds: float | None = None) -> Iterator[Bucket]:
+        yield from self._listed(self._ask(lambda system: system.find(self.url, detail=True), seconds).values())
 
     def _listed(self, found: Any) -> Iterator[Bucket]:
         scheme = self.url.partition("://")[0]
@@ -177,11 +179,12 @@ class Bucket:
             self._ask(lambda system, place=place, copy=copy: system.cp_file(place.url, copy), _LONG)
         remove(self)
 
-    def _ask(self, call: Callable[[Any], Any], seconds: float = _ANSWERS) -> Any:
-        """What the file system says, within so many seconds.
+    def _ask(self, call: Callable[[Any], Any], seconds: float | None = None) -> Any:
+        """What the file system says, within so many seconds, or `_ANSWERS`.
 
         The libraries try again for minutes, and wait without end for a server that takes no more bytes.
         """
+        seconds = seconds or _ANSWERS
         scheme, _, rest = self.url.partition("://")
         bucket = f"{scheme}://{rest.partition('/')[0]}"
         when, said = _silent.get(bucket, (-_ANSWERS, ""))
@@ -203,8 +206,9 @@ class Bucket:
         if error is None:
             return found
         text = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
-        if isinstance(error, _REFUSALS):  # which say what is not there, or no more than its key
-            code = errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT
+        code = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
+            code = code or (errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT)
             raise OSError(code, text if " " in text else os.strerror(code), self.url) from error
         _silent[bucket] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
         raise ConnectionError(errno.EIO, text, self.url) from error
@@ -276,7 +280,7 @@ def writing(place: Place, size: int = 0) -> Iterator[Callable[[Any], object]]:
 def remove(place: Place) -> None:
     """Removes a file, or a folder with all that is in it."""
     if isinstance(place, Bucket):
-        place._ask(lambda system: system.rm(place.url, recursive=True), _LONG)
+        place._ask(lambda system: system.rm(place.url, recursive=True))
     elif place.is_dir():
         shutil.rmtree(place)
     else:
@@ -289,8 +293,10 @@ def rename(place: Place, target: Place) -> None:
 
 
 def below(folder: Place) -> dict[PurePath, Place]:
-    """All that is in a folder, at any depth, by its names from there."""
-    return {place.relative_to(folder): place for place in folder.rglob("*")}  # type: ignore[arg-type]  # as above
+    """All that is in a folder, at any depth, by its names from there; of a bucket, its objects."""
+    if isinstance(folder, Bucket):
+        return {place.relative_to(folder): place for place in folder._below(_LONG)}
+    return {path.relative_to(folder): path for path in folder.rglob("*")}
 
 
 def _stat(kind: int, size: int) -> os.stat_result:
