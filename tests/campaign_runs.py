@@ -164,6 +164,9 @@ class Group:
             process.wait()
         for reader in self._readers:
             reader.join(10)
+        for process in self._processes:
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from .loop import Loop
 # What a run writes into its folder, and all that `overwrite` removes.
 WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
 _OWNER = ".owner"
+_live: set[str] = set()  # claims of this process: one that it could not take back does not keep it out
 
 
 class Claim:
@@ -40,14 +41,18 @@ class Claim:
         """Writes into the folder whose it is; or why it cannot be taken: a run that still goes on has it."""
         assert self.out is not None
         there = _read(self.out / _OWNER)
-        if there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}:
+        own = there and all(there[name] == self._mine[name] for name in ("host", "pid", "began"))
+        alive = there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}
+        if alive and not (own and there["id"] not in _live):
             return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out"
         write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
+        _live.add(str(self._mine["id"]))
         return ""
 
     def release(self) -> None:
         """Takes away what `take` wrote, where it is still there."""
         assert self.out is not None
+        _live.discard(str(self._mine["id"]))
         if _read(self.out / _OWNER) == self._mine:
             (self.out / _OWNER).unlink()
 
