@@ -5,8 +5,12 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from .buckets import PACKAGES, Bucket, Place
+from .packages import needed
+
+At = TypeVar("At", bound=Place)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = {
     stat.S_IFIFO: "a FIFO, which waits for somebody to write",
@@ -27,8 +31,7 @@ def local(path: os.PathLike[str] | str, name: str) -> Path:
     """A path on this machine's file systems. Raises ValueError for an address, such as gs://bucket/run, which has lost
     a slash as a `Path`.
     """
-    if _ADDRESS.match(address := os.fspath(path)):
-        given = address if "://" in address else address.replace(":/", "://", 1)
+    if given := _address(path):
         raise ValueError(
             f"{name}={given!r} is an address, needs a path on this machine's file systems; mount the bucket (gcsfuse, "
             "mount-s3, rclone mount) and name its folder, or copy the files to a disk"
@@ -36,7 +39,31 @@ def local(path: os.PathLike[str] | str, name: str) -> Path:
     return Path(path)
 
 
-def plain(path: Path) -> Path:
+def place(path: os.PathLike[str] | str | Bucket, name: str) -> Place:
+    """A path on this machine's file systems, or that of an address in s3:// or gs://; nothing is asked of a bucket.
+
+    Raises ValueError for other addresses, and where the library for buckets of its kind is not installed.
+    """
+    if isinstance(path, Bucket) or not (given := _address(path)):
+        return path if isinstance(path, Bucket) else Path(path)
+    scheme, _, key = given.partition("://")
+    if scheme.lower() not in PACKAGES or not key.strip("/"):
+        raise ValueError(
+            f"{name}={given!r} is an address, needs s3://BUCKET/..., gs://BUCKET/... or a path on this machine's file "
+            "systems; mount what it names, or copy the files to a disk"
+        )
+    needed(PACKAGES[scheme.lower()], f"{name}={given!r} needs")
+    return Bucket(given)
+
+
+def _address(path: os.PathLike[str] | str) -> str:
+    address = os.fspath(path)
+    if not _ADDRESS.match(address):
+        return ""
+    return address if "://" in address else address.replace(":/", "://", 1)
+
+
+def plain(path: At) -> At:
     """The path, of a regular file or a link to one. Raises ValueError for what is no file, OSError where nothing is.
 
     A FIFO would be waited for without end, a device such as /dev/zero read without end.
@@ -46,7 +73,7 @@ def plain(path: Path) -> Path:
     return path
 
 
-def text_of(path: Path, most: int = MOST) -> str:
+def text_of(path: Place, most: int = MOST) -> str:
     """The text of a plain file. Raises ValueError where it is none, is no UTF-8, or has more than `most` bytes."""
     if (size := plain(path).stat().st_size) > most:
         raise ValueError(f"{path} has {size:,} bytes, needs at most {most:,}; see that it is the file that is meant")

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .agreement import Agreement, kind_of
+from .buckets import Place
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.commit import wait_for
 from .checkpoint.restore import extras, restored, weights
@@ -304,7 +304,7 @@ class TrainStep(Step):
 
     def save(
         self,
-        folder: Path | str,
+        folder: Place | str,
         state: State,
         data: Mapping[str, Any] | None = None,
         keep: int | None = None,
@@ -316,7 +316,7 @@ class TrainStep(Step):
         With several hosts all must call it, with a folder that all of them see.
 
         Args:
-          folder: of all checkpoints of the run, made if need be.
+          folder: of all checkpoints of the run, made if need be; or an address, "s3://bucket/run" or "gs://...".
           state: as a step returned it.
           data: where in the data the run is, as JSON: given back as `jp.Checkpoint(folder).data`.
           keep: how many are kept, the last ones; all if None.
@@ -334,7 +334,7 @@ class TrainStep(Step):
 
     def restore(
         self,
-        folder: Path | str,
+        folder: Place | str,
         weights_only: bool = False,
         key: jax.Array | None = None,
         fresh: Callable[[str], bool] | None = None,
@@ -360,7 +360,7 @@ class TrainStep(Step):
             raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
         return restored(self, saved)
 
-    def restore_extra(self, folder: Path | str, like: Mapping[str, Any]) -> dict[str, Any]:
+    def restore_extra(self, folder: Place | str, like: Mapping[str, Any]) -> dict[str, Any]:
         """The trees that were saved beside a state, by name, in any layout: each device reads its own part.
 
         Args:

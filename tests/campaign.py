@@ -18,10 +18,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from campaign_faults import FAULTS, Fault
 from campaign_runs import Group, Truth, complete, last
+
+from jaxpar.buckets import Place
 
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MOMENTS = ("anywhere", "between steps", "in a save", "while it starts", "at its end")
@@ -49,7 +53,15 @@ class Counts:
             self.failed.append(f"{part}: {end} {said}".rstrip())
 
 
-def kill(folder: Path, processes: int, kills: int, seed: int, truth: Truth, counts: Counts) -> None:
+def kill(
+    folder: Place,
+    processes: int,
+    kills: int,
+    seed: int,
+    truth: Truth,
+    counts: Counts,
+    signals: Sequence[Any] = _SIGNALS,
+) -> None:
     """Breaks runs of so many processes `kills` times, and compares each that comes to its end."""
     choice, done, number = random.Random(seed), 0, 0
     part = f"kills, {processes} process{'es' if processes > 1 else ''}, {truth.data}"
@@ -58,7 +70,7 @@ def kill(folder: Path, processes: int, kills: int, seed: int, truth: Truth, coun
         while True:  # one start of the run after the other
             before, how = complete(out), None
             if done < kills and not counts.over:
-                how = choice.choice(_MOMENTS), choice.choice(_SIGNALS)
+                how = choice.choice(_MOMENTS), choice.choice(signals)
             group, sent = Group(processes, out=str(out), **truth.work), False
             try:
                 if how is not None:

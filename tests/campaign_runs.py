@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.buckets import Place
+from jaxpar.checkpoint.saved import numbers
+from jaxpar.files import place
+
 _WORKER = Path(__file__).with_name("campaign_worker.py")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -43,7 +47,7 @@ class Group:
         self.by_rank: list[list[str]] = [[] for _ in range(processes)]
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
-        self.out = Path(work["out"])
+        self.out = place(work["out"], "out")
         for rank in range(processes):
             mine = {**work, **(others or {})} if rank == processes - 1 else work
             words = json.dumps({**mine, "rank": rank, "processes": processes, "port": port})
@@ -131,7 +135,7 @@ class Group:
         self.until(lambda: self.step >= at, 60)
         if moment == "in a save":
             folder = self.out / "checkpoints"
-            self.until(lambda: any(not x.name.isdigit() for x in _entries(folder)), 20, pause=0.0005)
+            self.until(lambda: bool(unfinished(folder)), 20, pause=0.0005)
             time.sleep(choice.uniform(0, 0.03))
         else:
             time.sleep(choice.uniform(0, 0.01))
@@ -160,6 +164,9 @@ class Group:
             process.wait()
         for reader in self._readers:
             reader.join(10)
+        for process in self._processes:
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ class Truth:
         """Of the same run in another folder: fields of `campaign_worker.Work`."""
         return {"steps": self.steps, "save_every": self.save_every, "data": self.data}
 
-    def differs(self, out: Path, group: Group) -> str:
+    def differs(self, out: Place, group: Group) -> str:
         """How a run that has come to its end is another than this one; "" if it is the same bit for bit."""
         right, found = metrics(self.out), metrics(out)
         if [number for number, *_ in found] != [number for number, *_ in right]:
@@ -210,7 +217,7 @@ class Truth:
                 return f"step {a[0]} has {b[1:]}, and {a[1:]} where nobody broke it"
         if (mine := ends(group)) != self.ends:
             return f"the parameters are others: {mine} and {self.ends}"
-        left = [x.name for x in (out / "checkpoints").iterdir() if not x.name.isdigit()]
+        left = unfinished(out / "checkpoints")
         return f"half a checkpoint is left: {left}" if left else ""
 
 
@@ -219,7 +226,7 @@ def ends(group: Group) -> list[str]:
     return sorted(line for line in group.lines if line.startswith("END "))
 
 
-def metrics(out: Path) -> list[tuple[Any, ...]]:
+def metrics(out: Place) -> list[tuple[Any, ...]]:
     """The lines of a run without those of its speed."""
     with contextlib.suppress(FileNotFoundError):
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -228,22 +235,22 @@ def metrics(out: Path) -> list[tuple[Any, ...]]:
     return []
 
 
-def last(out: Path) -> int | None:
+def last(out: Place) -> int | None:
     """The last step in a run's metrics."""
     found = metrics(out)
     return found[-1][0] if found else None
 
 
-def complete(out: Path) -> int | None:
+def complete(out: Place) -> int | None:
     """The step of the last complete checkpoint of a run."""
-    return max((int(x.name) for x in _entries(out / "checkpoints") if x.name.isdigit()), default=None)
+    return max(numbers(out / "checkpoints"), default=None)
 
 
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
+def unfinished(folder: Place) -> list[str]:
+    """What is in a folder of checkpoints, and is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted({x.name for x in folder.iterdir()} - set(map(str, numbers(folder))))
+    return []
 
 
 def _limit(size: int) -> None:

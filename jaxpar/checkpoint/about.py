@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..axes import ROWS
+from ..buckets import Place
 from ..step.core import Step
 from ..strategy import Strategy
 from ..text import did_you_mean
@@ -52,7 +52,7 @@ class About:
         return json.loads(json.dumps({**versions, **vars(self), "arrays": arrays}))  # lists for tuples
 
     @classmethod
-    def read(cls, folder: Path) -> About:
+    def read(cls, folder: Place) -> About:
         """As it was written. Raises Damaged where it is not, ValueError where the form is another."""
         if not (folder / ABOUT).is_file() and ((folder / "about").is_dir() or (folder / "_METADATA").exists()):
             raise ValueError(f"{folder} was written by another program or an older jaxpar; read it with that")
@@ -98,7 +98,7 @@ def exact(step: Step) -> Strategy:
     return step.strategy if step.strategy.single else dataclasses.replace(step.strategy, **sizes)
 
 
-def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Path, changed: Collection[str] = ()) -> None:
+def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Place, changed: Collection[str] = ()) -> None:
     """Raise ValueError unless both are about one run, but for what may have `changed`, naming what differs."""
     names = [name for name in {**saved, **here} if name not in changed]
     if differing := [name for name in names if saved.get(name) != here.get(name)]:
@@ -107,7 +107,7 @@ def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Path, cha
         raise ValueError(f"{where} is of another run: {listed}; resume with the values there{hint}, or start a new run")
 
 
-def fits(saved: About, wanted: Mapping[str, Array], where: Path, more: Collection[str]) -> None:
+def fits(saved: About, wanted: Mapping[str, Array], where: Place, more: Collection[str]) -> None:
     """Raise ValueError unless a checkpoint has the arrays `wanted` by name, and no others but `more`, naming the first
     that differs. No dtype is cast, but for frozen parameters, which are stored as the loss sees them.
     """

@@ -1,7 +1,8 @@
 """The checkpoints of a run: saved in the background, the last few kept, restored into any layout.
 
-A checkpoint is a folder named by its step, written under another name and renamed when all hosts are done: what a
-killed process leaves half-written is no checkpoint, and an older one is removed only after that.
+A checkpoint is a folder named by its step, written under another name and renamed when all hosts are done, or in a
+bucket complete with the last file: what a killed process leaves half-written is no checkpoint, and an older one is
+removed only after that.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..files import local
+from ..buckets import Place, rename
+from ..files import place
 from ..layout.state import State
 from ..step.core import Step
 from .about import about_of, exact, same_run
@@ -36,22 +37,25 @@ class Checkpoints:
     """The checkpoints of one run, in a folder. A context manager: leaving it waits for what is being written.
 
     Args:
-      folder: made if need be. With several hosts it must be one that all of them see.
+      folder: made if need be, or an address in s3:// or gs://. With several hosts it must be one that all of them see.
       step: whose states they are.
       about: what else makes the run what it is (seed, sizes, ...), as JSON; another run is not resumed.
       keep: how many are kept, the last ones; all if None.
       changed: names of `about` that a checkpoint may have with other values; `notes` then says which.
+      beside: called by the thread that saves, before a checkpoint is complete: what else is to be there by then.
     """
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Place | str,
         step: Step,
         about: Mapping[str, Any],
         keep: int | None = 2,
         changed: Collection[str] = (),
+        beside: Callable[[], object] | None = None,
     ):
-        self.step, self.folder, self._keep, self._changed = step, local(folder, "folder").absolute(), keep, changed
+        self.step, self.folder, self._keep, self._changed = step, place(folder, "folder").absolute(), keep, changed
+        self._beside = beside
         self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -120,8 +124,13 @@ class Checkpoints:
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
         about = about_of(self.step, arrays, number, self.about, data or {})
-        files = lambda folder: write(folder, about.json(), boxes)
-        self._writing = number, writer().begin(self.folder, number, self._keep, files)
+
+        def files(folder: Place) -> None:
+            write(folder, boxes)
+            if self._beside is not None:
+                self._beside()
+
+        self._writing = number, writer().begin(self.folder, number, self._keep, files, about.json())
 
     def restore(self, good: bool = False) -> State:
         """The last complete state, as the step's layout stores it, whatever the layout it was saved in.
@@ -166,7 +175,8 @@ class Checkpoints:
                 names = (
                     f"{newer}.damaged{again}" for again in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
                 )
-                self._place(newer).rename(next(place for name in names if not (place := self.folder / name).exists()))
+                free = next(aside for name in names if not (aside := self.folder / name).exists())
+                rename(self._place(newer), free)
         if jax.process_count() > 1:
             good = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if good is None else good)))
             good = None if good < 0 else good
@@ -175,5 +185,5 @@ class Checkpoints:
             raise ValueError(f"{self.folder} holds no checkpoint that is whole: {why}")
         return wrong
 
-    def _place(self, number: int) -> Path:
+    def _place(self, number: int) -> Place:
         return self.folder / str(number)

@@ -1,4 +1,5 @@
-"""A checkpoint's way to disk: every host writes its files in a thread, into a folder that gets its name once all have.
+"""A checkpoint's way to disk, or to a bucket: every host writes its files in a thread; once all have, process 0 writes
+the last one, `about.json`, and on disk the folder gets its name.
 
 One process needs nothing but the thread. Several say to each other, in the coordinator's table, how they fared: where
 one could not write, none waits for it, the folder gets no name, and all say why. No device takes part.
@@ -6,7 +7,6 @@ one could not write, none waits for it, the folder gets no name, and all say why
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import shutil
@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from ..buckets import Bucket, Place, below, remove, rename
+from ..files import place
 from ..hosts import ending
 from ..hosts.store import Coordinator, Store
-from .saved import STATE, numbers
+from .files import ABOUT, write_json
+from .saved import STATE, UNFINISHED, half, numbers
 
-UNFINISHED = ".unfinished"  # behind the name of what is being written, or removed
 _PAUSES = 0.002, 0.2  # seconds between looks at the table: the first, and the longest
 _writing: set[Commit] = set()
 
@@ -38,7 +41,9 @@ class Writer:
         self.own, self.hosts, self.store = own, hosts, store
         self._last: Commit | None = None
 
-    def begin(self, folder: Path, number: int, keep: int | None, write: Callable[[Path], object]) -> Commit:
+    def begin(
+        self, folder: Place, number: int, keep: int | None, write: Callable[[Any], object], about: Any = None
+    ) -> Commit:
         """Begins to write one; all hosts do so in one order, with the same arguments but `write`.
 
         Args:
@@ -46,16 +51,18 @@ class Writer:
           number: the checkpoint's name.
           keep: how many are kept, with those before it; all if None.
           write: writes this host's files into the folder that it is given.
+          about: what `about.json` holds.
         """
         # One after the other, so that a key of the table is one save's.
-        self._last = Commit(self, self._last, folder, number, keep, write)
+        self._last = Commit(self, self._last, folder, number, keep, write, about)
         return self._last
 
 
 @functools.cache
 def writer() -> Writer:
     """This process."""
-    atexit.register(_end)
+    # Before `atexit`, when asyncio, by which a bucket is written to, can still look up a host in a thread.
+    threading._register_atexit(_end)  # type: ignore[attr-defined]
     hosts = jax.process_count()
     return Writer(jax.process_index(), hosts, Coordinator() if hosts > 1 else None)
 
@@ -67,13 +74,14 @@ class Commit:
         self,
         by: Writer,
         before: Commit | None,
-        folder: Path,
+        folder: Place,
         number: int,
         keep: int | None,
-        write: Callable[[Path], object],
+        write: Callable[[Any], object],
+        about: Any,
     ):
         self.folder, self._by, self._before = folder, by, before
-        self._number, self._keep, self._write = number, keep, write
+        self._number, self._keep, self._write, self._about = number, keep, write, about
         self._turn: int = 1 if before is None else before._turn + 1
         self._problem, self._cause = "", None
         self._thread = threading.Thread(target=self._run, name="jaxpar-save", daemon=True)
@@ -146,42 +154,53 @@ class Commit:
             return _why(error)
         return ""
 
-    def _half(self, number: int) -> Path:
-        return self.folder / f"{number}{UNFINISHED}"
+    @property
+    def _half(self) -> Place:
+        return half(self.folder / str(self._number))
 
     def _begin(self) -> None:
-        half = self._half(self._number)
-        if half.exists():  # of a save that failed
-            shutil.rmtree(half)
-        half.mkdir()
+        if self._half.exists():  # of a save that failed
+            remove(self._half)
+        self._half.mkdir()
 
     def _files(self) -> None:
-        half = self._half(self._number)
-        for folder in (half, half / STATE):
+        for folder in (self._half, self._half / STATE):
             folder.mkdir(exist_ok=True)  # also where a file system does not show at once what process 0 has made
-        self._write(half / STATE)
+        self._write(self._half / STATE)
 
     def _finish(self) -> None:
-        """Gives it its name, and removes those before it that are kept no more, of which a kill leaves no half."""
-        self._half(self._number).rename(self.folder / str(self._number))
+        """Completes it, and removes those before it that are kept no more, of which a kill leaves no half."""
+        write_json(self._half / STATE / ABOUT, self._about)
+        if isinstance(self._half, Path):
+            rename(self._half, self.folder / str(self._number))
         before = [number for number in numbers(self.folder) if number < self._number]
         for old in before[: len(before) + 1 - self._keep] if self._keep else []:
-            (self.folder / str(old)).rename(half := self._half(old))
-            shutil.rmtree(half, ignore_errors=True)  # what is still open elsewhere goes when a run begins here
+            if isinstance(gone := self.folder / str(old), Bucket):
+                (gone / STATE / ABOUT).unlink()
+                remove(gone)
+            else:
+                rename(gone, half(gone))
+                shutil.rmtree(str(half(gone)), ignore_errors=True)  # what is open elsewhere goes when a run begins here
 
 
-def clear(folder: Path) -> None:
+def clear(folder: Place) -> None:
     """Removes what killed processes have left half-written, once this process writes nothing there."""
     for commit in list(_writing):
         if commit.folder == folder:
             commit._thread.join()
-    for half in folder.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(half)
+    if isinstance(folder, Bucket):
+        whole = numbers(folder)
+        steps = {name.parts[0] for name in below(folder)}
+        left = [folder / step for step in steps if step.isdecimal() and int(step) not in whole]
+    else:
+        left = list(folder.glob(f"*{UNFINISHED}"))
+    for unfinished in left:
+        remove(unfinished)
 
 
-def wait_for(folder: Path | str) -> None:
+def wait_for(folder: Place | str) -> None:
     """Waits for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
-    path = Path(folder).absolute()
+    path = place(folder, "folder").absolute()
     for commit in list(_writing):
         if commit.folder in (path, path.parent):
             commit.wait()

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes  # comes with jax; NumPy then knows bfloat16 and the like by name
 import numpy as np
 
+from ..buckets import Place, Ranges, writing
 from ..files import SAFETENSORS
-from .boxes import Box
+from .boxes import Box, common, slices
 from .checksum import checksum
 
 ABOUT = "about.json"
@@ -55,7 +55,7 @@ def names_of(host: int) -> tuple[str, str]:
     return f"arrays-{host:05}.safetensors", f"arrays-{host:05}.json"
 
 
-def write_arrays(folder: Path, host: int, boxes: Iterable[tuple[str, Box, Any]]) -> None:
+def write_arrays(folder: Place, host: int, boxes: Iterable[tuple[str, Box, Any]]) -> None:
     """Writes what one host holds: arrays, or what NumPy makes arrays of, which is then one at a time. Each is forgotten
     once it is written.
     """
@@ -74,35 +74,33 @@ def write_arrays(folder: Path, host: int, boxes: Iterable[tuple[str, Box, Any]])
     begin = 8 + len(text)
     file, table = names_of(host)
     rows: list[dict[str, Any]] = []
-    with (folder / file).open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+    with writing(folder / file, begin + offset) as out:
+        out(len(text).to_bytes(8, "little") + text)
         waiting.reverse()
         for at in offsets:
             name, box, x = waiting.pop()
             x = np.ascontiguousarray(x).reshape(x.shape)  # which makes one dim of none
             rows.append({"name": name, "box": box, "offset": begin + at, "sum": f"{_write(out, box, x):016x}"})
             del x
-        _flush(out)
     entry = {"file": file, "bytes": begin + offset, "header": zlib.crc32(len(text).to_bytes(8, "little") + text)}
     write_json(folder / table, {**entry, "boxes": rows})
 
 
-def _write(out: BinaryIO, box: Box, x: np.ndarray) -> int:
+def _write(out: Callable[[Any], object], box: Box, x: np.ndarray) -> int:
     flat = x.reshape(-1).view(np.uint8)
     for at in range(0, flat.size, _PIECE):
-        out.write(flat[at : at + _PIECE].data)
+        out(flat[at : at + _PIECE].data)
     return checksum(x, [start for start, _ in box])
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Place, content: Any) -> None:
     """Writes JSON with the CRC-32 of its content."""
     text = _canonical(content)
-    with path.open("wb") as out:
-        out.write(f'{{"crc32": {zlib.crc32(text.encode())}, "content": {text}}}\n'.encode())
-        _flush(out)
+    with writing(path) as out:
+        out(f'{{"crc32": {zlib.crc32(text.encode())}, "content": {text}}}\n'.encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Place) -> Any:
     """The content of such a file. Raises Damaged where it is not what was written."""
     try:
         found = json.loads(path.read_bytes())
@@ -110,6 +108,8 @@ def read_json(path: Path) -> Any:
         if len(found) == 2 and crc == zlib.crc32(_canonical(content).encode()) and type(crc) is int:
             return content
         why = "its checksum is another"
+    except ConnectionError:  # a bucket that does not answer is not damaged
+        raise
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:  # whatever JSON says of what is no JSON
@@ -121,18 +121,13 @@ def _canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def _flush(out: BinaryIO) -> None:
-    out.flush()
-    os.fsync(out.fileno())  # the folder gets its name when all is on disk, also where the power fails
-
-
 class Arrays:
-    """What one host wrote, mapped into memory: nothing is read before it is asked for.
+    """What one host wrote, mapped into memory, or in a bucket: nothing is read before it is asked for.
 
     Raises Damaged where table and file do not agree with each other, or with the shapes and dtypes of `arrays`.
     """
 
-    def __init__(self, folder: Path, host: int, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
+    def __init__(self, folder: Place, host: int, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
         file, table = names_of(host)
         content = mapping(read_json(folder / table), table)
         total = number(content.get("bytes"), f"{table}: bytes")
@@ -141,9 +136,13 @@ class Arrays:
             if block.offset + _bytes(block, arrays) > total:
                 raise Damaged(f"{table}: {block.name} ends behind the {total} bytes of {file}")
         try:
-            if (there := (folder / file).stat().st_size) != total:
+            path = folder / file
+            if (there := path.stat().st_size) != total:
                 raise Damaged(f"{file} has {there} bytes, and was written with {total}")
-            self._bytes = np.memmap(folder / file, np.uint8, "r") if total else np.empty(0, np.uint8)
+            mapped = lambda path: np.memmap(path, np.uint8, "r") if total else np.empty(0, np.uint8)
+            self._bytes = mapped(path) if isinstance(path, Path) else Ranges(path)
+        except ConnectionError:
+            raise
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
         begin = min((block.offset for block in self.blocks), default=total)
@@ -151,11 +150,25 @@ class Arrays:
             raise Damaged(f"the header of {file} is damaged")
         self._arrays = arrays
 
-    def __getitem__(self, block: StoredBox) -> np.ndarray:
-        """The array of a block, a view of the file."""
+    def pieces(self, block: StoredBox, box: Box | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+        """What a block holds of a box (of all, if None), as boxes and their arrays, 16 MiB of rows at a time; on disk
+        they are views of the file.
+        """
         _, dtype = self._arrays[block.name]
+        if (wanted := block.box if box is None else common(box, block.box)) is None:
+            return
         shape = [stop - start for start, stop in block.box]
-        return np.ndarray(shape, dtype, self._bytes.data, block.offset) if math.prod(shape) else np.empty(shape, dtype)
+        row = math.prod(shape[1:]) * dtype.itemsize
+        (first, last), (origin, _) = (wanted[0], block.box[0]) if shape else ((0, 1), (0, 1))
+        rows = max(1, _PIECE // max(row, 1))
+        for at in range(first, last, rows):
+            end = min(at + rows, last)
+            begin = block.offset + (at - origin) * row
+            flat = self._bytes[begin : begin + (end - at) * row]
+            array = flat.view(dtype).reshape([end - at, *shape[1:]] if shape else [])
+            lead = ((at, end),) * bool(shape)
+            part = (*lead, *wanted[1:])
+            yield part, array[(*slices(part, (*lead, *block.box[1:])), ...)]
 
 
 def _block(row: Any, table: str, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> StoredBox:

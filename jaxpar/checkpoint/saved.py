@@ -13,14 +13,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..files import local
+from ..buckets import Bucket, Place, rename
+from ..files import place
 from ..text import few
 from .about import About
-from .boxes import Box, common, size, slices, whole
+from .boxes import Box, size, slices, whole
 from .checksum import checksum
 from .files import ABOUT, Arrays, Damaged, StoredBox, dtype_of, write_arrays, write_json
 
 STATE = "state"  # the folder in that of a step
+UNFINISHED = ".unfinished"  # behind the name of what is being written, or removed
 
 
 class Checkpoint:
@@ -35,8 +37,8 @@ class Checkpoint:
     `data` (where in the data it was), `arrays` (shape and dtype by name, as the model has them).
     """
 
-    def __init__(self, folder: Path | str):
-        self.folder = folder = _last(local(folder, "folder"))
+    def __init__(self, folder: Place | str):
+        self.folder = folder = _last(place(folder, "folder"))
         try:
             self.about = About.read(folder / STATE)
             if folder.name.isdecimal() and int(folder.name) != self.about.step:
@@ -63,9 +65,9 @@ class Checkpoint:
         """Reads a box of an array into memory. Raises ValueError where not all of it is there."""
         found = 0
         for file, block in self._blocks[name]:
-            if (both := common(box, block.box)) is not None:
-                into[slices(both, box)] = file[block][slices(both, block.box)]
-                found += size(both)
+            for part, x in file.pieces(block, box):
+                into[slices(part, box)] = x
+                found += size(part)
         if found != size(box):
             raise damaged(self.folder, Damaged(f"of {size(box)} elements of {name} it holds {found}"))
 
@@ -108,10 +110,11 @@ class Checkpoint:
 
 
 def _differs(file: Arrays, block: StoredBox) -> bool:
-    return checksum(file[block], [start for start, _ in block.box]) != block.sum
+    found = sum(checksum(x, [start for start, _ in part]) for part, x in file.pieces(block))
+    return found % 2**64 != block.sum
 
 
-def damaged(folder: Path, error: Damaged) -> Damaged:
+def damaged(folder: Place, error: Damaged) -> Damaged:
     """The error with the folder, and what to do."""
     others = sorted((number for number in numbers(folder.parent) if str(number) != folder.name), reverse=True)
     again = f"remove that folder to go on from step {others[0]}" if others else "start a new run"
@@ -120,14 +123,24 @@ def damaged(folder: Path, error: Damaged) -> Damaged:
     return Damaged(f"{folder} is damaged: {error}; {again}")
 
 
-def numbers(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order."""
+def numbers(folder: Place) -> list[int]:
+    """The steps of the checkpoints in a folder, in order. In a bucket a checkpoint is what has its last file."""
+    if isinstance(folder, Bucket):
+        of = [file.relative_to(folder).parts for file in folder.rglob(ABOUT)]
+        return sorted(int(step) for step, *rest in of if step.isdecimal() and rest == [STATE, ABOUT])
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
-def latest_good(folder: Path) -> tuple[int | None, list[str]]:
+def half(folder: Place) -> Place:
+    """Where a folder is written that is to be there whole or not at all: on disk under a name that it loses at the end.
+    In a bucket, where nothing is renamed, in its place: without its last file, `about.json`, it is none.
+    """
+    return folder if isinstance(folder, Bucket) else folder.with_name(f"{folder.name}{UNFINISHED}")
+
+
+def latest_good(folder: Place) -> tuple[int | None, list[str]]:
     """The step of the newest checkpoint in a folder that is what was written, None without any; and what is wrong with
     each newer one.
     """
@@ -142,10 +155,10 @@ def latest_good(folder: Path) -> tuple[int | None, list[str]]:
     return None, wrong
 
 
-def _last(folder: Path) -> Path:
+def _last(folder: Place) -> Place:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; pass that of a checkpoint, or one that holds checkpoints")
-    if folder.joinpath(STATE).is_dir():
+    if (folder / STATE).is_dir():
         return folder
     for inside in (folder, folder / "checkpoints"):
         if found := numbers(inside):
@@ -175,7 +188,7 @@ class _Later:
 
 
 def converted(
-    saved: Checkpoint, target: Path | str, weights_only: bool = False, dtype: str | None = None
+    saved: Checkpoint, target: Place | str, weights_only: bool = False, dtype: str | None = None
 ) -> Checkpoint:
     """Writes a checkpoint of one host, whatever number wrote `saved`: everything, or parameters and variables alone. An
     array at a time, in this host's memory.
@@ -188,7 +201,7 @@ def converted(
 
     Raises ValueError where the folder is there, the dtype is none, or an array is damaged.
     """
-    if (target := local(target, "target")).exists():
+    if (target := place(target, "target")).exists():
         raise ValueError(f"{target} already exists; name another folder")
     kinds = ("params", "variables", "step")
     names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in kinds]
@@ -198,7 +211,7 @@ def converted(
         shape, kind = saved.arrays[name]
         cast = wanted is not None and name.startswith("params") and jnp.issubdtype(kind, jnp.floating)
         arrays[name] = shape, wanted if cast else kind
-    unfinished = target.with_name(f"{target.name}.unfinished")
+    unfinished = half(target)
     (folder := unfinished / str(saved.step) / STATE).mkdir(parents=True)
     later = [
         (
@@ -212,7 +225,8 @@ def converted(
     of_keys = {name: kind for name, kind in saved.about.kinds.items() if name in arrays}
     about = dataclasses.replace(saved.about, hosts=1, arrays=arrays, kinds=of_keys)
     write_json(folder / ABOUT, about.json())
-    unfinished.rename(target)
+    if isinstance(unfinished, Path):
+        rename(unfinished, target)
     return Checkpoint(target)
 
 

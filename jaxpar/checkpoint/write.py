@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..buckets import Place
 from .arrays import Array, raw
 from .boxes import Box, box_of, parts
-from .files import ABOUT, write_arrays, write_json
+from .files import write_arrays
 
 Boxes = list[tuple[str, Box, np.ndarray]]
 
@@ -48,13 +48,11 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
     return boxes
 
 
-def write(folder: Path, about: dict[str, Any], boxes: Boxes) -> None:
-    """Writes this host's files: `boxes`, which are forgotten as they are written, and on process 0 `about.json`."""
+def write(folder: Place, boxes: Boxes) -> None:
+    """Writes this host's files: `boxes`, which are forgotten as they are written."""
 
     def drained() -> Iterator[tuple[str, Box, np.ndarray]]:
         while boxes:
             yield boxes.pop()
 
     write_arrays(folder, jax.process_index(), drained())
-    if jax.process_index() == 0:
-        write_json(folder / ABOUT, about)

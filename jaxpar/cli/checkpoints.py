@@ -9,6 +9,7 @@ import jax
 import tyro
 
 from ..checkpoint.saved import Checkpoint, converted, numbers
+from ..files import place
 from ..text import size
 from . import exports
 
@@ -21,7 +22,7 @@ class VerifyOptions:
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
-    """of a checkpoint, of several, or of a run"""
+    """of a checkpoint, of several, or of a run; here and elsewhere an address too, s3://bucket/run or gs://bucket/run"""
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,22 @@ class ConvertOptions:
 
 def verify(options: VerifyOptions) -> None:
     """`jaxpar verify-checkpoint`."""
-    folder = options.folder
-    inside = next((place for place in (folder, folder / "checkpoints") if numbers(place)), None)
+    folder = place(options.folder, "folder")
+    inside = next((inside for inside in (folder, folder / "checkpoints") if numbers(inside)), None)
     several = [folder] if inside is None else [inside / str(number) for number in numbers(inside)]
     bad = 0
-    for place in several:
+    for one in several:
         try:
-            saved = Checkpoint(place)
+            saved = Checkpoint(one)
             saved.verify()
         except ValueError as error:
-            if inside is None and not place.is_dir():
+            if inside is None and not one.is_dir():
                 raise
             bad += 1
             print(error)  # noqa: T201
         else:
             total = size(sum(path.stat().st_size for path in saved.folder.rglob("*")))
-            print(f"{place}: {len(saved.arrays)} arrays, {total}, saved under {saved.strategy}: as written")  # noqa: T201
+            print(f"{one}: {len(saved.arrays)} arrays, {total}, saved under {saved.strategy}: as written")  # noqa: T201
     if bad:
         sys.exit(1)
 

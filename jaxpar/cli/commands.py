@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from .. import __version__
 from ..data import Text
 from ..data.streams import training
+from ..files import place
 from ..hosts import consistency, ending, launch
 from ..hosts.initialize import initialize, may_restart
 from ..layout.distributed import attach
@@ -169,8 +170,9 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
     except argparse.ArgumentError:
         return cls()  # tyro says what is wrong
     path = given.config
-    if path is None and given.resume and given.out and (given.out / "config.yaml").exists():
-        path = given.out / "config.yaml"
+    if path is None and given.resume and given.out:
+        there = place(given.out, "out") / "config.yaml"
+        path = there if there.exists() else None
     return cls() if path is None else cls(**read(cls, path))
 
 

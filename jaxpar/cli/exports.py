@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ..buckets import Place
 from ..checkpoint.saved import Checkpoint, weights_of
 from ..files import json_of, member
 from ..models import llama
@@ -32,7 +33,7 @@ def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
     return config
 
 
-def export(model: str, source: Path, target: Path, dtype: str | None = None) -> str:
+def export(model: str, source: Place, target: Path, dtype: str | None = None) -> str:
     """Writes the folder from the last checkpoint of a run, by one process; returns a line that says what it is.
 
     Args:
@@ -58,7 +59,7 @@ def export(model: str, source: Path, target: Path, dtype: str | None = None) -> 
     return f"{target}, {count:,} parameters of {model} after step {saved.step}"
 
 
-def adapters(model: str, source: Path, target: Path) -> str:
+def adapters(model: str, source: Place, target: Path) -> str:
     """Writes the adapters of a checkpoint alone, as the package `peft` keeps them; returns a line that says what it is.
 
     Args:

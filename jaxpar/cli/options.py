@@ -16,8 +16,9 @@ import tyro
 import yaml
 
 from .. import data
+from ..buckets import Bucket, Place
 from ..data import images
-from ..files import text_of
+from ..files import place, text_of
 from ..layout.dims.matrices import matrices
 from ..model.model import Model
 from ..models import Named, llama, named
@@ -49,6 +50,13 @@ _TRAINED = (
     "./folder,lora=16; or package.module:function, which returns a "
     "jp.Model, its data and, if you like, what is held out"
 )
+_PLACE = tyro.constructors.PrimitiveConstructorSpec(  # of two types, of which tyro knows one
+    nargs=1,
+    metavar="{None}|PATH",
+    instance_from_str=lambda words: None if words[0] == "None" else Path(words[0]),  # `Loop` makes an address of it
+    is_instance=lambda given: isinstance(given, Path | Bucket | None),
+    str_from_instance=lambda given: [str(given)],
+)
 Class = TypeVar("Class")
 _LONGEST, _DEEPEST = 1 << 20, 4  # bytes and levels of a file of options
 
@@ -63,14 +71,16 @@ class TrainOptions(Loop):
 
     model: Annotated[str, tyro.conf.arg(help=_TRAINED)] = "llama-tiny"
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY)] = "fsdp"
-    data: Path | None = None
-    """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class"""
+    data: Annotated[Place | None, _PLACE] = None
+    """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class; or
+    the address of either, s3://bucket/... or gs://..."""
     broken: Literal["error", "skip"] = "error"
     """images that cannot be read: end the run, a long one before it begins; or leave them out, and say which"""
     length: int = 64
     """text: tokens that each row predicts"""
-    out: Path | None = None
-    """folder for config, metrics, plot and checkpoints; without it: a new one below runs/, named by model and time"""
+    out: Annotated[Place | None, _PLACE] = None
+    """folder for config, metrics, plot and checkpoints, or an address, s3://bucket/run; without it: a new one below
+    runs/, named by model and time"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the model's hidden matrices, at AdamW's scale; AdamW for all else"""
     lr: float = 3e-3
@@ -119,13 +129,13 @@ class TrainOptions(Loop):
         return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
 
     @classmethod
-    def load(cls, path: Path | str) -> "TrainOptions":
+    def load(cls, path: Place | str) -> "TrainOptions":
         """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
         return cls(**read(cls, path))
 
     def dump(self) -> str:
         """The options of the run as YAML, all of them, for `load`."""
-        values = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in PASSING}
+        values = {k: str(v) if isinstance(v, Place) else v for k, v in vars(self).items() if k not in PASSING}
         return yaml.safe_dump(values, sort_keys=False)
 
     @property
@@ -188,9 +198,9 @@ class ExplainOptions(TrainOptions):
     """draw memory and bytes sent into this file too: .svg, .png or .pdf"""
 
 
-def read(cls: type, path: Path | str) -> dict[str, Any]:
+def read(cls: type, path: Place | str) -> dict[str, Any]:
     """The fields of a dataclass that a YAML file names, in their types. Raises ValueError naming what is wrong."""
-    path = Path(path)
+    path = place(path, "config")
     try:
         text = text_of(path, _LONGEST)
         _check_flat(text)

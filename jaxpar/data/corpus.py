@@ -8,7 +8,8 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -19,10 +20,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..files import local, plain
+from ..buckets import Bucket, Place, below
+from ..files import place, plain
 from .contents import check_mapped, chunks
 from .tokens import token_ids
 
+READERS = 16  # files that are read at once
 HELD_OUT = 20  # one file, or one byte, in so many is held out
 TESTS = {"test", "tests", "idle_test"}  # two thirds of the standard library, and unlike the rest of it
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
@@ -112,16 +115,19 @@ def _cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
     return float(seen @ np.log2(model.sum(1)[context] / model[context, symbol]) / seen.sum())
 
 
-def byte_corpus(path: Path | str | None = None) -> Corpus:
-    """The bytes of a file, of the files below a folder, or (None) of the Python standard library's own source.
+def byte_corpus(path: Place | str | None = None) -> Corpus:
+    """The bytes of a file, of the files below a folder (either may be an address, s3:// or gs://), or (None) of the
+    Python standard library's own source.
 
     Files come in the order of their paths, hidden ones and the standard library's tests left out. Every 20th is held
     out; of fewer than 20 files, the last 20th of their bytes. Raises ValueError if `path` is missing or too small.
     """
-    root = local(sysconfig.get_path("stdlib") if path is None else path, "path")
+    root = place(sysconfig.get_path("stdlib") if path is None else path, "path")
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
-    texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in _files(root, stdlib=path is None)]
+    with ThreadPoolExecutor(READERS) as threads:  # of a bucket, each file is waited for
+        contents = threads.map(lambda file: file.read_bytes(), _files(root, stdlib=path is None))
+        texts = [np.frombuffer(content, np.uint8) for content in contents]
     texts = [text for text in texts if text.size]
     size = sum(text.size for text in texts)
     if size < HELD_OUT:
@@ -134,16 +140,19 @@ def byte_corpus(path: Path | str | None = None) -> Corpus:
     return Corpus(str(root), len(texts), train, held_out)
 
 
-def _files(root: Path, stdlib: bool) -> list[Path]:
+def _files(root: Place, stdlib: bool) -> Sequence[Place]:
     if not root.is_dir():
         return [plain(root)]
     skipped = TESTS | INSTALLED if stdlib else set()
     wanted = lambda name: name not in skipped and not name.startswith(".")
+    if isinstance(root, Bucket):
+        listed = sorted(below(root).items(), key=lambda item: item[0].as_posix())
+        return [file for name, file in listed if all(map(wanted, name.parts))]
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = filter(wanted, folders)  # nobody goes into the others: packages have ten times as many files
         found += (Path(folder, name) for name in names if wanted(name) and (not stdlib or name.endswith(".py")))
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+    return sorted(filter(Path.is_file, found), key=Path.as_posix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,20 +197,20 @@ class Text:
         return windows(self.rest, rows, self.length)
 
 
-def text(path: Path | str | None, length: int, vocabulary: int = 256) -> Text:
+def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
     """Windows of `length` positions of a text.
 
     Args:
       path: a file, a folder or None, whose bytes are the tokens: see `byte_corpus`. Or a file of token ids, of which
         the last 20th is held out: `.npy` with integers [n], or `.bin` with nothing but ids, uint16 for vocabularies up
-        to 65,536, else uint32. These are read from disk as they are needed.
+        to 65,536, else uint32. These are read from disk as they are needed. Any may be an address, s3:// or gs://.
       length: T, how many predictions a window holds.
       vocabulary: of the model, so that no token lies outside it.
 
     Raises ValueError where the file or folder is missing, too short or not of that form, or holds a token that is not
     below `vocabulary`.
     """
-    if path is not None and Path(path).suffix in (".npy", ".bin"):
+    if path is not None and place(path, "path").suffix in (".npy", ".bin"):
         ids = token_ids(path, vocabulary)
         train, rest = np.split(ids, [ids.size - ids.size // HELD_OUT])
         about, corpus = f"{path}: {ids.size:,} tokens", None

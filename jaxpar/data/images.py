@@ -8,6 +8,7 @@ Dims: B rows, H height, W width (the same), C channels.
 """
 
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
-from ..files import local, plain
-from ..model.calls import needed
+from ..buckets import Bucket, Place, below
+from ..files import place, plain
+from ..packages import needed
 from ..text import did_you_mean, few
 from . import Batch, pad_rows
 
@@ -62,7 +64,7 @@ class Images:
         """
 
         def of(item: Item) -> bytes:
-            content = item[0].read_bytes() if isinstance(item[0], Path) else np.ascontiguousarray(item[0]).data
+            content = item[0].read_bytes() if isinstance(item[0], Place) else np.ascontiguousarray(item[0]).data
             return hashlib.sha256(content).digest() + item[1].to_bytes(4)
 
         digest = hashlib.sha256()
@@ -126,7 +128,7 @@ def digits() -> Images:
     return _split("digits of scikit-learn", classes, 8, 1, groups, np.asarray)
 
 
-def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
+def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     """Image files, one subfolder for each class.
 
     Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
@@ -135,7 +137,7 @@ def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
     tenth file in the order of paths is held out.
 
     Args:
-      path: the folder.
+      path: the folder, or its address in s3:// or gs://, from where each image is read whenever it is drawn.
       size: height and width, in pixels.
       broken: what becomes of files that cannot be read: "error", as below; or "skip": all are decoded now, and those
         are left out. `description` has their number and names.
@@ -147,20 +149,21 @@ def folder(path: Path | str, size: int = 224, broken: str = "error") -> Images:
     """
     if broken not in BROKEN:
         raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
-    root, pillow = local(path, "path"), needed("PIL.Image", "images need")
+    root, pillow = place(path, "path"), needed("PIL.Image", "images need")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
-    folders = sorted(sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+    folders = [sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
+    folders.sort(key=lambda sub: sub.name)
     if len(folders) < 2:
         found = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
         raise ValueError(f"{root} has {found}; put the images of each class into a subfolder of its own, two or more")
     known = {suffix for suffix, format in pillow.registered_extensions().items() if format in FORMATS}
     groups = []
     for label, sub in enumerate(folders):
-        below = sorted((file.relative_to(sub) for file in sub.rglob("*")), key=Path.as_posix)
-        named = (sub / file for file in below if file.suffix.lower() in known and not _hidden(file))
+        found = sorted(below(sub).items(), key=lambda item: item[0].as_posix())
+        named = (file for name, file in found if name.suffix.lower() in known and not _hidden(name))
         files = [plain(file) for file in named if not file.is_dir()]
         if not files:
             raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(known)[:8])}, ...), or remove it")
@@ -216,20 +219,23 @@ def _split(
     return Images(f"{source}: {counts}", classes, size, channels, train, rest, read)
 
 
-def _hidden(file: Path) -> bool:
+def _hidden(file: PurePath) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
 
-def _decoded(file: Path, size: int) -> np.ndarray:
+def _decoded(file: Place, size: int) -> np.ndarray:
     """A file as float32 [size, size, 3] from -1 to 1."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(plain(file), formats=FORMATS) as opened:
+        content = io.BytesIO(file.read_bytes()) if isinstance(file, Bucket) else plain(file)
+        with Image.open(content, formats=FORMATS) as opened:
             pixels, most = math.prod(opened.size), Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
                 raise ValueError(f"its {pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
             image = ImageOps.exif_transpose(opened).convert("RGB")
+    except ConnectionError:  # which says nothing of the image
+        raise
     except Exception as error:  # each of Pillow's formats raises what it likes
         hint = "mend the file, remove it, or leave it out with broken='skip'"
         raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
-from ..files import local, plain
+from ..buckets import Bucket, Place, Ranges, writing
+from ..files import place, plain
 from .contents import check_mapped, outside
 
+_PIECE = 1 << 24  # bytes that are copied at a time
 
-def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
+
+def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     """Token ids [n] of a file, memory-mapped: `.npy` with integers, or `.bin` with nothing but ids, uint16 for
-    vocabularies up to 65,536, else uint32.
+    vocabularies up to 65,536, else uint32. That of an address in s3:// or gs:// is copied first: see `kept`.
 
     Raises ValueError where the file is missing, a FIFO or a device, or not of that form, or holds an id that is not
     below `vocabulary`; for this all of it is read once, a piece at a time.
     """
-    path = local(path, "path")
+    path = place(path, "path")
     if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     plain(path)
+    file = kept(path) if isinstance(path, Bucket) else path
     if path.suffix == ".npy":
         try:
-            ids = np.load(path, mmap_mode="r")
+            ids = np.load(file, mmap_mode="r")
         except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
             raise ValueError(
                 f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
@@ -36,18 +43,39 @@ def token_ids(path: Path | str, vocabulary: int) -> np.ndarray:
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:
         dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-        if path.stat().st_size % dtype.itemsize or not path.stat().st_size:
+        if (size := file.stat().st_size) % dtype.itemsize or not size:
             raise ValueError(
-                f"{path} has {path.stat().st_size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
+                f"{path} has {size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
                 f"a multiple of {dtype.itemsize}; save other types as .npy"
             )
-        ids = np.memmap(path, dtype, mode="r")
+        ids = np.memmap(file, dtype, mode="r")
     if (wrong := outside(ids, vocabulary)) is not None:
         raise ValueError(
             f"{path} holds token {wrong[0]}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
             f"use the model whose tokenizer made them, or a larger vocab= (it is at {wrong[1][0]:,} of {ids.size:,})"
         )
     return ids
+
+
+def kept(path: Bucket) -> Path:
+    """The copy on this machine of a file in a bucket, since windows are read from all over it: in
+    `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache`), made once for all runs and processes, until the file in the bucket
+    is another. Nothing removes the last one. Raises OSError where there is no room, or no answer.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "data"
+    folder = base / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / f"{path.version()[:16]}{path.suffix}"
+    with FileLock(folder / ".lock"):
+        if not copy.exists():
+            for old in folder.glob(f"*{path.suffix}*"):
+                old.unlink()
+            content = Ranges(path)
+            with writing(part := copy.with_name(f"{copy.name}.part")) as write:
+                for at in range(0, content.size, _PIECE):
+                    write(content[at : at + _PIECE].data)
+            part.rename(copy)
+    return copy
 
 
 class Windows(Sequence[dict[str, np.ndarray]]):

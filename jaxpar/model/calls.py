@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import linecache
@@ -21,9 +20,6 @@ from .paths import name_of
 
 _BY_NAME = "an item by its name"
 _LISTED = 8  # leaves of a batch that an error names
-
-# Packages whose modules have other names.
-_DISTRIBUTIONS = {"PIL": "pillow", "haiku": "dm-haiku", "sklearn": "scikit-learn"}
 
 
 def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") -> None:
@@ -58,18 +54,6 @@ def check_call(fun: Callable[..., Any], what: str, *names: str, note: str = "") 
             hint = f"wrap it: lambda {', '.join(names)}: {name}(...)"
         hint += f" ({note})" * bool(note)
         raise ValueError(f"{what} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
-
-
-def needed(module: str, who: str) -> Any:
-    """A module of a package of which jaxpar needs no more than its users have, imported when they call for it.
-
-    Raises ValueError where it is not installed; `who` begins it, as in "images need".
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = _DISTRIBUTIONS.get(name := module.partition(".")[0], name)
-        raise ValueError(f"{who} {package}, which is not installed: pip install {package}") from error
 
 
 def described(batch: Any) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict
 
-from .calls import IN_INIT, check_call, kind_of, needed, traced
+from ..packages import needed
+from .calls import IN_INIT, check_call, kind_of, traced
 from .model import Model, row_axes
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..packages import needed
 from .batches import example_shapes
-from .calls import check_call, needed, reading
+from .calls import check_call, reading
 from .model import Model, averaged_axes
 
 

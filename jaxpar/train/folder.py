@@ -6,8 +6,8 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import socket
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -18,11 +18,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
+from ..buckets import Bucket, Place, remove, writing
 from .loop import Loop
 
 # What a run writes into its folder, and all that `overwrite` removes.
 WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
 _OWNER = ".owner"
+_live: set[str] = set()  # claims of this process: one that it could not take back does not keep it out
 
 
 class Claim:
@@ -32,21 +34,25 @@ class Claim:
       out: the folder; None for a run that writes nothing.
     """
 
-    def __init__(self, out: Path | None):
+    def __init__(self, out: Place | None):
         self.out, self._mine = out, {"id": uuid.uuid4().hex, **_process()}
 
     def take(self) -> str:
         """Writes into the folder whose it is; or why it cannot be taken: a run that still goes on has it."""
         assert self.out is not None
         there = _read(self.out / _OWNER)
-        if there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}:
+        own = there and all(there[name] == self._mine[name] for name in ("host", "pid", "began"))
+        alive = there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}
+        if alive and not (own and there["id"] not in _live):
             return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out"
         write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
+        _live.add(str(self._mine["id"]))
         return ""
 
     def release(self) -> None:
         """Takes away what `take` wrote, where it is still there."""
         assert self.out is not None
+        _live.discard(str(self._mine["id"]))
         if _read(self.out / _OWNER) == self._mine:
             (self.out / _OWNER).unlink()
 
@@ -86,6 +92,44 @@ class Claim:
             raise
 
 
+class Staging:
+    """What a run adds to, line by line: in its folder, or, as nothing can be added to an object, in a folder of this
+    machine that is copied to the bucket with every checkpoint, before that is complete, and at the end.
+
+    Args:
+      claim: that the place is this run's own.
+
+    Attributes: `folder`, where files are written; None for a run that writes nothing.
+    """
+
+    def __init__(self, claim: Claim):
+        self._claim, self._copied = claim, dict[Path, tuple[int, int]]()
+        out = claim.out
+        self._made = tempfile.TemporaryDirectory(prefix="jaxpar-") if isinstance(out, Bucket) else None
+        self.folder: Path | None = Path(self._made.name) if self._made else out if isinstance(out, Path) else None
+
+    def copy(self) -> None:
+        """Copies what has changed, where that is to be done."""
+        if not isinstance(out := self._claim.out, Bucket) or self.folder is None:
+            return
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            about = path.stat()
+            if self._copied.get(path) != (version := (about.st_size, about.st_mtime_ns)):
+                with path.open("rb") as file, writing(out / path.relative_to(self.folder).as_posix()) as write:
+                    while piece := file.read(1 << 24):
+                        write(piece)
+                self._copied[path] = version
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._made is not None:
+            with self._made:
+                if jax.process_index() or not self._claim.lost():
+                    self.copy()
+
+
 @contextlib.contextmanager
 def claimed(loop: Loop) -> Iterator[Claim]:
     """Within it the folder of a run is its own. Raises ValueError where another run is in it that is not to be
@@ -95,7 +139,7 @@ def claimed(loop: Loop) -> Iterator[Claim]:
     if (out := loop.out) is None:
         yield claim
         return
-    there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).glob("*"))]
+    there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
     if there and not (loop.resume or loop.overwrite):
         raise ValueError(
             f"{out} already holds a run ({', '.join(there)}); resume goes on with it, overwrite removes it, "
@@ -109,7 +153,8 @@ def claimed(loop: Loop) -> Iterator[Claim]:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 try:
-                    stack.enter_context(FileLock(out / ".lock", blocking=False))
+                    if isinstance(out, Path):  # in a bucket nothing can be locked: `check` finds that another has it
+                        stack.enter_context(FileLock(out / ".lock", blocking=False))
                 except OSError as error:
                     if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                         raise
@@ -123,7 +168,7 @@ def claimed(loop: Loop) -> Iterator[Claim]:
             except OSError as error:
                 problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
             for path in (out / name for name in there if loop.overwrite and not problem):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
         if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
             problem = f"process 0 cannot use {out}; its own error says why"
         if problem:
@@ -131,8 +176,11 @@ def claimed(loop: Loop) -> Iterator[Claim]:
         yield claim
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Place, data: bytes) -> None:
     """Writes a file such that, whenever the process dies, its name has what was there before or all of `data`."""
+    if isinstance(path, Bucket):  # where an object is there once all of it is
+        path.write_bytes(data)
+        return
     fresh = path.with_name(f".{path.name.removeprefix('.')}.new")
     fresh.write_bytes(data)
     os.replace(fresh, path)
@@ -156,7 +204,7 @@ def _process(pid: int | None = None) -> dict[str, str | int]:
     return {"host": socket.gethostname(), "pid": pid, "began": began}
 
 
-def _read(path: Path) -> dict[str, str | int]:
+def _read(path: Place) -> dict[str, str | int]:
     """A claim; nothing where there is none, or none that a run writes."""
     try:
         found = json.loads(path.read_bytes())

@@ -8,7 +8,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..files import local
+from ..buckets import Bucket, Place
+from ..files import local, place
 from ..step.core import Step
 from ..text import did_you_mean
 
@@ -29,8 +30,8 @@ class Loop:
     """rows of a batch, over all devices (windows of text, images)"""
     seed: int = 0
     """of initial values, batches and dropout"""
-    out: Path | None = None
-    """folder for metrics, plot and checkpoints"""
+    out: Place | None = None
+    """folder for metrics, plot and checkpoints, or an address: s3://bucket/run, gs://bucket/run"""
     evaluate_every: int = 100
     """steps between evaluations on held-out data; there is one at the end as well"""
     evaluate_batches: int | None = None
@@ -59,11 +60,12 @@ class Loop:
     """print nothing"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.out, str):
-            object.__setattr__(self, "out", local(self.out, "out"))
         for name in (one.name for one in fields(self)):  # those of the command line too
-            if isinstance(path := getattr(self, name), Path):
-                local(path, name)
+            given = getattr(self, name)
+            if name in ("out", "data") and isinstance(given, str | Path | Bucket):
+                object.__setattr__(self, name, place(given, name))
+            elif isinstance(given, Path):
+                local(given, name)
         for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
                             "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
                             "check_replicas_every": 1}.items():  # fmt: skip
@@ -126,6 +128,7 @@ class Run(Protocol):
     units: Units
     number: int
     rows: int
+    files: Path | None
 
     @property
     def memory(self) -> tuple[int, str]:

@@ -61,7 +61,11 @@ class Profile:
         jax.profiler.stop_trace()
         folder, first, self._first = self._folder(trainer), self._first, 0
         jax.profiler.save_device_memory_profile(str(folder / "memory.prof"))
-        trainer.progress.say(f"steps {first} to {trainer.number} are traced in {folder}")
+        trainer.progress.say(f"steps {first} to {trainer.number} are traced in {trainer.loop.out / _place()}")
 
     def _folder(self, trainer: Any) -> Path:
-        return trainer.loop.out / "profile" / f"rank-{jax.process_index()}"
+        return trainer.files / _place()
+
+
+def _place() -> str:
+    return f"profile/rank-{jax.process_index()}"

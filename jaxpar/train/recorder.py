@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..buckets import Place
 from ..checkpoint.about import exact
 from .folder import write_whole
 from .loop import Run
@@ -35,21 +36,22 @@ class Recorder:
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Opens the files, for a run that has somewhere to write to."""
-        if trainer.loop.out is None:
+        if trainer.loop.out is None or trainer.files is None:
             return
-        path = trainer.loop.out / "metrics.jsonl"
+        path = trainer.files / "metrics.jsonl"
         with self._writing(path):
-            kept = [json.dumps(line) for line in read(path) if line["step"] <= metrics["step"]]
+            before = read(trainer.loop.out / "metrics.jsonl")
+            kept = [json.dumps(line) for line in before if line["step"] <= metrics["step"]]
             write_whole(path, "".join(f"{line}\n" for line in kept).encode())
             self._file = path.open("a", buffering=1)
         if importlib.util.find_spec("tensorboardX") is not None:
-            folder = trainer.loop.out / "tensorboard"
+            folder = trainer.files / "tensorboard"
             with self._writing(folder):
                 self._board = _Board(folder, int(metrics["step"]) + 1)
 
     def on_step(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
-        out = trainer.loop.out
+        out = trainer.files
         if self._file is not None and out is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             with self._writing(out / "metrics.jsonl"):
@@ -62,7 +64,7 @@ class Recorder:
 
     def on_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Closes the files, and draws the loss."""
-        out, open_ = trainer.loop.out, [x for x in (self._file, self._board) if x is not None]
+        out, open_ = trainer.files, [x for x in (self._file, self._board) if x is not None]
         self._file = self._board = None
         if out is None or not open_:
             return
@@ -124,7 +126,7 @@ class _Board:
         self._events.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Place) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; none where there is no file. A last line that a kill cut short is left out.
 
     Raises ValueError where another line is not what a run writes.
@@ -135,7 +137,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [_line(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
+def _line(path: Place, number: int, text: bytes) -> dict[str, Any]:
     try:
         line = json.loads(text)
         float(line["step"])

@@ -10,6 +10,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from ..model.model import Model
 from ..program.lookups import Lookup
 from ..strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
-from .folder import Claim, claimed
+from .folder import Claim, Staging, claimed
 from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
 from .progress import Progress
@@ -60,7 +61,8 @@ class Trainer:
         which `trainer.extra` begins: hooks change it, each checkpoint has it, and a run that is resumed has it back.
 
     Attributes: `step` (the `Step`), `state`, `number` (steps taken), `rows` (in a batch of all hosts), `compiled` (None
-    under `server`), and the above.
+    under `server`), `files` (a `Path` for what hooks write: `loop.out`, or where that is a bucket a folder of this
+    machine that is copied there with every checkpoint and at the end; None without `out`), and the above.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Trainer:
         self.extra: dict[str, Any] = {}
         self.state: Any = None  # a State, once it runs
         self.number, self.rows, self.compiled = 0, 0, None
+        self.files: Path | None = None
         self.finite = Finite(self.loop)
         self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
         self._warned: set[str] = {*self.ids}  # the leaves of which none is to be given any more
@@ -139,8 +142,9 @@ class Trainer:
             stack.enter_context(self._claim.explaining())
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             changed = ("data",) if loop.changed_data else ()
+            self.files = (staging := stack.enter_context(Staging(self._claim))).folder
             saves = out and stack.enter_context(
-                Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed)
+                Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
@@ -211,7 +215,7 @@ class Trainer:
         if self.step.may_couple(batch):
             (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
-        ending.going_on(self.number, loop.out)
+        ending.going_on(self.number, self.files)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
         while self.number < loop.steps:

@@ -19,7 +19,7 @@ import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, know
 import numpy as np
 
 from ...files import SAFETENSORS, json_of, member
-from ...model.calls import needed
+from ...packages import needed
 
 
 class Tensor(NamedTuple):
