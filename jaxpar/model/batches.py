@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -47,8 +48,10 @@ def microbatches(batch: Any, count: int) -> Any:
     return jax.tree.map(leaf, batch, is_leaf=_is_replicated)
 
 
-def one_block(batch: Any, blocks: int) -> Any:
-    """Abstract rows of one of the blocks into which a batch is divided; marked leaves are whole."""
+def one_block(batch: Any, blocks: int | Fraction) -> Any:
+    """Abstract rows of one of the blocks into which a batch is divided, or of one of which it is a part (a fraction);
+    marked leaves are whole.
+    """
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Replicated):

@@ -382,7 +382,9 @@ def test_405b_on_16384_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("v5p:2x2x1", "programs compiled for TPUs"), ("cpu:8", "CPU devices have no peaks")]
+    ("name", "why"),
+    [(name, "programs compiled for TPUs") for name in ("v5p:2x2x1", "v5p", "8xv5p")]
+    + [("cpu:8", "CPU devices have no peaks")],
 )
 def test_targets_are_refused_before_their_compiler_is_missed(name: str, why: str) -> None:
     """TPUs asked for a compiler of 300 MB first, and were refused then."""

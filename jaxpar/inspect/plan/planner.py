@@ -35,6 +35,7 @@ from ..predict.prediction import predict
 from ..predict.slots import searched
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
+from ..targets.hardware import KINDS
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
@@ -88,7 +89,9 @@ def plan(
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
-    if isinstance(target, str) and (kind := re.fullmatch(r"(\w+):[\dx]+", target)):  # before a compiler is missed
+    others = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
+    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({others})(?::[\dx]+)?", target)):
+        # Before a compiler is missed.
         why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
     target = target if isinstance(target, Target) else target_of(target)
@@ -238,7 +241,9 @@ class _Planner:
         best = self._best()
         if best is None:
             return None
-        found: list[tuple[bool, bool, float, int, float, str, Strategy, Estimate]] = []
+        least = best.estimate
+        assert least is not None
+        found: list[tuple[bool, bool, bool, float, int, float, str, Strategy, Estimate]] = []
         found_for: list[dict[str, Any]] = [{"schedule": name, "chunks": v} for name, v in best.prediction["tables"]]
         if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
             found_for.append({"logits": "whole"})
@@ -251,9 +256,12 @@ class _Planner:
                 chunked = strategy.logits == best.strategy.logits
                 likely = memory_overrun(best) * estimate.bytes <= self.usable
                 again = REMATS.index(strategy.remat)
-                order = not likely, chunked, estimate.seconds, again, estimate.sent, str(strategy)
+                worse = again > REMATS.index(best.strategy.remat) or any(
+                    getattr(estimate, name) > getattr(least, name) for name in ("seconds", "sent", "bytes")
+                )  # what is so in nothing, as reduce="compute", comes first, whatever closed forms promise of others
+                order = not likely, chunked, worse, estimate.seconds, again, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))
-        return min(found, key=lambda one: one[:6])[6:] if found else None
+        return min(found, key=lambda one: one[:7])[7:] if found else None
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
