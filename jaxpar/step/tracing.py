@@ -269,7 +269,7 @@ class Tracing:
         return [jax.ShapeDtypeStruct(shape(leaf.local), param.dtype) for leaf, param in units]
 
     def _trace_block(self, rest: Any) -> tuple[jx.Flat, Any]:
-        """`_trace` of a block. Raises ValueError for a loss that takes a whole batch, but no block of it: groups are cut."""
+        """`_trace` of a block. Raises ValueError for a loss of whole batches: blocks cut groups of rows."""
         try:
             return self._trace(rest, self.axes)
         except (TypeError, ValueError) as error:
@@ -282,8 +282,8 @@ class Tracing:
             raise ValueError(
                 f"the loss takes the batch's {have * blocks} rows, but not the {have} of one of its {blocks} blocks "
                 f"({math.prod(self.axes.values())} replicas x {self.strategy.microbatches} microbatches), which cut "
-                f"groups of rows: {error}; give groups a dim of their own, a row for each, or {enough * blocks} rows, or "
-                f"use fewer blocks"
+                f"groups of rows: {error}; give groups a dim of their own, a row for each, or {enough * blocks} rows, "
+                "or use fewer blocks"
             ) from error
 
     def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
