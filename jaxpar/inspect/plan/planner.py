@@ -60,6 +60,7 @@ def plan(
     cache: str | os.PathLike[str] | bool = True,
     console: Console | None = None,
     trainable: Callable[[str], bool] | None = None,
+    memory_bytes: float | None = None,
 ) -> Plan:
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
@@ -79,6 +80,7 @@ def plan(
         False: none.
       console: where a progress bar is shown; standard error if None.
       trainable: what is not frozen, as for `make_train_step`: a plan for adapters beside a base.
+      memory_bytes: of one device of a target by name, in place of its kind's.
 
     Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
     in the cache.
@@ -94,7 +96,7 @@ def plan(
         # Before a compiler is missed.
         why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
-    target = target if isinstance(target, Target) else target_of(target)
+    target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
             f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
