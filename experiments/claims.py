@@ -69,7 +69,7 @@ def machine() -> str:
 
 def line(one: Claim, found: Found) -> str:
     """One row of the page's tables."""
-    return f"| {one.says} ({one.source}) | {found.verdict} | {found.figure} | {one.how} |"
+    return f"| {one.says} ({one.source}) | **{found.verdict}** | {found.figure} | {one.how} |"
 
 
 def page(found: Mapping[str, Found]) -> str:
@@ -101,7 +101,7 @@ def page(found: Mapping[str, Found]) -> str:
     for title, room in ROOMS.items():
         mine = [c for c in CLAIMS.values() if c.measure.__module__ == room.__name__ and c.name in found]
         if mine:
-            lines += [f"## {title}", "", "| said | verdict | figure | |", "|-|-|-|-|"]
+            lines += [f"## {title}", "", "| said | verdict | figure | how |", "|-|-|-|-|"]
             lines += [*(line(one, found[one.name]) for one in mine), ""]
     lines += [
         "## Sources",

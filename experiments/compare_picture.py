@@ -1,16 +1,16 @@
-"""The picture of `compare.py`: losses that lie on each other, and what each strategy stores and sends."""
+"""The picture of `compare.py`: one loss curve and how far all are from it, and what each strategy stores and sends."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from report import MB, pictures
+from report import LINES, MB, pictures
 
 from jaxpar.inspect.explain.picture import HELD, SENT
 
-LINES = ("#8c959f", "#d1495b", "#e0902f", "#3fa05a", "#2aa5a0", "#4c8dd6", "#9a6fd0", "#c061a8", "#7a5230")
 STORED = {name: HELD[name] for name in ("parameters", "gradients", "optimizer state")}
 STORED["activations, the rest"] = HELD["the rest"]
 NAMES = {"collective-permute": "messages between stages"}
@@ -40,21 +40,15 @@ def draw(trials: Sequence[Any], title: str, path: Path) -> None:
 
 
 def _curves(loss: Any, apart: Any, trials: Sequence[Any]) -> None:
-    steps = np.arange(1, len(trials[0].losses) + 1)
-    first = np.array(trials[0].losses)
-    for number, trial in enumerate(trials):
-        # The first is the widest, so that curves that lie on each other are all seen.
-        color, width = LINES[number % len(LINES)], 1.2 + 1.4 * (len(trials) - 1 - number)
-        loss.plot(steps, trial.losses, color=color, linewidth=width, solid_capstyle="round", label=trial.name)
-        if number:
-            off = np.abs(np.array(trial.losses) - first)
-            beside = 0.8 * (number / len(trials) - 0.5)  # of one step, so that equal differences are all seen
-            apart.plot(steps + beside, np.where(off > 0, off, np.nan), "o", color=color, markersize=2.5)
-    loss.set(title=f"{len(trials)} losses, one on the other", ylabel="nats per byte", xlabel="step")
-    for handle in loss.legend(frameon=False, ncols=2, fontsize=9).legend_handles:
-        handle.set_linewidth(4)
+    """The loss of the first, and how far the furthest of the others is from it: on each other all are one curve."""
+    steps, first = np.arange(1, len(trials[0].losses) + 1), np.array(trials[0].losses)
+    loss.plot(steps, first, color=LINES[0], linewidth=2, solid_capstyle="round")
+    furthest = np.abs(np.array([trial.losses for trial in trials]) - first).max(axis=0)
+    apart.plot(steps, np.where(furthest > 0, furthest, np.nan), "o", color=LINES[0], markersize=3.5)
+    loss.set(title=f"the loss of {trials[0].name}", ylabel="nats per byte", xlabel="step")
+    others = ", ".join(trial.name for trial in trials[1:]) or "no other"
     apart.set(
-        title="how far from the first (equal ones are not drawn)",
+        title=textwrap.fill(f"the largest difference from it, of {others}", 70),
         ylabel="difference of the loss",
         xlabel="step",
         yscale="log",

@@ -1,11 +1,13 @@
 """What people read: sizes, tables, and the name that they may have meant."""
 
 import difflib
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 WIDTH = 80
+_PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def size(n: float, digits: str = ".2f") -> str:
@@ -15,10 +17,23 @@ def size(n: float, digits: str = ".2f") -> str:
 
 def number(n: float, digits: str = ".2f") -> str:
     """A number with a decimal prefix: "3.41 G"."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, scale in _PREFIXES.items():
         if abs(n) >= scale:
             return f"{n / scale:{digits}} {prefix}"
     return f"{n:.0f} "
+
+
+def amount(text: str, unit: str = "") -> float:
+    """What `size` and `number` write, read: decimal prefixes, the unit or none. Raises ValueError for anything else.
+
+    >>> amount("40GB", "B"), amount("1.5T")
+    (40000000000.0, 1500000000000.0)
+    """
+    found = re.fullmatch(rf"([\d_,]*\.?\d+(?:e\d+)?) ?([kMGTP]?)(?:{unit})?", text.strip())
+    value = float(re.sub("[_,]", "", found[1])) * _PREFIXES.get(found[2], 1.0) if found else 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is no amount above 0; write it as 40G{unit} or 1.5T{unit}")
+    return value
 
 
 def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: float = 0.6) -> str:

@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
+import mechanisms_picture
 import pytest
 import strategies_picture
 from browser import CHROMIUM, Browser
@@ -83,6 +84,12 @@ def test_every_public_name_stands_on_one_api_page() -> None:
 def test_the_picture_of_the_home_page_is_what_the_layouts_say() -> None:
     drawn = (ROOT / "docs" / "assets" / "strategies.svg").read_text()
     assert drawn == strategies_picture.svg(strategies_picture.rows()), "run experiments/strategies_picture.py"
+
+
+@pytest.mark.parametrize("name", mechanisms_picture.DRAWN)
+def test_pictures_of_mechanisms_are_what_their_programs_do(name: str) -> None:
+    drawn = (ROOT / "docs" / "assets" / f"{name}.svg").read_text()
+    assert drawn == mechanisms_picture.DRAWN[name](), "run experiments/mechanisms_picture.py"
 
 
 # -- what was built ----------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def unflatten(flat: Tree) -> Tree:
 
 
 @functools.cache
-def one_device() -> list[tuple[jax.Array, Tree, Tree]]:
+def one_device(loss: Callable) -> list[tuple[jax.Array, Tree, Tree]]:
     """Of every step: the loss before it, parameters and momentum after it."""
     params, states = first(), []
     momentum = jax.tree.map(jnp.zeros_like, params)
@@ -61,8 +61,9 @@ def difference(found: Tree, wanted: Tree) -> float:
 
 
 def compare(
-    start: Callable, step: Callable, whole: Callable = lambda stored: stored, lower: Callable | None = None
-) -> tuple[list, float, str]:
+    start: Callable, step: Callable, whole: Callable = lambda stored: stored, lower: Callable | None = None,
+    loss: Callable = loss,
+) -> tuple[list, float, str]:  # fmt: skip
     """Trains by a strategy, from the parameters and on the data of one device.
 
     Args:
@@ -70,6 +71,7 @@ def compare(
       step: (parameters, momentum, tokens) -> (loss, or what the devices add to it, parameters, momentum).
       whole: parameters or momentum as the strategy stores them -> as one device does.
       lower: lowers the program whose collectives count, if `step` is not one program.
+      loss: (parameters, tokens) -> the loss of one device.
 
     Returns: the losses (one device, strategy) of every step; the largest difference of the gradients (the momentum
       after one step) and of parameters and momentum after the last; the text of the compiled program.
@@ -78,7 +80,7 @@ def compare(
     params, momentum = start(first())
     text = (lower or step.lower)(params, momentum, data(0)).compile().as_text()
     losses, worst = [], 0.0
-    for number, (value, *wanted) in enumerate(one_device()):
+    for number, (value, *wanted) in enumerate(one_device(loss)):
         parts, params, momentum = step(params, momentum, data(number))
         losses.append((float(value), float(parts.sum())))
         if number in (0, STEPS - 1):
@@ -93,6 +95,6 @@ def main(*strategy: Callable, **more: Callable) -> None:
     for number, (one, many) in enumerate(losses):
         print(f"{number:4}  {one:10.6f}  {many:8.6f}")
     print(f"largest difference {worst:.1e} of a leaf's largest value, allowed {TOLERANCE:.0e}")
-    found = Counter(re.findall(r" (all-reduce|all-gather|reduce-scatter|collective-permute)\(", text))
+    found = Counter(re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", text))
     print("collectives in the compiled program, one in a loop counted once:", dict(found) or "none")
     raise SystemExit(not worst <= TOLERANCE)

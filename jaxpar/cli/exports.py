@@ -13,7 +13,7 @@ from ..checkpoint.saved import Checkpoint, weights_of
 from ..files import json_of, member
 from ..models import llama
 from .options import named_of
-from .own import is_folder, path_of
+from .own import is_folder, is_function, path_of
 
 # Of a model's folder, whatever is there of these.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -25,9 +25,12 @@ def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
     """The sizes of a model that can be exported. Raises ValueError where it cannot be, and where `target` already holds
     weights: before anything is trained.
     """
-    config = None if ":" in model and not is_folder(model) else named_of(model, length).config
+    config = None if is_function(model) else named_of(model, length).config
     if not isinstance(config, llama.Config):
-        raise ValueError(f"{model} cannot be written for Hugging Face's transformers; Llamas can")
+        raise ValueError(
+            f"{model} cannot be written for Hugging Face's transformers; Llamas can, and jaxpar convert --weights-only "
+            "makes a checkpoint of any model's weights"
+        )
     if there := sorted(file.name for file in target.glob("*") if file.suffix in (".safetensors", ".bin")):
         raise ValueError(f"{target} already holds {there[0]}; choose another folder, or remove the weights in it")
     return config
@@ -66,8 +69,8 @@ def adapters(model: str, source: Place, target: Path) -> str:
       model: the folder that they are for, and their rank: "./folder,lora=16".
       source, target: as for `export`.
     """
-    config, saved = named_of(model, 1).config, Checkpoint(source)
-    if not getattr(config, "lora", 0):
+    config, saved = None if is_function(model) else named_of(model, 1).config, Checkpoint(source)
+    if config is None or not getattr(config, "lora", 0):
         raise ValueError(f"{model} has no adapters; train a folder with some: --model ./folder,lora=16")
     llama.save_adapters(config, weights_of(saved), target, str(path_of(model)) if is_folder(model) else model)
     return f"{target}, adapters of rank {config.lora} of {model} after step {saved.step}"

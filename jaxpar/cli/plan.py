@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,9 +12,13 @@ import jax
 import tyro
 
 from ..inspect.plan.planner import plan
+from ..inspect.plan.ranking import Plan, summary
 from ..strategy import Strategy
+from ..text import WIDTH, amount
 from .options import MODEL, named_of
 from .own import is_function, own
+
+_FASTER = 1.01  # times the rows/s of half as many rows: a sweep goes on
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,14 @@ class PlanOptions:
     """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
     precision: Literal["bf16", "f16", "f32"] = "bf16"
     """compute dtype of the strategies that are tried"""
+    memory: str | None = None
+    """of one device, in place of the target's: 40GB"""
+    sweep: Literal["batch"] | None = None
+    """plan for --batch, twice as many rows, and so on, until nothing fits or more rows are no faster"""
+    tokens: str | None = None
+    """of a whole run, for its days: 300B, 15T; rows, where a model reads no text"""
+    price: float | None = None
+    """of an hour of one device, for what such a run costs"""
     top: int = 16
     """so many are compiled"""
     explain: int | None = None
@@ -47,6 +60,10 @@ class PlanOptions:
         for name in ("batch", "seq", "top"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: use a whole number from 1")
+        if self.price is not None and not 0 <= self.price < float("inf"):
+            raise ValueError(f"--price {self.price}: use a number from 0, of an hour of one device")
+        if self.sweep and (self.explain is not None or self.json):
+            raise ValueError("--sweep prints a line for each batch; leave out --explain and --json, or the sweep")
 
 
 def main(options: PlanOptions) -> None:
@@ -55,14 +72,52 @@ def main(options: PlanOptions) -> None:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+    if options.sweep:
+        _sweep(options)
+        return
+    found = _planned(options, options.batch)
+    if options.json:
+        print(json.dumps(found.json(), indent=1))  # noqa: T201
+    else:
+        print(found if options.explain is None else found.explain(options.explain))  # noqa: T201
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if not any(line.fits for line in found.lines):
+        sys.exit(1)
+
+
+def _sweep(options: PlanOptions) -> None:
+    """A plan for each batch, a sentence of each."""
+    rows, before = options.batch, 0.0
+    while True:
+        try:
+            found = _planned(options, rows)
+        except ValueError as error:
+            if not before:
+                raise
+            print(textwrap.fill(f"{rows:,} rows: {error}", WIDTH, subsequent_indent="  "))  # noqa: T201
+            return
+        print(textwrap.fill(f"{rows:,} rows: {summary(found)}", WIDTH, subsequent_indent="  "), flush=True)  # noqa: T201
+        if found.interrupted:
+            raise KeyboardInterrupt
+        best = found.lines[0]
+        if not best.fits and not before:
+            sys.exit(1)
+        if not best.fits or (speed := best.prediction["rows_per_second"]) < _FASTER * before:
+            return
+        rows, before = 2 * rows, speed
+
+
+def _planned(options: PlanOptions, rows: int) -> Plan:
+    memory = None if options.memory is None else amount(options.memory, "B")
+    tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # billions
     if is_function(options.model):
         mine = own(options.model)
-        model, batch, flops, text, trainable = mine.model, mine.example(options.batch), None, False, None
+        model, batch, flops, text, trainable = mine.model, mine.example(rows), None, False, None
     else:
         known = named_of(options.model, options.seq)
-        model, batch, text = known.model, known.example(options.batch, options.seq), known.kind == "text"
-        trainable = known.trainable
-        flops = known.flops(options.batch, options.seq)
+        model, batch, text = known.model, known.example(rows, options.seq), known.kind == "text"
+        trainable, flops = known.trainable, known.flops(rows, options.seq)
     found = plan(
         model,
         batch,
@@ -74,12 +129,6 @@ def main(options: PlanOptions) -> None:
         length=options.seq if text else None,
         cache=True if options.cache is None else options.cache,
         trainable=trainable,
+        memory_bytes=memory,
     )
-    if options.json:
-        print(json.dumps(found.json(), indent=1))  # noqa: T201
-    else:
-        print(found if options.explain is None else found.explain(options.explain))  # noqa: T201
-    if found.interrupted:
-        raise KeyboardInterrupt
-    if not any(line.fits for line in found.lines):
-        sys.exit(1)
+    return replace(found, tokens=tokens, price=options.price)

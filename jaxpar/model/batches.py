@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -36,8 +37,10 @@ def microbatches(batch: Any, count: int) -> Any:
     return _by_leaf(batch, rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
 
 
-def one_block(batch: Any, blocks: int) -> Any:
-    """Abstract rows of one of the blocks into which a batch is divided; marked leaves are whole."""
+def one_block(batch: Any, blocks: int | Fraction) -> Any:
+    """Abstract rows of one of the blocks into which a batch is divided, or of one of which it is a part (a fraction);
+    marked leaves are whole.
+    """
     rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
     return _by_leaf(jax.eval_shape(lambda x: x, batch), rows)
 

@@ -6,8 +6,9 @@ anything runs, and every part of a step works on the program that comes out.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
+from ..model.batches import one_block, rows_of
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
 from ..model.running import Deferred, deferring
@@ -235,7 +237,7 @@ class Tracing:
         own = [leaf.layers is not None for leaf in units]
         sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
         with couplings() as noted:
-            whole, out = self._trace((variables, rows, key), self.axes)
+            whole, out = self._trace_block((variables, rows, key))
         rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
         positions = self._context_program(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._tensor_program(self._expert_program(positions))
@@ -296,6 +298,24 @@ class Tracing:
 
         units = zip(self.layout.storage.units, self._params, strict=True)
         return [jax.ShapeDtypeStruct(shape(leaf.local), param.dtype) for leaf, param in units]
+
+    def _trace_block(self, rest: Any) -> tuple[jx.Flat, Any]:
+        """`_trace` of a block. Raises ValueError for a loss of whole batches: blocks cut groups of rows."""
+        try:
+            return self._trace(rest, self.axes)
+        except (TypeError, ValueError) as error:
+            (variables, rows, key), blocks = rest, math.prod(self.axes.values()) * self.strategy.microbatches
+            have, loss = rows_of(rows), self._trace
+            takes = lambda many: _succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
+            if blocks == 1 or not takes(have * blocks):
+                raise
+            enough = next(many for many in range(have + 1, have * blocks + 1) if takes(many))
+            raise ValueError(
+                f"the loss takes the batch's {have * blocks} rows, but not the {have} of one of its {blocks} blocks "
+                f"({math.prod(self.axes.values())} replicas x {self.strategy.microbatches} microbatches), which cut "
+                f"groups of rows: {error}; give groups a dim of their own, a row for each, or {enough * blocks} rows, "
+                "or use fewer blocks"
+            ) from error
 
     def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
         """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
@@ -398,3 +418,11 @@ class Tracing:
             self.doubts.update((said, None) for said in (str(w.message) for w in told) if said.startswith("the loss "))
             for one in told:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+def _succeeds(fun: Callable[..., Any], *args: Any) -> bool:
+    try:
+        fun(*args)
+    except (TypeError, ValueError):
+        return False
+    return True

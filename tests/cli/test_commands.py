@@ -5,14 +5,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 import jaxpar
+from jaxpar.cli import plan
 from jaxpar.cli.commands import main
 from jaxpar.cli.options import TrainOptions, named_of
 from jaxpar.cli.own import own
-from jaxpar.strategy import PRESETS
+from jaxpar.inspect.plan.line import Line
+from jaxpar.inspect.plan.ranking import Plan
+from jaxpar.strategy import PRESETS, Strategy
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
 OWN = """
@@ -138,3 +143,32 @@ def test_only_errors_of_cpp_reach_the_terminal(
     assert all(part in done.stderr for part in ("ours", "an error", "last words")), done.stderr
     assert ("peer ranks" in done.stdout) == noise
     assert all(part in done.stdout for part in ("our answer", "[Gloo] timed out")), done.stdout
+
+
+def test_a_sweep_of_plans_ends_where_more_rows_are_no_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def planned(model: Any, batch: Any, target: str, **options: Any) -> Plan:
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        asked.append((rows, options["memory_bytes"]))
+        found = {"mfu": None, "rows_per_second": min(rows, 16), "seconds": 1.0, "devices": 8}
+        strategy = Strategy.parse("fsdp=8")
+        line = Line(strategy, None, 40, {"total": rows}, found, [], {}, {}, [], 0.0, 0.0)
+        return Plan(target, "8 x H100", 40, rows, options["length"], (line,), {}, {}, False)
+
+    monkeypatch.setattr(plan, "plan", planned)
+    words = ["plan", "--model", "gpt-tiny", "--seq", "64", "--batch", "8", "--memory", "40GB"]
+    main([*words, "--sweep", "batch", "--tokens", "1B", "--price", "2"])
+    assert asked == [(8, 40e9), (16, 40e9), (32, 40e9)]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.replace("\n  ", " ").splitlines()]
+    assert [line.partition(" rows")[0] for line in lines] == ["8", "16", "32"]
+    assert "22.6 days for 1B tokens; 4,340 device hours at 2 are 8,681: fsdp=8" in lines[0]
+    for words, why in (
+        (["--memory", "40GiB"], "'40GiB' is no amount above 0; write it as 40GB"),
+        (["--tokens", "0"], "'0' is no amount above 0; write it as 40G or 1.5T"),
+        (["--price", "-1"], "use a number from 0"),
+        (["--sweep", "batch", "--json"], "leave out --explain and --json"),
+    ):
+        assert why in re.sub(r"[\s│]+", " ", said(["plan", "--model", "gpt-tiny", *words], 2, capsys))

@@ -124,6 +124,10 @@ def test_a_model_and_data_of_ones_own_are_trained(
     assert "all-reduce" in capsys.readouterr().out
     words = ["train", *words, "--overwrite", "--export", str(tmp_path / "hf")]
     assert "mine_to_train:make cannot be written for Hugging Face's transformers; Llamas can" in fails(words, 2, capsys)
+    convert = ["convert", str(tmp_path / "run"), str(tmp_path / "other")]
+    assert "convert --weights-only makes a checkpoint" in fails([*convert, "--to", "huggingface"], 2, capsys)
+    assert "mine_to_train:make has no adapters" in fails([*convert, "--to", "peft"], 2, capsys)  # "there is no model"
+    main([*convert, "--weights-only"])
 
 
 def test_a_run_begins_with_given_parameters(tmp_path: Path) -> None:

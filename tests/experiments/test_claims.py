@@ -37,7 +37,7 @@ def test_all_claims(tmp_path: Path) -> None:
     for name, claim in measured(tmp_path, "--how", "traced", "compiled", "run").items():
         if claim["how"] == "traced":
             assert claim["line"] in PAGE, (name, claim["line"])
-        said, verdict = f"| {claim['says']} ({claim['source']}) |", f"| {claim['verdict']} |"
+        said, verdict = f"| {claim['says']} ({claim['source']}) |", f"| **{claim['verdict']}** |"
         assert any(line.startswith(said) and verdict in line for line in PAGE), (name, claim["verdict"])
 
 

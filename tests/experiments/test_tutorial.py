@@ -45,6 +45,15 @@ def test_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
         assert not drawn or "<svg" in drawn
 
 
+def test_the_page_is_the_notebook() -> None:
+    """The site showed no notebook: it linked a file of JSON."""
+    sys.path.insert(0, str(NOTEBOOK.parents[1] / "experiments"))
+    from tutorial_page import rendered
+
+    for name, text in rendered().items():
+        assert (NOTEBOOK.parent / name).read_text() == text, f"python experiments/tutorial_page.py makes {name} anew"
+
+
 def test_ten_cells_in_order_and_small() -> None:
     assert len(CELLS) == 10
     for number, cell in enumerate(CELLS, 1):

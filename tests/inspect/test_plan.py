@@ -240,6 +240,10 @@ def test_the_answer_is_the_first_sentence() -> None:
     assert str(dataclasses.replace(found, lines=(line,))).splitlines()[0] == said
     alone = dataclasses.replace(found, lines=(line,), length=None)
     assert str(alone).startswith("fits: yes, 53 of 85 GB; 45% MFU; 115.7 days for 1B rows: ")
+    priced = dataclasses.replace(found, lines=(line,), tokens=300e9, price=2.5)
+    hours = 300e9 / 100_000 * 8 / 3600
+    cost = f"34.7 days for 300B tokens; {hours:,.0f} device hours at 2.5 are {2.5 * hours:,.0f}: fsdp=8"
+    assert cost in " ".join(str(priced).split())
     rough = dataclasses.replace(line, strategy=jp.Strategy(fsdp=8, precision="bf16", reduce="compute"))
     both = str(dataclasses.replace(found, lines=(rough, line)))
     assert "(gradients summed in bf16; in f32, line 2, 0.0% slower, within the error)" in " ".join(both.split())
@@ -382,7 +386,9 @@ def test_405b_on_16384_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("v5p:2x2x1", "programs compiled for TPUs"), ("cpu:8", "CPU devices have no peaks")]
+    ("name", "why"),
+    [(name, "programs compiled for TPUs") for name in ("v5p:2x2x1", "v5p", "8xv5p")]
+    + [("cpu:8", "CPU devices have no peaks")],
 )
 def test_targets_are_refused_before_their_compiler_is_missed(name: str, why: str) -> None:
     """TPUs asked for a compiler of 300 MB first, and were refused then."""

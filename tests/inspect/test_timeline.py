@@ -180,7 +180,7 @@ def test_pictures_of_the_docs_are_what_the_command_draws(tmp_path: Path, name: s
     shown(TimelineOptions(**options, svg=tmp_path / "drawn.svg"))  # type: ignore[arg-type]
     drawn = ROOT / "docs" / "assets" / (f"pipe-{name}.svg" if name else "pipe.svg")
     assert (tmp_path / "drawn.svg").read_text() == drawn.read_text()
-    page = (ROOT / "docs" / "strategies" / "pipe.md").read_text()
+    page = (ROOT / "docs" / "strategies" / ("pipe-all.md" if name else "pipe.md")).read_text()
     assert f"../assets/{drawn.name})" in page
 
 

@@ -88,3 +88,14 @@ def test_a_gradient_that_one_device_has_not_either_is_said_so() -> None:
     report = jp.verify(model, "ddp", {"x": np.ones((8, 3), "float32")}, steps=1, mesh=jax.devices()[:2])
     assert not report.ok
     assert "not finite on one device either" in str(report)
+
+
+def test_a_step_or_its_state_in_the_place_of_what_they_are_made_of() -> None:
+    """The strategy was said to be an optimizer, and the batch to lack a row dim at leaf "step"."""
+    step = jp.make_train_step(MODEL, optax.sgd(0.1), "fsdp,microbatches=2", mesh=jax.devices()[:2])
+    for given in ((step, step.init(jax.random.key(0))), ("fsdp", step.init(jax.random.key(0))), (step, BATCH)):
+        with pytest.raises(ValueError, match=r"verify\(model, step.strategy, batch, mesh=step.mesh\)"):
+            jp.verify(MODEL, *given)
+    assert jp.verify(MODEL, step.strategy, BATCH, mesh=step.mesh, steps=1).ok
+    with pytest.raises(ValueError, match=r"model is a TrainStep; make one with .*: verify\(model, strategy, batch\)"):
+        jp.verify(step, "fsdp", BATCH)  # type: ignore[arg-type]

@@ -462,3 +462,20 @@ def test_a_module_of_another_dtype_than_the_precision_is_told_so() -> None:
     with pytest.raises(TypeError, match="carry") as found:
         build("ddp,precision=bf16", init=init, loss=loss).traced({"x": X})
     assert any("gives the loss its parameters in bfloat16" in note for note in found.value.__notes__)
+
+
+def test_a_loss_whose_groups_of_rows_blocks_cut() -> None:
+    """GRPO's advantages, `reshape(-1, 4)`: jax said that it cannot reshape (2,), which names no batch."""
+
+    def grouped(params: Any, batch: Any, key: Any) -> jax.Array:
+        groups = jnp.square(batch["x"] @ params["w"]).sum(-1).reshape(-1, 4)
+        return jnp.square(groups.max(1)).sum() / groups.shape[0]
+
+    parts = "takes the batch's 24 rows, but not the 3 of one of its 8 blocks", "(-1, 4)", "groups a dim of their own"
+    rows = lambda n: {"x": np.ones((n, 2), np.float32)}
+    model = jp.Model(weights, grouped, rows="independent")
+    raises(lambda: build(model=model).traced(rows(24)), *parts, "32 rows, or use fewer blocks")
+    build(model=model).traced(rows(32))
+    build("data=2,fsdp=1", model=model, mesh=jax.devices()[:2]).traced(rows(24))
+    with pytest.raises(TypeError, match="reshape"):  # which no batch mends is said by jax
+        build(loss=lambda p, batch, key: square(p, batch, key) + batch["x"].reshape(3, 5, 7).sum()).traced(rows(24))

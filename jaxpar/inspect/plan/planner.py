@@ -35,6 +35,7 @@ from ..predict.prediction import predict
 from ..predict.slots import searched
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
+from ..targets.hardware import KINDS
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
@@ -59,6 +60,7 @@ def plan(
     cache: str | os.PathLike[str] | bool = True,
     console: Console | None = None,
     trainable: Callable[[str], bool] | None = None,
+    memory_bytes: float | None = None,
 ) -> Plan:
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
@@ -78,6 +80,7 @@ def plan(
         False: none.
       console: where a progress bar is shown; standard error if None.
       trainable: what is not frozen, as for `make_train_step`: a plan for adapters beside a base.
+      memory_bytes: of one device of a target by name, in place of its kind's.
 
     Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
     in the cache.
@@ -88,10 +91,12 @@ def plan(
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
-    if isinstance(target, str) and (kind := re.fullmatch(r"(\w+):[\dx]+", target)):  # before a compiler is missed
+    others = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
+    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({others})(?::[\dx]+)?", target)):
+        # Before a compiler is missed.
         why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
-    target = target if isinstance(target, Target) else target_of(target)
+    target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
             f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
@@ -238,7 +243,9 @@ class _Planner:
         best = self._best()
         if best is None:
             return None
-        found: list[tuple[bool, bool, float, int, float, str, Strategy, Estimate]] = []
+        least = best.estimate
+        assert least is not None
+        found: list[tuple[bool, bool, bool, float, int, float, str, Strategy, Estimate]] = []
         found_for: list[dict[str, Any]] = [{"schedule": name, "chunks": v} for name, v in best.prediction["tables"]]
         if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
             found_for.append({"logits": "whole"})
@@ -251,9 +258,12 @@ class _Planner:
                 chunked = strategy.logits == best.strategy.logits
                 likely = memory_overrun(best) * estimate.bytes <= self.usable
                 again = REMATS.index(strategy.remat)
-                order = not likely, chunked, estimate.seconds, again, estimate.sent, str(strategy)
+                worse = again > REMATS.index(best.strategy.remat) or any(
+                    getattr(estimate, name) > getattr(least, name) for name in ("seconds", "sent", "bytes")
+                )  # what is so in nothing, as reduce="compute", comes first, whatever closed forms promise of others
+                order = not likely, chunked, worse, estimate.seconds, again, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))
-        return min(found, key=lambda one: one[:6])[6:] if found else None
+        return min(found, key=lambda one: one[:7])[7:] if found else None
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""

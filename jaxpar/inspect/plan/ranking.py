@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...strategy import Strategy
-from ...text import WIDTH, size
+from ...text import WIDTH, number, size
 from .line import ERROR, RESERVE, UNSEEN, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
@@ -31,6 +31,8 @@ class Plan:
       pruned: candidates that were not compiled, and why.
       refused: strategies that cannot be, and the error of `make_train_step`.
       interrupted: Ctrl-C came before all was compiled.
+      tokens: of a whole run (rows, where there is no `length`), for which the first sentence says days.
+      price: of an hour of one device, in a currency of the user's; None: no cost is said.
     """
 
     target: str
@@ -42,6 +44,8 @@ class Plan:
     pruned: dict[str, str]
     refused: dict[str, str]
     interrupted: bool
+    tokens: float | None = None
+    price: float | None = None
 
     @property
     def best(self) -> Strategy:
@@ -101,8 +105,13 @@ def summary(plan: Plan) -> str:
     if best.prediction["mfu"] is not None:
         parts.append(f"{best.prediction['mfu']:.0%} MFU")
     speed = best.prediction["rows_per_second"] * (plan.length or 1)
-    unit, many = ("1T tokens", 1e12) if plan.length else ("1B rows", 1e9)
-    parts.append(f"{many / speed / _DAY:,.1f} days for {unit}")
+    many = plan.tokens or (1e12 if plan.length else 1e9)
+    days, devices = many / speed / _DAY, best.prediction["devices"]
+    counted = number(many, ".4g").replace(" ", "").replace("G", "B")  # billions, as of tokens
+    parts.append(f"{days:,.1f} days for {counted} {'tokens' if plan.length else 'rows'}")
+    if plan.price is not None:
+        hours = 24 * days * devices
+        parts.append(f"{hours:,.0f} device hours at {plan.price:g} are {hours * plan.price:,.0f}")
     return f"{'; '.join(parts)}: {best.strategy}{_exact(plan)}"
 
 

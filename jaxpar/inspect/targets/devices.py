@@ -9,7 +9,7 @@ collectives, their sizes, groups and overlap do.
 import importlib.util
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax.experimental import topologies
@@ -45,7 +45,7 @@ class Target:
     devices: list[jax.Device] = field(repr=False)
 
 
-def target(name: str, hardware: Hardware | None = None) -> Target:
+def target(name: str, hardware: Hardware | None = None, memory_bytes: float | None = None) -> Target:
     """Devices by name.
 
     Args:
@@ -56,6 +56,7 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
         "v5e:4x4": a slice of TPUs, by its shape;
         "cpu:8": so many of the CPU devices that `jaxpar.simulate` made.
       hardware: the kind that the name ends in, where the table lacks it; from `load` or `capture`.
+      memory_bytes: of one device, in place of its kind's: the compiler schedules for so much.
 
     Raises:
       ValueError: the name is not understood, its kind is not known, the count does not fill its hosts, no slice has
@@ -67,10 +68,11 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
         raise ValueError(f"target is a {type(name).__name__}; use a text such as '8xH100', or a Target")
     if (digits := max(map(len, re.findall(r"\d+", name)), default=0)) > 18:
         raise ValueError(f"target={name[:60]!r} has a number of {digits} digits; use at most {_MOST:,} devices")
+    with_memory = lambda kind: kind if memory_bytes is None else replace(kind, memory_bytes=int(memory_bytes))
     if cpu := re.fullmatch(r"cpu:(\d+)", name):
         return _cpu(name, int(cpu[1]))
     if tpu := re.fullmatch(r"(\w+):\d+(?:x\d+)*", name):
-        return _tpu(name, _known(name, tpu[1], hardware))
+        return _tpu(name, with_memory(_known(name, tpu[1], hardware)))
     match = re.fullmatch(r"([1-9]\d*)x(?:([1-9]\d*)x)?([^\d:].*)", name)
     if match is None:
         raise ValueError(
@@ -81,6 +83,7 @@ def target(name: str, hardware: Hardware | None = None) -> Target:
     if (asked := int(first) * int(second or 1)) > _MOST:  # the compiler describes each: 10**9 take 21 GB
         raise ValueError(f"target={name!r} has {asked:,} devices; use at most {_MOST:,}")
     known = load(kind) if kind.endswith(".toml") and hardware is None else _known(name, kind, hardware)
+    known = with_memory(known)
     if second:
         return _gpu(name, known, int(first), int(second))
     count, full = int(first), known.per_host

@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
+from ...layout.state import State
 from ...make import make_train_step
-from ...model.model import Model
+from ...model.model import MAKERS, Model
 from ...model.paths import name_of
+from ...step.core import Step
 from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
 from .reference import Reference
@@ -122,6 +124,14 @@ def verify(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"verify(steps={steps!r}): use a whole number from 1, such as 3")
+    if not isinstance(model, Model):
+        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}: verify(model, strategy, batch)")
+    if isinstance(strategy, Step) or isinstance(batch, State):
+        given = [type(x).__name__ for x in (strategy, batch)]
+        raise ValueError(
+            f"verify(model, {', '.join(given)}): it makes a step and a state of its own; give what the step is made of "
+            "and a batch: verify(model, step.strategy, batch, mesh=step.mesh)"
+        )
     key = jax.random.key(0) if key is None else key
     name, strategy = str(strategy), as_strategy(strategy)
     optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer

@@ -345,3 +345,26 @@ def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> Non
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"pad at .* reaches 15 further; use data, .* in place of context"):
         step.traced(cells.batch_of(4))
+
+
+def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
+    """BigBird's random blocks. The advice was jp.attention, which has no such mask, and dims that they had."""
+    picked = np.array([[1, 3], [0, 2], [3, 1], [2, 0]])  # of 4 blocks of positions, which two each attends to
+
+    def blocks(x: jax.Array) -> jax.Array:
+        b = x.reshape(x.shape[0], 4, -1, 8)
+        keys = jnp.concatenate([b[:, picked[:, 0]], b[:, picked[:, 1]]], 2)
+        scores = jax.nn.softmax(jnp.einsum("nibd,nijd->nibj", b, keys), axis=-1)
+        return jnp.einsum("nibj,nijd->nibd", scores, keys).reshape(x.shape)
+
+    def masked(x: jax.Array) -> jax.Array:
+        of = np.arange(x.shape[1]) // (x.shape[1] // 4)
+        mask = jnp.asarray((picked[of][:, :, None] == of).any(1))
+        return jax.nn.dot_product_attention(*(x[:, :, None],) * 3, mask=mask[None, None], scale=1.0)[:, :, 0]
+
+    x = jax.random.normal(jax.random.key(0), (2, 16, 8))
+    np.testing.assert_allclose(blocks(x), masked(x), atol=1e-5)
+    step = lambda mixes: jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"gather at .* give all of them and mask=: jax.nn.dot_product_attention"):
+        step(blocks).traced(cells.batch_of(4))
+    step(masked).traced(cells.batch_of(4))

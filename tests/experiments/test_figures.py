@@ -1,0 +1,43 @@
+"""Files of figures in docs are as new as the programs that make them, or are known to be older."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+import figures  # noqa: E402
+
+OLDER = ["compare"]  # than their program, which has changed in what they show
+
+
+def test_none_is_older_than_its_program() -> None:
+    assert figures.older() == OLDER, "python experiments/figures.py NAME makes it again"
+
+
+def test_every_file_is_there_and_every_picture_has_a_command() -> None:
+    made = {file for figure in figures.FIGURES.values() for file in figure.files}
+    assert all((ROOT / file).exists() for file in made)
+    pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "assets").glob("*.svg")}
+    # Those of the notebook come with its page; `jaxpar timeline` draws a pipeline's (tests/inspect/test_timeline.py).
+    assert not {name for name in pictures - made if not name.startswith(("docs/assets/pipe", "docs/assets/tutorial-"))}
+
+
+def test_a_program_that_changes_makes_its_figures_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, record = tmp_path / "draws.py", tmp_path / "figures.json"
+    program.write_text(f"open({str(tmp_path / 'drawn')!r}, 'w').write('1')")
+    record.write_text("{}")
+    monkeypatch.setattr(figures, "RECORD", record)
+    figure = figures.Figure(("drawn",), f"{sys.executable} {program}", (str(program),))
+    monkeypatch.setattr(figures, "FIGURES", {"drawn": figure})
+    assert figures.older() == ["drawn"]
+    figures.main(["drawn"])
+    assert (tmp_path / "drawn").read_text() == "1"
+    assert json.loads(record.read_text()) == {"drawn": figure.hash}
+    assert figures.older() == []
+    program.write_text(program.read_text() + "  # more")
+    assert figures.older() == ["drawn"]
+    with pytest.raises(SystemExit, match="no figure 'other'; there are drawn"):
+        figures.main(["other"])
