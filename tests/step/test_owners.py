@@ -11,7 +11,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.layout.owners import Owners
+from jaxpar.parallel.owners import Owners
 
 D, F, LAYERS, ROWS = 16, 48, 6, 24
 
