@@ -552,14 +552,18 @@ class _Dealer:
     def _views(self, var: Any, region: Region) -> followed.Dims:
         return dict(self.values.get(var, followed.NOTHING).views).get(region.leaf, ())
 
+    def _is_leafs(self, var: Any, region: Region) -> bool:
+        """Whether a value has the very dims of the leaf."""
+        return self._views(var, region) == dict(self.program.inputs[region.leaf].views)[region.leaf]
+
     def _value(self, var: Any, region: Region, axes: tuple[str, ...], stays: bool) -> MatrixValue:
         """How a value of a region is kept: as its leaf, with the owners, or spread along its longest dim."""
         rest, shape, leaf = self.rest[region.leaf], tuple(var.aval.shape), region.leaf
         places = {d: place_of(self.values[var], leaf, d) for d in region.batch(self._shape(region))}
         batch = tuple(place for place in places.values() if place is not None)
         at = {place: rest[d] for d, place in places.items()}
-        is_leafs = self._views(var, region) == dict(self.program.inputs[leaf].views)[leaf]
-        home = stays and (not is_leafs or self.state.get(var) is not None)
+        is_leafs = self._is_leafs(var, region)
+        home = stays and (not is_leafs or var in self.state)
         if is_leafs and not home:
             return MatrixValue(shape, var.aval.dtype, rest, batch, False, self.mesh.shape)
         if len(batch) == len(shape):
@@ -575,8 +579,10 @@ class _Dealer:
         """The optimizer's arrays that a region reads and that are no leaf's, or lie with its owners."""
         found = {}
         for var, v in zip(region.ins, kind.ins, strict=True):
-            own = v is not None and (v.home or v.axes != self.rest[region.leaf]) and v.shape == var.aval.shape
-            if own and var in self.state and sum(a != b for a, b in zip(v.padded, v.shape, strict=True)) < 2:
+            if v is None or var not in self.state or v.shape != var.aval.shape:
+                continue
+            padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
+            if padded < 2 and (v.home or not self._is_leafs(var, region)):
                 found[self.state[var]] = v
         return found
 
