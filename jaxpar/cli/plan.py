@@ -12,7 +12,7 @@ import tyro
 
 from ..inspect.plan.planner import plan
 from ..strategy import Strategy
-from .options import MODEL, named_of
+from .options import MODEL, named_of, optimizer_named
 from .own import is_function, own
 
 
@@ -32,6 +32,8 @@ class PlanOptions:
     """text: tokens of a row"""
     strategy: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
     """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """whose state is held and whose update is computed; muon: for the model's hidden matrices, AdamW for all else"""
     precision: Literal["bf16", "f16", "f32"] = "bf16"
     """compute dtype of the strategies that are tried"""
     top: int = 16
@@ -67,6 +69,7 @@ def main(options: PlanOptions) -> None:
         model,
         batch,
         options.target,
+        optimizer_named(options.optimizer, 3e-4, 0.1, model, batch) if options.optimizer == "muon" else None,
         flops=flops,
         strategies=options.strategy or None,
         top=options.top,

@@ -21,7 +21,7 @@ spread like the rest of the state where they go there and back.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -282,6 +282,8 @@ class Bundle:
         arrived = {dtype: send(x, self.axes) for dtype, x in arrived.items()}
         widths, ends = self.rows("outs")
         left = {dtype: jnp.zeros((self.ranks, width), dtype) for dtype, width in widths.items()}
+        if self._in_place():
+            left = arrived
         homes: dict[tuple[int, int], jax.Array] = {}
         for k, kind in enumerate(self.kinds):
             left, own = self._run(k, kind, values[k], pieces, (arrived, starts), (left, ends), me)
@@ -297,6 +299,12 @@ class Bundle:
                 mine = homes[k, j] if v.home else self._unpacked(k, v, back[v.dtype], ends[k, j])
                 out[-1].append([v.joined(x) for x in jnp.split(mine, len(kind.regions))])
         return out
+
+    def _in_place(self) -> bool:
+        """Whether a matrix may leave where it has arrived: what it is made of lies there alone."""
+        at = [{(k, tuple(row)) for (k, _), row in self.rows(side)[1].items()} for side in ("ins", "outs")]
+        sizes = [self.rows(side)[0] for side in ("ins", "outs")]
+        return at[0] == at[1] and len(at[0]) == len(self.kinds) and sizes[0] == sizes[1]
 
     def _sorted(self, kind: int) -> np.ndarray:
         """A kind's matrices in the order of their owners."""
@@ -327,6 +335,7 @@ class Bundle:
         for rank, n in enumerate(counts if not self.alone else ()):
             numbers[rank, :n] = np.flatnonzero(np.equal(self.owner[k], rank))
         program, (there, starts), (back, ends) = kind.program, arrived, left
+        in_place = there is back
         fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
         at = lambda table, v, s: jnp.asarray(table, jnp.int32)[me] + s * math.prod(v.piece)
 
@@ -341,7 +350,8 @@ class Bundle:
                     x = pieces[k, j][s]
                 else:
                     size = math.prod(v.piece)
-                    x = lax.dynamic_slice_in_dim(there[v.dtype], at(starts[k, j], v, s), size, axis=1)
+                    row = (rows if in_place else there)[v.dtype]
+                    x = lax.dynamic_slice_in_dim(row, at(starts[k, j], v, s), size, axis=1)
                     x = v.whole(x, self.axes)
                 args.append(x.reshape(var.aval.shape))
             rows, own = dict(rows), dict(own)
@@ -419,6 +429,7 @@ class Owners:
         env.update(zip(flat.invars, jax.tree.leaves(args), strict=True))
         env.update(zip(flat.constvars, flat.consts, strict=True))
         read = lambda v: v.val if jx.is_literal(v) else env[v]
+        last: jax.Array = jnp.zeros(())
         for node in self.order:
             if not isinstance(node, int):
                 env.update(zip(node.outvars, jx.bind(node, [read(v) for v in node.invars]), strict=True))
@@ -431,7 +442,10 @@ class Owners:
                 ]
                 for kind in bundle.kinds
             ]
+            if token is None:  # one after the other: each needs room for its matrices
+                values, last = lax.optimization_barrier((values, last))
             made, token = bundle(values, mesh, token)
+            last = made[0][0][0].ravel()[0]
             for kind, row in zip(bundle.kinds, made, strict=True):
                 for of, xs in zip(zip(*(r.outs for r in kind.regions), strict=True), row, strict=True):
                     env.update(zip(of, xs, strict=True))
