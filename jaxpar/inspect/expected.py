@@ -42,7 +42,7 @@ def expected(step: Step, batch: Any) -> Ledger:
     if step.layout.storage.cut:
         found += _exchanged(step, traced)
     if step.update.owners is not None:
-        found += [_entry(one, sizes) for one in step.update.owners.sends()]
+        found += [_entry(one, sizes) for one in step.update.owners.sends]
     rows = tuple(traced.summed)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:

@@ -284,9 +284,7 @@ def one_matrix(region: Region, shape: Sequence[int], values: Mapping[Any, follow
     return flat
 
 
-def axes_at_rest(
-    storage: Storage, sharded: bool, sizes: Mapping[str, int]
-) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """The axes of several devices of each dim of the model's own trainable leaves, as the layout keeps them."""
     found: dict[int, tuple[tuple[str, ...], ...]] = {}
     for leaf, at in zip(storage.leaves, storage.origin, strict=True):

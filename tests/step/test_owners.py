@@ -160,13 +160,13 @@ OTHERS = [
     (optimizer, strategy, devices, model)
     for model, strategies in {
         "layers": "fsdp zero1 zero2 data=2,fsdp=4 tensor=2,fsdp=4 pipe=2,fsdp=4,microbatches=3 ddp fsdp=6 fsdp=2 "
-        "pipe=2,fsdp=2,chunks=3,microbatches=3",
+        "pipe=2,fsdp=2,chunks=3,microbatches=2",
         "experts": "expert=2,fsdp=4 fsdp",
         "llama": "context=2,fsdp=4 tensor=2,context=2,fsdp=2",
     }.items()
     for optimizer in OPTIMIZERS
     for strategy in strategies.split()
-    for devices in [{"fsdp=6": 6, "fsdp=2": 2, "pipe=2,fsdp=2,chunks=3,microbatches=3": 4}.get(strategy, 8)]
+    for devices in [{"fsdp=6": 6, "fsdp=2": 2, "pipe=2,fsdp=2,chunks=3,microbatches=2": 4}.get(strategy, 8)]
     if (optimizer, strategy, devices, model) not in SOME
 ]
 
@@ -244,10 +244,10 @@ def test_who_owns_what() -> None:
     (bundle,) = step.update.owners.bundles
     assert sorted(kind.count for kind in bundle.kinds) == [3, 3, 6, 6]
     assert all(sum(v is not None for v in kind.ins) == len(kind.outs) == 1 for kind in bundle.kinds)
-    assert step.update.owners.flops * 18 == step.update.owners.all_flops * 3
+    assert step.update.owners.flops * 6 == sum(bundle.flops)
     said = step.explain(BATCH)
-    assert "18 matrices together over 8 ranks of fsdp, the busiest 0.167 of all" in " ".join(said.remarks)
-    assert any("on the busiest device, 0.167 of what all of them take" in remark for remark in said.remarks)
+    assert "18 matrices dealt out by FLOPs over 8 ranks of fsdp, the busiest has 0.167 of all" in " ".join(said.remarks)
+    assert any("on the busiest device, 0.167 of all matrices" in remark for remark in said.remarks)
     assert any(check.strategy == "owners of matrices" for check in said.checks)
     one = jp.make_train_step(MODEL, optax.sgd(1e-2), "fsdp").explain(BATCH)
     busiest = said.flops["float32"] - one.flops["float32"]  # as compiled: loops that run differently often on each rank
@@ -264,7 +264,7 @@ def test_a_matrix_alone_is_gathered() -> None:
     )
     tx = optax.contrib.muon(1e-2)
     step, one = (jp.make_train_step(model, tx, *how) for how in (("fsdp",), ("single", jax.devices()[:1])))
-    assert [(sent.kind, sent.bytes) for sent in step.update.owners.sends()] == [("all-gather", 4 * D * F)]
+    assert [(sent.kind, sent.bytes) for sent in step.update.owners.sends] == [("all-gather", 4 * D * F)]
     assert "alone" in step.update.owners.notes["a"]
     assert check(step, BATCH).ok
     found = [s.params(s(s.init(jax.random.key(0)), BATCH)[0]) for s in (step, one)]

@@ -200,7 +200,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
     if (owned := step.update.owners) is not None:
         for why in dict.fromkeys(owned.notes.values()):
             yield f"The optimizer multiplies {few([path for path, note in owned.notes.items() if note == why])}: {why}."
-        yield f"The update of whole matrices takes {owned.described()}."
+        yield f"The update of whole matrices takes {owned}."
     if (own := step.model_def.optimizer) is not None:
         yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
     if any(one.bytes < SCALARS for one in found):

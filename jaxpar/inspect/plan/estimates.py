@@ -184,7 +184,7 @@ class Estimator:
             peak = self.target.hardware.peak("tf32") or self.target.hardware.peak("f32")
             assert peak is not None  # `plan` has seen to it
             compute += held.owners.flops / peak
-            waits += sum(self._seconds(one.kind, one.bytes, shape, one.axes) for one in held.owners.sends())
+            waits += sum(self._seconds(one.kind, one.bytes, shape, one.axes) for one in held.owners.sends)
         seconds, sent = compute + waits + max(0.0, hideable - compute), waits + hideable
         return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
