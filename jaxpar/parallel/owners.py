@@ -151,7 +151,7 @@ def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) 
             bundles.append(Bundle((kind,), axes, ranks, (tuple(i * ranks // kind.count for i in range(kind.count)),)))
     bundles += [_dealt(kinds, axes, dealer.parts(axes)) for axes, kinds in pools.items()]
     every = [[(kind, region) for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
-    order = in_order(program, [[region for _, region in group] for group in every])
+    order = in_order(program, [tuple(region for _, region in group) for group in every])
     if order is None:
         why = "as the layout keeps it: matrices need one another's updates"
         notes |= {region.leaf: why for group in every for _, region in group}

@@ -77,11 +77,12 @@ def muon(rate: float, model: Any, batch: Any, **more: Any) -> optax.GradientTran
 
 
 def galore(rate: float) -> optax.GradientTransformation:
-    """Of leaves of two dims; new projections in every other step."""
+    """Of leaves of two dims; new projections in every other step; Adam with an epsilon beyond rounding."""
     dims = lambda params: jax.tree.map(
         lambda p: optax.contrib.GaLoreDimensionNumbers() if p.ndim == 2 and p.shape[0] != LAYERS else None, params
     )
-    return optax.contrib.galore(rate, rank=4, update_proj_gap=2, weight_dimension_numbers=dims)
+    base = optax.scale_by_adam(eps=1e-2)
+    return optax.contrib.galore(rate, 4, 2, base_optimizer=base, weight_dimension_numbers=dims)
 
 
 OPTIMIZERS = {
