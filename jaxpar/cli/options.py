@@ -299,19 +299,25 @@ def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.Gradi
     """The optimizer behind clipping, on a warm-up and a cosine over all steps; `batch` gives the shapes of one."""
     warmup, decay = min(options.warmup, options.steps // 2), options.weight_decay
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
-    if options.optimizer == "muon":
-        # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates as large as AdamW's, so that one rate serves both.
-        tx = optax.contrib.muon(
-            rate,
-            adam_b2=0.95,
-            weight_decay=decay,
-            adam_weight_decay=decay,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=matrices(model, batch),
-        )
-    else:
-        tx = optax.adamw(rate, b2=0.95, weight_decay=decay)
+    tx = optimizer_named(options.optimizer, rate, decay, model, batch)
     return optax.chain(optax.clip_by_global_norm(options.clip), tx)
+
+
+def optimizer_named(
+    name: Literal["adamw", "muon"], rate: Any, decay: float, model: Model, batch: Any
+) -> optax.GradientTransformation:
+    """Of a command's `--optimizer`; `batch` gives the shapes of one."""
+    if name == "adamw":
+        return optax.adamw(rate, b2=0.95, weight_decay=decay)
+    # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates as large as AdamW's, so that one rate serves both.
+    return optax.contrib.muon(
+        rate,
+        adam_b2=0.95,
+        weight_decay=decay,
+        adam_weight_decay=decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=matrices(model, batch),
+    )
 
 
 def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:

@@ -15,7 +15,7 @@ from ..inspect.plan.planner import plan
 from ..inspect.plan.ranking import Plan, summary
 from ..strategy import Strategy
 from ..text import WIDTH, amount
-from .options import MODEL, named_of
+from .options import MODEL, named_of, optimizer_named
 from .own import is_function, own
 
 _FASTER = 1.01  # times the rows/s of half as many rows: a sweep goes on
@@ -37,6 +37,8 @@ class PlanOptions:
     """text: tokens of a row"""
     strategy: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
     """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """whose state is held and whose update is computed; muon: for the model's hidden matrices, AdamW for all else"""
     precision: Literal["bf16", "f16", "f32"] = "bf16"
     """compute dtype of the strategies that are tried"""
     memory: str | None = None
@@ -122,6 +124,7 @@ def _planned(options: PlanOptions, rows: int) -> Plan:
         model,
         batch,
         options.target,
+        optimizer_named(options.optimizer, 3e-4, 0.1, model, batch) if options.optimizer == "muon" else None,
         flops=flops,
         strategies=options.strategy or None,
         top=options.top,

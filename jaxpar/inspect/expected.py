@@ -41,6 +41,8 @@ def expected(step: Step, batch: Any) -> Ledger:
     found = max((_of_uses(step, traced, each) for each in every), key=lambda sent: sum(one.bytes for one in sent))
     if step.layout.storage.cut:
         found += _exchanged(step, traced)
+    if step.update.owners is not None:
+        found += [_entry(one, sizes) for one in step.update.owners.sends]
     rows = tuple(traced.summed)
     axes = ("pipe", *rows) if traced.schedule else rows
     if axes and rule.promise.sums:

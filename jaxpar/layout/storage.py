@@ -160,6 +160,12 @@ def make_leaves(
     leaves = _placed(rolled, sharing, inside, others)
     as_is = {row.members[0]: leaf for row, leaf in zip(rolled, leaves, strict=True) if leaf.as_modelled}
     models = tuple(as_is.get(i) or one.placed(sharing, Whole()) for i, one in enumerate(model))
+    # A layer of a stack lies as the stack does, whatever its own shape says: an optimizer's arrays meet it there.
+    stacked = [(row, leaf) for row, leaf in zip(rolled, leaves, strict=True) if isinstance(leaf.form, Stacked)]
+    dims = {i: (leaf.inner(True), leaf.padded) for row, leaf in stacked if leaf.dim is not None for i in row.members}
+    models = tuple(
+        replace(leaf, dim=dims[i][0], padded=dims[i][1]) if i in dims else leaf for i, leaf in enumerate(models)
+    )
     storage = Storage(tuple(leaves), kept, models, tree, tuple(row.members for row in rolled))
     pipe = sharing.pipe
     lacks = pipe.ranks > 1 and (_lacks_stack(storage, pipe) or _torn(storage, inside))

@@ -24,14 +24,15 @@ from ..layout.elementwise import sees_stacked
 from ..layout.layout import Layout, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
-from ..layout.owners import owners, update_program
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
+from ..layout.whole_matrices import update_program
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
+from ..parallel.owners import owners
 from ..parallel.pipeline.schedules import Schedule
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
@@ -95,10 +96,12 @@ class Step(FirstState, Intake):
         products = {} if program is None else {seen[i].path: dims for i, dims in program.products.items()}
         self.misdirected = astray([(leaf.path, leaf.shape) for leaf in seen], products)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
+        owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded, mesh)
+        if owned is not None:
+            places = owned.stored(places)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
-        owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded)
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())

@@ -4,7 +4,7 @@ Whatever the layout, an optax transformation sees what it would see on one devic
 otherwise (padded) is sliced before it and padded after it. Leaves that a pipeline keeps in whole stages have another
 shape; they are shown to the transformation as they are where that makes no difference to it, and brought to the model's
 own shape, at the price of moving them, where it does. One that works on whole matrices has them whole with their owners
-(`layout/owners.py`).
+(`parallel/owners.py`).
 """
 
 import functools
@@ -21,10 +21,10 @@ from ..collectives import order
 from ..collectives.order import Token
 from ..layout.layout import Layout, is_stored
 from ..layout.leaves import Leaf
-from ..layout.owners import Owners
 from ..layout.precision import all_finite
 from ..layout.state import State
 from ..parallel import Rule, publish
+from ..parallel.owners import Owners
 from .gradients import Metrics, metrics_of
 from .tracing import Sums
 
@@ -62,10 +62,11 @@ class Update:
         params, updates = self._seen(self._shards(state.params)), self._seen(grads)
         loss = metrics_of(sums)["loss"]
         opt_state = self.layout.to_logical(state.optimizer, "optimizer")
-        changes, opt_state = self._changes(updates, opt_state, params, loss)
+        norm = optax.tree.norm(grads)
+        token = order.first_token(norm, self.layout.mesh)
+        (changes, opt_state), token = self._changes(updates, opt_state, params, loss, token)
         tuned = self.layout.to_stored(optax.apply_updates(params, changes), "params", self.as_stacked)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
-        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # the norm has looked at every gradient already
         metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
         packed, scale = self.layout.to_stored(opt_state, "optimizer"), None
@@ -80,17 +81,16 @@ class Update:
             keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
             old = state.params, state.optimizer, state.variables
             new, packed, variables = keep((new, packed, variables), old)
-        stored, copy, token = self.publish(new, state, order.first_token(metrics["grad_norm"], self.layout.mesh))
+        stored, copy, token = self.publish(new, state, token)
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (state.step + 1, metrics))
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
-    def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array) -> Any:
-        if self.owners is not None and self.owners.groups:
-            put = lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
-            return self.owners(put, params, updates, opt_state, loss)
+    def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:
+        if self.owners is not None and self.owners.bundles:
+            return self.owners(self.layout.mesh, token, params, updates, opt_state, loss)
         try:
-            return self.optimizer.update(updates, opt_state, params, value=loss)
+            return self.optimizer.update(updates, opt_state, params, value=loss), token
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise

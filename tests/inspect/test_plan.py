@@ -20,6 +20,7 @@ from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
+from jaxpar.inspect.predict.links import Reach, collective_seconds
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
@@ -135,6 +136,18 @@ def test_closed_forms_by_hand() -> None:
     assert piped.compute == pytest.approx(FLOPS / 8 / peak * 3 / 2, rel=1e-4)
     narrow = Estimator(MODEL, ADAM, here(dataclasses.replace(H100, memory_bandwidth=1e6)), BATCH)
     assert narrow.estimate(jp.Strategy(data=8)).compute == pytest.approx(2 * 4 * WEIGHTS / 1e6)  # weights read twice
+
+
+def test_an_update_of_whole_matrices_is_priced() -> None:
+    """Five iterations of Newton-Schulz on the 2 L matrices: all on every replica, one on each of 8 owners."""
+    muon = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=jp.matrices(MODEL, BATCH))
+    peak, each = 1e9, 5 * (4 * D * D * F + 2 * D**3)
+    target = here(dataclasses.replace(H100, peaks={"tf32": peak}))
+    for strategy, matrices, sent in ((jp.Strategy(data=8), 2 * L, 0), (jp.Strategy(fsdp=8), 1, 2 * 4 * D * F)):
+        theirs, ours = (Estimator(MODEL, tx, target, BATCH).estimate(strategy) for tx in (ADAM, muon))
+        assert ours.compute - theirs.compute == pytest.approx(matrices * each / peak)
+        exchanged = 2 * collective_seconds("all-to-all", sent // 2, Reach(8, 1, 8), target.hardware)[0] if sent else 0
+        assert ours.sent - theirs.sent == pytest.approx(exchanged)
 
 
 @pytest.mark.parametrize(
@@ -358,13 +371,16 @@ def test_what_the_command_says_and_exits_with(
 ) -> None:
     def planned(*args: Any, strategies: Any, **options: Any) -> Plan:
         assert strategies == ["fsdp", "ddp"]
+        assert [type(x).__name__ for x in args[3:]] == [
+            "GradientTransformationExtraArgs" if code is None else "NoneType"
+        ]
         lines = [dataclasses.replace(line, usable=changes.get("usable", line.usable)) for line in SHOWN.lines]
         return dataclasses.replace(SHOWN, lines=ranked(lines), interrupted=changes.get("interrupted", False))
 
     monkeypatch.setattr("jaxpar.cli.plan.plan", planned)
     words = ["plan", "--strategy", "fsdp", "--strategy", "ddp", "--json"]
     if code is None:
-        main(words)
+        main([*words, "--optimizer", "muon"])
     else:
         with pytest.raises(SystemExit) as exit_:
             main(words)

@@ -65,8 +65,12 @@ def shares(step: Step, state: Any) -> list[Holding]:
     for kind, (tree, sharded) in parts.items():
         for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=False):
             found.append(Holding(kind, leaf.path, _elements(leaf, sizes, sharded) * x.dtype.itemsize))
-    for path, x in jax.tree_util.tree_leaves_with_path(state.optimizer):
+    owned = step.update.owners.states if step.update.owners is not None else {}
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state.optimizer)):
         name = name_of(path)
+        if i in owned:  # of whole matrices: a part for each of the ranks that deal them out
+            found.append(Holding("optimizer state", name, math.prod(owned[i].local) * x.dtype.itemsize))
+            continue
         # The parameter that an array is like: a momentum's path ends with the parameter's.
         like = [f for f in seen if f"/{name}".endswith(f"/{f.path}") and tuple(x.shape) in (f.shape, f.stored)]
         leaf = max(like, key=lambda f: len(f.path), default=None)

@@ -124,6 +124,9 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
     """What a collective is for, which its kind and axes tell."""
     if kind == "all-reduce" and nbytes < SCALARS:
         return "scalars"
+    owned = step.update.owners
+    if kind == "all-to-all" and owned is not None and any(axes == bundle.axes for bundle in owned.bundles):
+        return "owners of matrices"
     if "tensor" in axes:
         return "tensor"
     if axes == ("pipe",):
@@ -185,9 +188,10 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
-    owned = step.update.owners.notes if step.update.owners is not None else {}
-    for why in dict.fromkeys(owned.values()):
-        yield f"The optimizer multiplies {few([path for path, note in owned.items() if note == why])}: {why}."
+    if (owned := step.update.owners) is not None:
+        for why in dict.fromkeys(owned.notes.values()):
+            yield f"The optimizer multiplies {few([path for path, note in owned.notes.items() if note == why])}: {why}."
+        yield f"The update of whole matrices takes {owned}."
     if (own := step.model_def.optimizer) is not None:
         yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
     if any(one.bytes < SCALARS for one in found):

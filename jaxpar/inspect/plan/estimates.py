@@ -12,6 +12,8 @@
                  sums of gradients are read and written, if there is more than one
     sent         what ranks of tensor, context and expert send for a row, as the traced loss has it, in messages of a
                  microbatch; of weights and gradients what the rule promises, those of experts for themselves
+    update       of an optimizer of whole matrices: FLOPs of the busiest owner at float32's peak, and the exchanges that
+                 `parallel/owners.py` promises; both are part of compute and sent
     seconds      compute + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond compute,
                  at `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less than
                  the program takes
@@ -35,6 +37,7 @@ from ...make import make_train_step
 from ...model.batches import rows_of
 from ...model.model import Model, Replicated
 from ...parallel import DDP, Times, Uses, rule_of
+from ...parallel.owners import Owners
 from ...parallel.pipeline.schedules import Schedule
 from ...step.core import Step
 from ...strategy import Strategy
@@ -103,13 +106,14 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Held:
-    """Of the layout under one strategy: bytes at rest, the leaves of experts and all others, and whether ZeRO shards
-    them over hosts.
+    """Of the layout under one strategy: bytes at rest, the leaves of experts and all others, whether ZeRO shards them
+    over hosts, and the owners of whole matrices, None of an elementwise optimizer.
     """
 
     bytes: dict[str, int]
     groups: dict[bool, _Group]
     across: bool
+    owners: Owners | None
 
     @property
     def elements(self) -> int:
@@ -184,6 +188,11 @@ class Estimator:
                 hideable += seconds
             else:
                 waits += seconds
+        if held.owners is not None:
+            peak = self.target.hardware.peak("tf32") or self.target.hardware.peak("f32")
+            assert peak is not None  # `plan` has seen to it
+            compute += held.owners.flops / peak
+            waits += sum(self._seconds(one.kind, one.bytes, shape, one.axes) for one in held.owners.sends)
         seconds, sent = compute + waits + max(0.0, hideable - compute), waits + hideable
         return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
@@ -214,7 +223,7 @@ class Estimator:
             if ranks > 1 and not leaf.of_a_stage:
                 group.outside += count
                 group.outside_trained += count * leaf.trainable
-        return _Held(step.layout.bytes, groups, leaves_host(step.mesh, SHARDS))
+        return _Held(step.layout.bytes, groups, leaves_host(step.mesh, SHARDS), step.update.owners)
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)

@@ -2,35 +2,35 @@
 
 Muon, Shampoo, SOAP and GaLore multiply or factorise a leaf's own dims; AdamW takes elements one by one. As in
 `elementwise.py`, which one it is cannot be seen by trying it, and not from its name: the update is traced, and the dims
-of each leaf are followed through it (`program/dims.py`).
+of each leaf are followed through it (`program/dims.py`). What stands between the products of one leaf is its region:
 
-    rest                 owned                                               rest
-    [L, m, n/N]  ----->  [L/N, m, n]   the equations between products  ----> [L, m, n/N]
-             one all-to-all        of L/N whole matrices           one all-to-all
+    gradients, state --> elementwise --> [ region: products, norms, ... of one leaf ] --> elementwise --> changes, state
 
-Left to the partitioner, every product of a matrix that is spread gathers it. Its owners hold whole ones: a dim of which
-the program knows no two indices together (layers) is dealt out over the axes that spread the others, and matrices of
-one shape with one program (layers of a Python loop) are put side by side into such a dim. What is at rest does not
-change, and elementwise equations stay where their operands are.
+Of a stack, a dim of which the program knows no two indices together (layers) is a batch dim, and the program of one
+matrix is the region on a part of one index: `localise/tensor` rewrites it as for as many ranks as there are layers.
+Who runs it on which matrix is dealt out in `parallel/owners.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from ..collectives.edges import EDGES
+from ..localise.tensor import RULES
+from ..localise.tensor.localiser import Localiser, LocalValue
 from ..model.paths import name_of
 from ..program import dims as followed
 from ..program import equal, primitives
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
+from ..program.walk import visit
 from .leaves import Staged
 from .storage import Storage
 
@@ -157,169 +157,15 @@ class Region:
     outs: tuple[Any, ...]
     mixed: frozenset[int]
 
-
-@dataclass(frozen=True)
-class Owners:
-    """How an update runs on whole matrices.
-
-    Attributes:
-      program: the update.
-      groups: regions that run as one: of a stack alone, or of matrices that are put side by side.
-      order: equations, and groups by their number, each after what it reads.
-      values: what each variable of the program is.
-      rest: the spec of each leaf as the layout keeps it, by number: axes of each dim.
-      notes: by path of a leaf: how it is owned, or why it is not.
-    """
-
-    program: UpdateProgram
-    groups: tuple[tuple[Region, ...], ...]
-    order: tuple[Any, ...]
-    values: dict[Any, followed.Followed] = field(repr=False)
-    rest: tuple[tuple[tuple[str, ...], ...], ...]
-    notes: dict[str, str]
-
-    def owned(self, region: Region) -> tuple[tuple[str, ...], ...]:
-        """The axes of each dim of a leaf with its owners; all of them () where it has no batch dim."""
-        rest = self.rest[region.leaf]
-        to = _dealt(region, rest, self.program)
-        moved = _moved(region, rest)
-        return tuple(() if d in region.mixed else axes + moved if d == to else axes for d, axes in enumerate(rest))
-
-    def spec(self, var: Any, leaf: int, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The spec of a value of a leaf, whose dims have these axes."""
-        dims = dict(self.values[var].views)[leaf]
-        first = [row[0] for row in dims]
-        return PartitionSpec(*(axes[p.dim] or None if p.source == leaf else None for p in first))
-
-    def __call__(self, put: Callable[[jax.Array, PartitionSpec], jax.Array], *args: Any) -> Any:
-        """The update's results from its arguments; `put` constrains a value to a spec."""
-        flat, env = self.program.flat, {}
-        env.update(zip(flat.invars, jax.tree.leaves(args), strict=True))
-        env.update(zip(flat.constvars, flat.consts, strict=True))
-        read = lambda v: v.val if jx.is_literal(v) else env[v]
-        for node in self.order:
-            if not isinstance(node, int):
-                env.update(zip(node.outvars, jx.bind(node, [read(v) for v in node.invars]), strict=True))
-                continue
-            group = self.groups[node]
-            alone = _dealt(group[0], self.rest[group[0].leaf], self.program) is not None
-            for region, outs in zip(
-                group, (self._stack if alone else self._side_by_side)(group, env, put), strict=True
-            ):
-                env.update(zip(region.outs, outs, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(self.program.out), [read(v) for v in flat.outvars])
-
-    def _is_of(self, var: Any, region: Region) -> bool:
-        return region.leaf in dict(self.values.get(var, followed.NOTHING).views)
-
-    def _is_whole(self, var: Any, region: Region) -> bool:
-        """Whether a value has the very dims of the leaf."""
-        views = dict(self.values.get(var, followed.NOTHING).views)
-        return views.get(region.leaf) == dict(self.program.inputs[region.leaf].views)[region.leaf]
-
-    def _stack(self, group: tuple[Region, ...], env: dict[Any, Any], put: Any) -> list[list[Any]]:
-        """A region whose leaf has a batch dim."""
-        (region,) = group
-        at, owned, rest = region.leaf, self.owned(region), self.rest[region.leaf]
-
-        def move(v: Any, x: jax.Array, *places: Any) -> jax.Array:
-            # A factor of a matrix, which is no part of it, is at rest where the state is kept.
-            places = places if self._is_whole(v, region) else (owned,)
-            return functools.reduce(put, (self.spec(v, at, axes) for axes in places), x)
-
-        ins = [move(v, env[v], rest, owned) if self._is_of(v, region) else env[v] for v in region.ins]
-        outs = jx.run(region.eqns, region.ins, region.outs)(*ins)
-        return [
-            [move(v, x, owned, rest) if self._is_of(v, region) else x for v, x in zip(region.outs, outs, strict=True)]
-        ]
-
-    def _side_by_side(self, group: tuple[Region, ...], env: dict[Any, Any], put: Any) -> list[list[Any]]:
-        """Matrices with one program: as many as there are, on a new first dim, which is dealt out."""
-        first = group[0]
-        rest, owners = self.rest[first.leaf], PartitionSpec(_moved(first, self.rest[first.leaf]))
-        kept = lambda v: PartitionSpec(None, *self.spec(v, first.leaf, rest))
-        ins, along = [], []
-        for members in zip(*(region.ins for region in group), strict=True):
-            shared = len(set(members)) == 1
-            x = env[members[0]] if shared else jnp.stack([env[v] for v in members])
-            if not shared and self._is_whole(members[0], first):
-                x = put(put(x, kept(members[0])), owners)
-            ins.append(x)
-            along.append(None if shared else 0)
-        outs = jax.vmap(jx.run(first.eqns, first.ins, first.outs), in_axes=along)(*ins)
-        outs = [
-            put(put(x, owners), kept(v) if self._is_whole(v, first) else PartitionSpec())
-            for v, x in zip(first.outs, outs, strict=True)
-        ]
-        return [[x[k] for x in outs] for k in range(len(group))]
-
-
-def owners(program: UpdateProgram, storage: Storage, sharded: bool) -> Owners:
-    """How an update runs on whole matrices where leaves are spread; without groups where no matrix is, or may be moved.
-
-    Args:
-      program: of an optimizer that sees the model's own leaves.
-      storage: the leaves, as a step keeps them and as the model has them.
-      sharded: whether the optimizer's state carries the axes of ZeRO.
-    """
-    rest = _rest(storage, sharded)
-    values, steps = _followed(program)
-    notes: dict[int, str] = {}
-    stacks: list[tuple[Region, ...]] = []
-    singles: list[list[Region]] = []
-    for leaf in sorted(program.products):
-        region = _region(program, leaf, values, steps)
-        if isinstance(region, str):
-            notes[leaf] = region
-        elif not _moved(region, rest[leaf]):
-            continue
-        elif _dealt(region, rest[leaf], program) is not None:
-            stacks.append((region,))
-            notes[leaf] = "whole matrices with their owners: one all-to-all there, one back"
-        else:
-            alike = next((g for g in singles if _alike(g[0], region) and rest[g[0].leaf] == rest[leaf]), None)
-            singles.append([region]) if alike is None else alike.append(region)
-    groups = stacks + [tuple(g) for g in singles if len(g) > 1]
-    for g in singles:
-        how = f"beside {len(g) - 1} of its shape, each whole with its owner" if len(g) > 1 else "alone of its shape"
-        notes.update((region.leaf, how) for region in g)
-    order = _order(program, groups)
-    if order is None:
-        notes = dict.fromkeys(notes, "as the layout keeps it: matrices need one another's updates")
-        groups, order = [], program.flat.eqns
-    tuned = [leaf.path for leaf in storage.models if leaf.trainable]
-    return Owners(program, tuple(groups), order, values, rest, {tuned[i]: why for i, why in notes.items()})
-
-
-def _rest(storage: Storage, sharded: bool) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """The axes of each dim of the model's own trainable leaves, as the layout keeps them."""
-    found: dict[int, tuple[tuple[str, ...], ...]] = {}
-    for leaf, at in zip(storage.leaves, storage.origin, strict=True):
-        spec = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in leaf.spec(sharded)]
-        axes = spec + [()] * (len(leaf.shape) - len(spec))
-        if isinstance(leaf.form, Staged):
-            axes = axes[leaf.stage :]
-            if leaf.form.dim:
-                axes.insert(leaf.form.dim, axes.pop(0))
-        found.update(dict.fromkeys(at, tuple(axes[1:] if leaf.rolled else axes)))
-    return tuple(found[i] for i, leaf in enumerate(storage.models) if leaf.trainable)
-
-
-def _moved(region: Region, rest: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The axes over which a matrix itself is spread."""
-    return tuple(axis for d in sorted(region.mixed) for axis in rest[d])
-
-
-def _dealt(region: Region, rest: Sequence[tuple[str, ...]], program: UpdateProgram) -> int | None:
-    """The dim of a leaf that its owners deal out: the first batch dim; None where all dims are of one matrix."""
-    shape = program.flat.invars[region.leaf].aval.shape
-    return next((d for d in range(len(rest)) if d not in region.mixed and shape[d] > 1), None)
+    def batch(self, shape: Sequence[int]) -> list[int]:
+        """The dims of the leaf along which the program does the same for each index."""
+        return [d for d, n in enumerate(shape) if d not in self.mixed and n > 1]
 
 
 _Step = tuple[frozenset[int], followed.Mixed]
 
 
-def _followed(program: UpdateProgram) -> tuple[dict[Any, followed.Followed], list[_Step]]:
+def follow(program: UpdateProgram) -> tuple[dict[Any, followed.Followed], list[_Step]]:
     """What every variable is; and of every equation the leaves that it multiplies, and the dims that it mixes."""
     strong: set[int] = set()
 
@@ -337,7 +183,7 @@ def _followed(program: UpdateProgram) -> tuple[dict[Any, followed.Followed], lis
     return values, steps
 
 
-def _region(
+def region_of(
     program: UpdateProgram, leaf: int, values: dict[Any, followed.Followed], steps: Sequence[_Step]
 ) -> Region | str:
     """The equations of a leaf between its products, those before that make what they read of fewer elements, and those
@@ -385,12 +231,75 @@ def _region(
     return Region(leaf, tuple(eqns[k] for k in chosen), tuple(read(best)), tuple(outs), frozenset(mixed))
 
 
-def _alike(a: Region, b: Region) -> bool:
+def alike(a: Region, b: Region) -> bool:
     """Whether two regions are one program."""
     return equal.same_program(*(jx.build(r.eqns, r.ins, r.outs) for r in (a, b)))
 
 
-def _order(program: UpdateProgram, groups: Sequence[tuple[Region, ...]]) -> tuple[Any, ...] | None:
+_CUBES = 9  # n^3 FLOPs of a factorisation: of values and vectors of a symmetric matrix (Golub & Van Loan, section 8.3)
+
+
+def flops_of(eqns: Iterable[Any]) -> int:
+    """FLOPs of products, and of factorisations as if they were of symmetric matrices with vectors."""
+    eqns = list(eqns)
+    shapes = [(eqn.invars[0].aval.shape, runs) for eqn, runs in visit(eqns) if eqn.primitive.name in _FACTORISE]
+    cubes = sum(runs * _CUBES * math.prod(shape) * min(shape[-2:]) for shape, runs in shapes)
+    return cubes + 2 * sum(count for count, _ in jx.matmuls(eqns).values())
+
+
+def place_of(value: followed.Followed, leaf: int, dim: int) -> int | None:
+    """On which dim of a value a dim of its leaf is, whole and alone; None where it is not."""
+    rows = dict(value.views).get(leaf, ())
+    return next((d for d, row in enumerate(rows) if len(row) == 1 and row[0][:2] == (leaf, dim)), None)
+
+
+def one_matrix(region: Region, shape: Sequence[int], values: Mapping[Any, followed.Followed]) -> jx.Flat | None:
+    """A region's program on one matrix: values of the leaf have 1 in the place of each batch dim. None where a batch
+    dim is merged with others, or the program cannot be cut along it.
+    """
+    flat = jx.Flat((), (), region.ins, region.outs, region.eqns)
+    for d in region.batch(shape):
+        ours = [region.leaf in dict(values.get(v, followed.NOTHING).views) for v in (*region.ins, *region.outs)]
+        at = [
+            place_of(values.get(v, followed.NOTHING), region.leaf, d) if yes else None
+            for v, yes in zip((*region.ins, *region.outs), ours, strict=True)
+        ]
+        if any(yes and place is None for yes, place in zip(ours, at, strict=True)):
+            return None
+        work, found = Localiser(shape[d], False, RULES), list[Any]()
+        avals = [v.aval for v in flat.invars]
+
+        def part(*xs: Any, flat: jx.Flat = flat, at: Any = at, work: Any = work, found: Any = found) -> list[Any]:
+            whole = zip(flat.invars, xs, at, strict=False)
+            outs = work.run(flat, [LocalValue(x, i, v.aval.shape) for v, x, i in whole])
+            found[:] = [x.dim for x in outs]
+            return [x.value for x in outs]
+
+        cut = lambda x, i: tuple(1 if e == i else n for e, n in enumerate(x.shape))
+        given = [jax.ShapeDtypeStruct(cut(x, i), x.dtype) for x, i in zip(avals, at, strict=False)]
+        new = jx.trace(part, *given)[0]
+        if work.gathered or found != at[len(avals) :] or jx.communicates(new.eqns, EDGES):
+            return None
+        flat = new
+    return flat
+
+
+def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """The axes of several devices of each dim of the model's own trainable leaves, as the layout keeps them."""
+    found: dict[int, tuple[tuple[str, ...], ...]] = {}
+    for leaf, at in zip(storage.leaves, storage.origin, strict=True):
+        named = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in leaf.spec(sharded)]
+        spec = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in named]
+        axes = spec + [()] * (len(leaf.shape) - len(spec))
+        if isinstance(leaf.form, Staged):
+            axes = axes[leaf.stage :]
+            if leaf.form.dim:
+                axes.insert(leaf.form.dim, axes.pop(0))
+        found.update(dict.fromkeys(at, tuple(axes[1:] if leaf.rolled else axes)))
+    return tuple(found[i] for i, leaf in enumerate(storage.models) if leaf.trainable)
+
+
+def in_order(program: UpdateProgram, groups: Sequence[tuple[Region, ...]]) -> tuple[Any, ...] | None:
     """Equations and groups, each after what it reads; None where two groups need one another's results."""
     inside = {id(eqn): g for g, group in enumerate(groups) for region in group for eqn in region.eqns}
     nodes = [inside.get(id(eqn), ("equation", k)) for k, eqn in enumerate(program.flat.eqns)]
