@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import math
+import types
 from typing import Any
 
+import numpy as np
 import optax
 import published_throughput
 import pytest
@@ -358,6 +360,14 @@ def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
         predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", link_bandwidth=None))
     with pytest.raises(ValueError, match=r"new has no peak for float32 \(tf32\)"):
         predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", peaks={}))
+
+
+def test_a_program_of_gpus_is_not_predicted_for_tpus() -> None:
+    """A program for H100s was given seconds of a v5p."""
+    gpu = types.SimpleNamespace(platform="gpu")
+    step: Any = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array([gpu])))
+    with pytest.raises(ValueError, match=r"compiled for GPU devices, and v5p runs other programs.*mesh=target"):
+        predict("", step, None, KINDS["v5p"])
 
 
 def test_attention_of_xla_is_named_on_gpus() -> None:

@@ -154,14 +154,16 @@ def predict(
       model_flops: FLOPs of the step over all devices, without recomputation, such as `named(...).flops(rows, length)`;
         gives the MFU.
 
-    Raises ValueError where `hardware` lacks a number that the program needs, for `server=True`, for a program of CPU
-    devices on the hardware of others, and for TPUs, whose programs are not read.
+    Raises ValueError where `hardware` lacks a number that the program needs, for `server=True`, for a program of
+    another platform's devices, and for TPUs, whose programs are not read.
     """
     if why := unread(step.mesh.devices.flat[0].platform):
         raise ValueError(f"predict: {why}; predict for GPUs, such as target('8xH100')")
-    if step.mesh.devices.flat[0].platform == "cpu" and hardware.device_kind != "cpu":
+    platform = step.mesh.devices.flat[0].platform
+    needed = "TPU" if hardware.device_kind.startswith("TPU") else "CPU" if hardware.device_kind == "cpu" else "GPU"
+    if (made := "CPU" if platform == "cpu" else "GPU") != needed:
         raise ValueError(
-            f"predict: the step is compiled for CPU devices, and {hardware.kind} runs other programs; make it for "
+            f"predict: the step is compiled for {made} devices, and {hardware.kind} runs other programs; make it for "
             "devices that need not be there: make_train_step(..., mesh=target('8xH100').devices)"
         )
     if step.strategy.server:
