@@ -166,10 +166,11 @@ class Stack:
 
     def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
         """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
-        microbatch.
+        microbatch; None, where no backward ran, stays.
         """
         totals = dict(zip(self.unit.leaves, into, strict=True))
-        totals = self._added(access, totals, flight.gradients, self._first, [False] * len(self.slices))
+        late = [None if total is None else x for total, x in zip(into, flight.gradients, strict=True)]
+        totals = self._added(access, totals, late, self._first, [False] * len(self.slices))
         return [totals[i] for i in self.unit.leaves]
 
     def forwards(
@@ -238,7 +239,7 @@ class Stack:
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
-        noted: list[Sequence[bool]] = []
+        noted: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, totals, flight = carry

@@ -85,18 +85,19 @@ def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) ->
 def test_a_stack_that_the_loss_does_not_differentiate_begins_again() -> None:
     """It had the last layer's weights for the first of the next microbatch."""
 
-    def stopped(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+    def beside(leaves: list[jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, _ = lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, leaves[0])
-        return jnp.sum(lax.stop_gradient(y) * (x @ leaves[1][0]))
+        return jnp.sum(x @ leaves[1][0]), y
 
     leaves, x = params()[::3], jnp.ones((ROWS, DIM))
-    program = slice_program(jx.trace(stopped, leaves, x)[0], Slicing(leaves, [None] * 2))
+    program = slice_program(jx.trace(beside, leaves, x)[0], Slicing(leaves, [None] * 2))
     access = Ahead(-1, -1)
     flights = program.in_flight(access, leaves)
     for _ in range(2):
-        (value,), tape = program.forward(access, leaves, [x], True, flights)
-        np.testing.assert_allclose(value, stopped(leaves, x), rtol=1e-5)
-        program.backward(access, leaves, tape, {0: jnp.ones(())}, [None] * 2, flights)
+        (_, value), tape = program.forward(access, leaves, [x], True, flights)
+        np.testing.assert_allclose(value, beside(leaves, x)[1], rtol=1e-5)
+        grads = program.backward(access, leaves, tape, {0: jnp.ones(())}, [None] * 2, flights)
+        assert program.landed(access, flights, grads)[0] is None
 
 
 IT: Entry = gpt()
