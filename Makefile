@@ -4,7 +4,7 @@
 #   make test       format, types, docs, tests
 #   make battery    what `make test` leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
-#   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 JOBS=2)
+#   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
@@ -56,7 +56,7 @@ soak: setup
 	$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(FROM),--from $(FROM)) $(if $(JOBS),--jobs $(JOBS))
 
 fuzz: setup
-	PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS)) $(if $(FROM),--from $(FROM))
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS)) $(if $(FROM),--from $(FROM)) $(if $(COUNT),--count $(COUNT))
 
 campaign: setup
 	$(BIN)/python tests/campaign.py $(if $(SHORT),--short) $(if $(SECONDS),--seconds $(SECONDS))

@@ -85,6 +85,9 @@ class Strategy:
         `pipe` they are what the ranks work on at the same time: with one, one rank works and p - 1 idle. -1, as in the
         preset `pp`, is four for each rank of the pipeline (of which 4 p / (5 p - 1) are work), and 1 where there is
         no pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
+      concurrent: how many of them run side by side, layer by layer: while one waits for a collective another computes
+        (Domino, Wang et al. 2024; `slicing/side_by_side.py`), and a layer is fetched once for all. They keep as much
+        for their backwards as one microbatch of all their rows.
       deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
         microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
@@ -121,6 +124,7 @@ class Strategy:
     server: bool = False
     rule: str = ""
     microbatches: int = 1
+    concurrent: int = 1
     deferred_batch_norm: bool = False
     precision: str = "f32"
     reduce: str = "f32"
@@ -154,7 +158,7 @@ class Strategy:
             raise ValueError(f"zero={self.zero!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)")
         chunks = self._fewest_chunks if self.chunks == "auto" else self.chunks
         object.__setattr__(self, "chunks", chunks)
-        for name in ("microbatches", "chunks"):
+        for name in ("microbatches", "concurrent", "chunks"):
             count, free = getattr(self, name), name == "microbatches"
             if not _is_int(count) or not (1 <= count <= MOST or (free and count == -1)):
                 four = ", or -1 for four a rank of the pipeline" if free else ""
@@ -181,6 +185,14 @@ class Strategy:
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence=True splits the sequence over tensor; give tensor= a size, or leave sequence out"
+            )
+        if self.concurrent > 1 and (self.pipe != 1 or self.server):
+            other = "server=True, which sends between steps" if self.server else f"pipe={self.pipe}, which does so too"
+            raise ValueError(f"concurrent={self.concurrent}, of microbatches at a time, beside {other}; leave one out")
+        if self.microbatches != -1 and self.microbatches % self.concurrent:
+            raise ValueError(
+                f"concurrent={self.concurrent} does not divide microbatches={self.microbatches}; use "
+                f"microbatches={-(-self.microbatches // self.concurrent) * self.concurrent}"
             )
         if self.attention != "auto" and self.context == 1:
             raise ValueError(
@@ -269,6 +281,11 @@ class Strategy:
         """The paths at which `stages` cuts, or its counts of blocks as text; () where it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
+
+    @property
+    def turns(self) -> int:
+        """How often a step without a pipeline runs forward and backward, once its microbatches are a number."""
+        return self.microbatches // self.concurrent
 
     def on(self, ranks: int) -> "Strategy":
         """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
@@ -65,6 +66,21 @@ def saves_no_gather(policy: Callable[..., Any]) -> Callable[..., Any]:
 
     def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
         return primitive.name != "tensor_gather" and policy(primitive, *args, **params)
+
+    return saveable
+
+
+def saves_reals(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy of rematerialisation that saves what another does, but no complex numbers: `jax.checkpoint` rounds what
+    it saves by `reduce_precision`, which takes none (jax 0.12).
+    """
+
+    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
+        dtypes = [*(getattr(x, "dtype", None) for x in args), params.get("new_dtype")]
+        complex_ = primitive.name in ("complex", "eig", "fft") or any(
+            jnp.issubdtype(t, jnp.complexfloating) for t in dtypes
+        )
+        return not complex_ and policy(primitive, *args, **params)
 
     return saveable
 

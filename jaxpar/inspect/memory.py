@@ -79,8 +79,8 @@ class _Whole:
 
 
 def saved(step: Step, batch: Any) -> int:
-    """Bytes that a device keeps of one microbatch's forward for its backward; of a pipeline, of all that its ring of
-    slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
+    """Bytes that a device keeps of a forward, of one microbatch or of concurrent ones, for its backward; of a pipeline,
+    of all that its ring of slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
     """
     if step.schedule is not None:
         return held_bytes(step, batch)
@@ -88,7 +88,7 @@ def saved(step: Step, batch: Any) -> int:
 
 
 class ForwardCost(NamedTuple):
-    """One microbatch's forward on a device.
+    """A forward on a device.
 
     Attributes:
       flops: of its matrix products.
@@ -102,7 +102,7 @@ class ForwardCost(NamedTuple):
 
 
 def forward(step: Step, batch: Any) -> ForwardCost:
-    """What one microbatch's forward on a device computes and keeps.
+    """What a forward on a device computes and keeps, of one microbatch or of concurrent ones.
 
     Counted as kept are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the
     next, each once, without weights and batch. Not for pipelines.
@@ -114,7 +114,7 @@ def forward(step: Step, batch: Any) -> ForwardCost:
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 
-    traced, _ = jx.trace(tape, loss.leaves, loss.variables, loss.rows, loss.key, axes=loss.traced_axes)
+    traced, _ = jx.trace(tape, loss.leaves, *loss.inputs, axes=loss.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)

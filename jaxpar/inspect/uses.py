@@ -48,7 +48,7 @@ class Counted:
       own: the model's own collectives.
       metrics: their number, the loss among them.
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.
-      once: whether each use is run once: one microbatch, no pipeline.
+      once: whether each use is run once: one turn, no pipeline.
       outside: leaves of a pipeline that no stage owns: their gradients are given as accumulated.
       given: leaves of which some rank gives a gradient, where each rank has a program of its own.
     """
@@ -151,18 +151,17 @@ def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
 
 
 def _plain(step: Step, traced: Traced) -> Counted:
-    """One microbatch after another."""
+    """One turn after another, of a microbatch or of concurrent ones."""
 
     def run(leaves: list[Any], *inputs: Any) -> Any:
         loss = Loss(traced, _Marker(step.layout.storage.units, step.mesh.shape["pipe"]), leaves)
         *outs, tape = loss.forward(*inputs)
         return outs, loss.backward(tape, jnp.float32(1), [None] * len(leaves))
 
-    m = step.strategy.microbatches
-    inputs = (traced.variables, traced.rows, traced.key)
-    flat, _ = trace(run, traced.leaves, *inputs, axes=traced.traced_axes)
-    runs, own = _counted(step, [(m, _live(flat, range(len(flat.outvars))))])
-    return Counted(runs, own, len(traced.outputs[0]), traced.counts, m == 1)
+    turns = step.strategy.turns
+    flat, _ = trace(run, traced.leaves, *traced.inputs, axes=traced.traced_axes)
+    runs, own = _counted(step, [(turns, _live(flat, range(len(flat.outvars))))])
+    return Counted(runs, own, len(traced.outputs[0]), traced.counts, turns == 1)
 
 
 def _piped(step: Step, traced: Traced) -> list[Counted]:

@@ -189,6 +189,12 @@ def _model_leaves(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
                 "(Model(stateful=True)), or use the loss's own key"
             )
+        if (dim := mixed.get(name)) is not None and dim == split.get(name):
+            other = next((d for d in range(x.ndim) if d != dim), None)
+            raise ValueError(
+                f"tensor and expert are both to split dim {dim} of {name} {list(x.shape)}; name another dim for one: "
+                f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {other}}}}}"
+            )
         trains = bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name)))
         out.append(_ModelLeaf(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
     if not any(one.trainable for one in out):

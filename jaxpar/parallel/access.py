@@ -26,7 +26,7 @@ class RuleAccess:
         self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-        once = strategy.microbatches == 1 and self.pipe == 1
+        once = strategy.turns == 1 and self.pipe == 1
         self.last = [once and uses == (True,) for uses in program.uses]
 
     def _use(self, index: int, sliced: bool) -> Use:

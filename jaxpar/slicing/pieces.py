@@ -268,7 +268,8 @@ class Stack:
         """
         consts, _, xs = self.parts(inputs)
         there = [stash.buffers if stash else saved, left_in.buffers if left_in else left.values]
-        here = next(x for values in there for x in values if jnp.issubdtype(x.dtype, jnp.floating))
+        floating = (x for values in there for x in values if jnp.issubdtype(x.dtype, jnp.floating))
+        here = next(floating, leaves[self.slices[0].leaf])  # of weights without gradients nothing is left
         totals, add = self._totals(access, leaves, here, into)
 
         def layer(totals: Any, x: Any) -> tuple[Any, None]:

@@ -18,7 +18,7 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
-from ..collectives.edges import saves_no_gather, saves_sums
+from ..collectives.edges import saves_no_gather, saves_reals, saves_sums
 from ..program import jaxpr as jx
 from ..program.hoist import closure, split
 from .pieces import Segment, Stack
@@ -291,7 +291,8 @@ def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:
     keep: Any = jax.checkpoint_policies.everything_saveable if how.remat == "none" else how.remat
     dots = saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     policy = {"layer": None, "twice": None, "dots": dots}.get(keep, keep)
-    policy = saves_no_gather(policy) if how.sequence and policy is not None else policy
+    if policy is not None:
+        policy = saves_reals(saves_no_gather(policy) if how.sequence else policy)
     return jax.checkpoint(fun, policy=policy, prevent_cse=False)  # forward and backward are separate loops
 
 

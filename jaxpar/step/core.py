@@ -239,9 +239,7 @@ class Step(FirstState, Intake):
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
                 # XLA takes options of whole programs alone.
-                compiler_options=None
-                if inside
-                else compiler_options(self.mesh, SHARDS, self.strategy.microbatches > 1),
+                compiler_options=None if inside else compiler_options(self.mesh, SHARDS, self.strategy.turns > 1),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
                 check_reached(run.trace(self.abstract_state(), batch).jaxpr)

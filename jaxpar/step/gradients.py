@@ -107,7 +107,8 @@ class Local:
         loss, rows = self.bound(stored, variables, batch, None)
         if self.tracing.schedule is not None:
             return self._piped(Piped(self.tracing, loss, variables, rows, None), None)[2]
-        sums = lax.map(lambda rows: loss.forward(variables, rows, None, grad=False)[0], rows)
+        blocks = self._blocks(rows, None)
+        sums = lax.map(lambda block: loss.forward(variables, *block, grad=False)[0], blocks)
         return self.total(added(sums), rows)
 
     def gradients(
@@ -124,19 +125,20 @@ class Local:
         variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step, alike)
-        seed = scale / self._count(loss, variables, rows, keys)
+        blocks = self._blocks(rows, keys)
+        seed = scale / self._count(loss, variables, blocks)
         if self.tracing.schedule is not None:
             grads, variables, sums = self._piped(Piped(self.tracing, loss, variables, rows, keys), seed)
             return self.finished(loss, grads), self.closed(variables), sums
 
         def micro(carry: Any, block: Any) -> tuple[Any, Sums]:
-            (variables, grads), (key, rows) = carry, block
+            (variables, grads), (rows, key) = carry, block
             sums, variables, tape = loss.forward(variables, rows, key)
             return (variables, loss.backward(tape, seed, grads)), sums
 
-        blocks, carry = (keys, rows), (variables, [None] * len(loss.stored))
-        one = first(blocks)
-        if keys.shape[0] == 1:
+        carry = variables, [None] * len(loss.stored)
+        one, (turns, *_) = first(blocks), jax.tree.leaves(blocks)[0].shape
+        if turns == 1:
             (variables, grads), sums = micro(carry, one)
         else:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
@@ -170,13 +172,19 @@ class Local:
         sums = jax.tree.unflatten(jax.tree.structure(piped.loss.traced.outputs[0]), sums)
         return grads, variables, self.total(sums, piped.rows)
 
-    def _count(self, loss: Loss, variables: Any, rows: Any, keys: jax.Array) -> jax.Array:
+    def _blocks(self, rows: Any, keys: jax.Array | None) -> tuple[Any, Any]:
+        """Rows and keys of one turn after another: of a microbatch, or of each of those that are concurrent."""
+        groups = self.tracing.strategy.concurrent
+        apart = lambda x: tuple(x[i::groups] for i in range(groups)) if groups > 1 else x
+        return jax.tree.map(apart, (rows, keys))
+
+    def _count(self, loss: Loss, variables: Any, blocks: Any) -> jax.Array:
         """The loss's count over all rows, known before any backward runs."""
         axes, count = self.tracing.summed, loss.traced.program.only(loss.traced.count)
         if not loss.traced.counts:
-            blocks = math.prod(axes.values()) * keys.shape[0]
-            return count(jax.tree.leaves((variables, first(rows), keys[0]))) * blocks
-        counts = lax.map(lambda block: count(jax.tree.leaves((variables, *block))), (rows, keys))
+            turns = jax.tree.leaves(blocks)[0].shape[0]
+            return count(jax.tree.leaves((variables, first(blocks)))) * (math.prod(axes.values()) * turns)
+        counts = lax.map(lambda block: count(jax.tree.leaves((variables, block))), blocks)
         return collectives.all_reduce(counts.sum(), tuple(axes))
 
     def total(self, sums: Sums, rows: Any) -> Sums:

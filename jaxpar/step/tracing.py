@@ -31,6 +31,7 @@ from ..program.lookups import Lookup, lookups
 from ..rows import check_coupling
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
+from ..slicing.side_by_side import side_by_side
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
@@ -57,8 +58,9 @@ class Traced:
       outputs: `({metric: Mean}, variables)`, with each output's position among the program's in its place.
       leaves: what the program reads of each parameter, as `jax.ShapeDtypeStruct`: in the compute dtype, a tensor rank's
         part, and of layers that pipeline stages own one rank's.
-      variables, rows, key: its other inputs: the model's variables, rows of one microbatch of one replica [rows, ...],
-        and the key of dropout.
+      variables, rows, key: of its other inputs: the model's variables, rows of one microbatch of one replica
+        [rows, ...], and the key of dropout.
+      concurrent: how many microbatches the program runs.
       axes: the mesh axes over which rows are spread and that have several devices, name -> size.
       summed: those over which totals and counts are summed: these, and `context` where it has several devices.
       traced_axes: the mesh axes that the program may name: these, and `tensor`.
@@ -73,6 +75,7 @@ class Traced:
     variables: Any
     rows: Any
     key: Any
+    concurrent: int
     axes: Mapping[str, int]
     summed: Mapping[str, int]
     traced_axes: dict[str, int]
@@ -80,11 +83,17 @@ class Traced:
     gathered: Mapping[str, int]
     lookups: Mapping[str, Lookup]
 
+    @property
+    def inputs(self) -> tuple[Any, Any, Any]:
+        """The program's inputs but for parameters: variables, rows and key, these of each concurrent microbatch."""
+        each = lambda x: (x,) * self.concurrent if self.concurrent > 1 else x
+        return self.variables, *jax.tree.map(each, (self.rows, self.key))
+
     def reads(self, name: str) -> bool:
         """Whether the loss depends on the leaf of the batch with this path; False where there is none."""
-        rest = jax.tree_util.tree_leaves_with_path((self.variables, self.rows, self.key))
+        rest, first = jax.tree_util.tree_leaves_with_path(self.inputs), "/0" * (self.concurrent > 1)
         inputs = zip(rest, self.program.inputs[len(self.program.consts) :], strict=True)
-        named = [v for (path, _), v in inputs if name_of(path) == f"1/{name}"]
+        named = [v for (path, _), v in inputs if name_of(path) == f"1/{name}{first}"]
         loss: Any = self.outputs[0]["loss"].total  # the position of an output, in the place of an array
         return bool(named) and self.program.depends(named, loss)
 
@@ -201,6 +210,7 @@ class Tracing:
         exchange    localise/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
         localise    localise/tensor/    the equations of one tensor rank, on its parts of the weights
         chunk       localise/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
+        double      slicing/            the equations of each concurrent microbatch beside those of the others
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """
@@ -214,6 +224,10 @@ class Tracing:
         local = self._tensor_program(self._expert_program(positions))
         local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
         self.logits.update(logits)
+        if self.strategy.concurrent > 1:
+            shared = len(units) + len(jax.tree.leaves(variables))
+            sums = len(jax.tree.leaves(out[0]))
+            local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
@@ -221,9 +235,9 @@ class Tracing:
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(whole, program, outputs, (variables, rows, key))
-        inputs = (self._leaves, variables, rows, key)
-        axes = (self.axes, self.summed, self.traced_axes)
         found = self._lookups(whole, variables, rows)
+        inputs = (self._leaves, variables, rows, key, self.strategy.concurrent)
+        axes = (self.axes, self.summed, self.traced_axes)
         return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered, found)
 
     def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:

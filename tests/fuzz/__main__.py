@@ -1,7 +1,7 @@
 """Random programs under random strategies beside one device, and random losses that couple rows or do not.
 
-    make fuzz [SECONDS=600] [SEED=0] [JOBS=2]
-    PYTHONPATH=tests python -m fuzz [--seconds 600] [--seed 0] [--jobs 2] [--from 0] [--into FOLDER]
+    make fuzz [SECONDS=600] [SEED=0] [FROM=0] [COUNT=100] [JOBS=2]
+    PYTHONPATH=tests python -m fuzz [--seconds 600] [--seed 0] [--jobs 2] [--from 0] [--count 100] [--into FOLDER]
 
 A number is one program under four strategies and four losses; the same seed and number are always the same. Each
 failure is printed as a program that runs by itself, made small, and written into a folder if one is named. Exit status

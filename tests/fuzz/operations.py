@@ -49,9 +49,7 @@ def by_lax(g: Draw) -> str:
         f"y = lax.dot(x.reshape(-1, {D}), {w}).reshape(x.shape)",
         f"y = lax.dot_general(x, {g.param(T, D, D)}, (((2,), (1,)), ((1,), (0,)))).swapaxes(0, 1)",
         f"y = lax.dot_general({g.param(D, T, T)}, x, (((2,), (1,)), ((0,), (2,)))).transpose(2, 1, 0)",
-        f"y = x + lax.ragged_dot(x.reshape(-1, {D}), {g.param(2, D, D)}, jnp.array([3, 1]) * x.shape[0] * {T} // 4).reshape(x.shape)"
-        if T % 4 == 0 and g.chance(0.3)
-        else f"y = lax.ragged_dot(x.swapaxes(0, 1).reshape(-1, {D}), {g.param(2, D, D)}, jnp.array([2, {T - 2}]) * x.shape[0]).reshape({T}, -1, {D}).swapaxes(0, 1)",
+        f"y = lax.ragged_dot(x.swapaxes(0, 1).reshape(-1, {D}), {g.param(2, D, D)}, jnp.array([2, {T - 2}]) * x.shape[0]).reshape({T}, -1, {D}).swapaxes(0, 1)",
         f"y = lax.reduce(x, -jnp.inf, lax.max, ({a},))[{':, None' if a == 1 else '..., None'}] * x",
         f"y = lax.approx_min_k(x, 2, reduction_dimension={a})[0].sum({a}, keepdims=True) * x",
         f"y = lax.top_k(x, 2, axis={a})[0].sum({a}, keepdims=True) * x"

@@ -68,6 +68,10 @@ def test_loops_on_stopped_values_run_as_on_one_device(loss: Callable[..., jax.Ar
     """`stop_gradient(w)` was computed with the weights and differentiated by all weights: JAX's "Reverse-mode
     differentiation does not work for lax.while_loop".
     """
+    _agrees(loss, strategy)
+
+
+def _agrees(loss: Callable[..., jax.Array], strategy: str) -> None:
     blocks = 4 if "zero" in strategy else 2 if "fsdp" in strategy else 1
     rows = {"x": BATCH["x"][: 16 // blocks]}
     batch = {"x": np.tile(rows["x"], (blocks, 1))}
@@ -77,3 +81,21 @@ def test_loops_on_stopped_values_run_as_on_one_device(loss: Callable[..., jax.Ar
     wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, rows)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_layers_whose_weights_have_no_gradient_take_a_split_backward() -> None:
+    """Nothing is left for the half that gives gradients of weights: it was a StopIteration."""
+    scan = lambda p, x: jax.lax.scan(lambda h, w: (h @ jnp.sign(w), None), x, p["layers"])[0]
+    loss = lambda p, b: jnp.mean(scan(p, b["x"] @ p["first"]) ** 2)
+    _agrees(loss, "pipe=2,microbatches=2,schedule=zb-h1")
+
+
+def test_layers_that_keep_complex_numbers() -> None:
+    """`jax.checkpoint` with a policy rounds what it saves by an operation that takes no complex numbers."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        turned = jax.lax.complex(x[:, ::2], x[:, 1::2]) @ (w[:4, :4] + 1j * w[4:, :4])
+        return jnp.concatenate([turned.real, jnp.abs(turned)], -1) @ w, None
+
+    loss = lambda p, b: jnp.mean(jax.lax.scan(layer, b["x"] @ p["first"], p["layers"] / 4)[0] ** 2)
+    _agrees(loss, "fsdp=2,remat=dots")

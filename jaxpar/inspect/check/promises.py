@@ -173,7 +173,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
         least, names = 0.99 - 1 / ticks, [*names, "last message"]
     if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.layout.shards > 1:
         # Once, in place of twice in every microbatch or tick.
-        least, names = 0.49 / (strategy.microbatches if schedule is None else ticks), [*names, "merged"]
+        least, names = 0.49 / (strategy.turns if schedule is None else ticks), [*names, "merged"]
     if cpu and kind in ("all-reduce", "reduce-scatter"):
         least, names = 0.98, [*names, "equal"]
     return Bounds(promised, least * promised, 1.01 * promised + extra, tuple(dict.fromkeys(names)))

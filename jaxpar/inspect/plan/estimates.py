@@ -168,15 +168,16 @@ class Estimator:
         numbers = (s.schedule, pipe, m, s.chunks)
         schedule = _once(self._schedules, numbers, lambda: Schedule.of(*numbers)) if pipe > 1 else None
         bubble = float(schedule.bubble) if schedule else 0.0
-        of_one = facts.fixed + facts.kept * rows / m
+        of_one = facts.fixed + facts.kept * rows / m * s.concurrent
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
         compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
         for (kind, axes), (times, size) in facts.sent.items():
             seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
-            # A ring's hops go behind the attention of the block before, tokens behind other microbatches' experts.
-            if kind == "collective-permute" or "expert" in axes:
+            # A ring's hops go behind the attention of the block before, tokens behind other microbatches' experts, and
+            # all of a concurrent microbatch's behind the other.
+            if kind == "collective-permute" or "expert" in axes or s.concurrent > 1:
                 hideable += seconds
             else:
                 waits += seconds
@@ -200,7 +201,7 @@ class Estimator:
         flops = passes * facts.flops * rows / shape["pipe"] / peak
         weights = (passes - 1) * held.elements * _computed(s).itemsize / bandwidth
         starts = passes * facts.products / shape["pipe"] * PRODUCT_START
-        sums = 2 * held.bytes["grads"] / bandwidth if s.microbatches > 1 else 0.0
+        sums = 2 * held.bytes["grads"] / bandwidth if s.turns > 1 else 0.0
         return max(flops, weights, starts) + sums
 
     def _held(self, strategy: Strategy) -> _Held:
@@ -227,7 +228,7 @@ class Estimator:
         return step
 
     def _facts_of(self, strategy: Strategy) -> _Facts:
-        changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "chunks": 1}
+        changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "concurrent": 1, "chunks": 1}
         s = dataclasses.replace(strategy, **changes)
         step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
         one, two = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
@@ -247,7 +248,7 @@ class Estimator:
         """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike
         as one, which is used once forwards and once backwards; of those that no stage of a pipeline owns, once a step.
         """
-        m = s.microbatches
+        m = s.turns
         # How often it fetches them: idle ranks do too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
         seconds = 0.0

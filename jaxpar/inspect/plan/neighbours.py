@@ -40,6 +40,10 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
+    if strategy.concurrent > 1:
+        changes += [{"concurrent": 1}]
+    elif pipe == 1 and max(shape["tensor"], shape["expert"], shape["context"]) > 1:
+        changes += [{"concurrent": 2, "microbatches": m if m % 2 == 0 else 2 * m}]
     if pipe > 1:
         changes += [{"chunks": 2 * chunks}, {"chunks": chunks // 2}]
         changes += [
@@ -90,12 +94,16 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
     values = {name: getattr(strategy, name) for name in ("pipe", "fsdp", "tensor", "microbatches", "chunks")} | change
     if 0 in values.values():
         return None
+    if values["pipe"] > 1:
+        change = change | {"concurrent": 1}
     if values["pipe"] == 1:
         change = change | {"chunks": 1, "schedule": Strategy.schedule}
     elif strategy.pipe == 1:
         change = change | {"microbatches": math.gcd(PER_RANK * values["pipe"], mine)}
     elif "microbatches" not in change and mine % values["microbatches"]:
         change = change | {"microbatches": math.gcd(values["microbatches"], mine)}
+    if change.get("microbatches", strategy.microbatches) % change.get("concurrent", strategy.concurrent):
+        change = change | {"concurrent": 1}
     if values["fsdp"] == 1:
         change = change | {"zero": Strategy.zero}
     if change.get("context") == 1:

@@ -10,6 +10,7 @@ from typing import Any
 import context_cells
 import expert_cells as cells
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -286,6 +287,18 @@ def test_the_rule_that_an_error_names_works(leaves: dict[str, Any], experts: dic
         expert_dims([*leaves.items()], 2, {}, {}, {})
     rules = ast.literal_eval(str(error.value).partition("rules=")[2].partition(", or use")[0])
     assert expert_dims([*leaves.items()], 2, apart(rules)[0], {}, {}) == experts
+
+
+def test_two_axes_do_not_split_one_dim() -> None:
+    """It was a TypeError of JAX: a product's operands had other sizes. What the error writes is tried."""
+    loss = lambda p, b, key: jnp.einsum("bhi,hio->bo", jnp.tanh(b["x"] @ p["in"]).reshape(-1, 2, 4), p["w"]).mean()
+    init = lambda key: {"in": jax.random.normal(key, (4, 8)), "w": jax.random.normal(key, (2, 4, 6))}
+    made = lambda rules: jp.Model(init=init, loss=loss, rules={"in": None} | rules)
+    with pytest.raises(ValueError, match=r"both to split dim 1 of w \[2, 4, 6\]; name another dim") as error:
+        jp.make_train_step(made({"w": {"tensor": -2, "expert": -2}}), optax.sgd(0.1), "expert=2,tensor=2,data=2")
+    rules = ast.literal_eval(str(error.value).partition("rules=")[2])
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
+    assert jp.verify(made(rules), "expert=2,tensor=2,data=2", batch).ok
 
 
 def test_a_dense_model_has_no_experts() -> None:

@@ -1,0 +1,100 @@
+"""The loss of several groups of rows as one program, layer by layer side by side.
+
+A rank that waits for a collective of one group of rows has another group to compute: their equations stand beside each
+other, and nothing of one depends on the other (Wang et al. 2024, "Domino: eliminating communication in LLM training via
+generic tensor slicing and overlapping", section 3.2, on rows):
+
+    group 1    compute | gather  | compute | scatter | compute
+    group 2              compute | gather  | compute | scatter | compute
+
+What depends on parameters alone is there once, so that a layer is fetched once for all of them, and its gradients are
+added up before they are given. Mathematically the groups are microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from ..program import jaxpr as jx
+from ..program.walk import propagate
+
+
+class _Each(tuple[Any, ...]):
+    """A value of each group."""
+
+
+jax.tree_util.register_pytree_node(_Each, lambda x: (tuple(x), None), lambda _, items: _Each(items))
+
+
+def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mapping[str, int]) -> jx.Flat:
+    """The program of several groups of rows.
+
+    Args:
+      flat: the program of one group.
+      shared: so many of its inputs, the first, are the same for all; each other one becomes those of all groups.
+      sums: so many of its outputs, the first, are added up. Raises ValueError where others depend on a group.
+      groups: their number.
+      axes: mesh axes that the program may name.
+    """
+
+    def run(*values: Any) -> list[Any]:
+        each = [_Each(values[i : i + groups]) for i in range(shared, len(values), groups)]
+        outs = _run(flat, flat.consts, [*values[:shared], *each], groups)
+        if any(isinstance(x, _Each) for x in outs[sums:]):
+            raise ValueError(
+                f"concurrent={groups} runs {groups} microbatches at once, and the loss gives variables, as BatchNorm's "
+                "running statistics, from one to the next; leave concurrent out"
+            )
+        add = lambda x: sum(x[1:], x[0]) if isinstance(x, _Each) else x * groups
+        return [add(x) for x in outs[:sums]] + outs[sums:]
+
+    abstract = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
+    return jx.trace(run, *abstract[:shared], *(x for x in abstract[shared:] for _ in range(groups)), axes=dict(axes))[0]
+
+
+def _run(program: Any, consts: Sequence[Any], values: Sequence[Any], groups: int) -> list[Any]:
+    env = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
+    read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+    for eqn in program.eqns:
+        ins = list(map(read, eqn.invars))
+        with jx.source_info_of(eqn):
+            if not any(isinstance(x, _Each) for x in ins):
+                outs = jx.bind(eqn, ins)
+            elif eqn.primitive.name == "scan":
+                outs = _scan(eqn, ins, groups)
+            else:
+                each = [jx.bind(eqn, [x[g] if isinstance(x, _Each) else x for x in ins]) for g in range(groups)]
+                outs = list(map(_Each, zip(*each, strict=True)))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, program.outvars))
+
+
+def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
+    parts = jx.scan_parts(eqn)
+    n, k = len(parts.consts), len(parts.carry)
+    body, consts = jx.opened(parts.body)
+    apart = _apart(eqn, [isinstance(x, _Each) for x in ins])[:k]
+    spread = lambda x, on: x if isinstance(x, _Each) or not on else _Each([x] * groups)
+
+    def layer(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _run(body, consts, [*ins[:n], *carry, *xs], groups)
+        return list(map(spread, outs[:k], apart)), outs[k:]
+
+    init = list(map(spread, ins[n : n + k], apart))
+    carry, ys = lax.scan(
+        layer, init, list(ins[n + k :]), length=parts.length, reverse=parts.reverse, unroll=eqn.params["unroll"]
+    )
+    return [*carry, *ys]
+
+
+def _apart(eqn: Any, ins: list[bool]) -> list[bool]:
+    """Which results of an equation differ from group to group."""
+
+    def run(program: Any, ins: list[bool], _: Any) -> list[bool]:
+        return jx.through(program, ins, _apart, False)
+
+    return propagate(eqn, ins, run, bool.__or__) or [any(ins)] * len(eqn.outvars)

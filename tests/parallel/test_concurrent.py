@@ -1,0 +1,93 @@
+"""Microbatches side by side: the numbers of one device, a layer fetched once for all, and what cannot be so."""
+
+import context_cells
+import expert_cells
+import jax
+import numpy as np
+import optax
+import pytest
+import tensor_cells
+from tensor_cells import Cell
+from zoo import ZOO
+
+import jaxpar as jp
+from jaxpar.inspect.expected import expected
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("scanned", 2, "microbatches=2,concurrent=2", True, "layer"),
+        Cell("linen", 2, "fsdp=2,microbatches=4,concurrent=2", True, "dots"),  # with dropout
+        pytest.param(Cell("loop", 4, "data=2,microbatches=3,concurrent=3", False, "none"), marks=pytest.mark.battery),
+        pytest.param(
+            Cell("function", 2, "fsdp=2,zero=1,microbatches=2,concurrent=2", True, "none"), marks=pytest.mark.battery
+        ),
+    ],
+    ids=lambda cell: "-".join(map(str, cell)),
+)
+def test_tensor_and_sequence(cell: Cell) -> None:
+    tensor_cells.check_cell(cell)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dropless", "expert=2,fsdp=2,microbatches=2,concurrent=2"),
+        pytest.param("capacity", "expert=4,microbatches=4,concurrent=2", marks=pytest.mark.battery),
+        pytest.param("ragged", "expert=2,tensor=2,microbatches=2,concurrent=2,remat=layer", marks=pytest.mark.battery),
+    ],
+)
+def test_experts(name: str, text: str) -> None:
+    expert_cells.check_cell(name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama_gqa", "context=2,microbatches=2,concurrent=2,attention=ring"),
+        pytest.param("gpt2", "context=2,fsdp=2,microbatches=4,concurrent=2", marks=pytest.mark.battery),
+        pytest.param("encoder_decoder", "context=2,data=2,microbatches=2,concurrent=2", marks=pytest.mark.battery),
+    ],
+)
+def test_contexts(name: str, text: str) -> None:
+    context_cells.check_cell(name, text)
+
+
+def test_a_layer_is_fetched_once_for_all() -> None:
+    """As without microbatches; its gradient is given once as well."""
+    entry = ZOO["gpt"]()
+    of = lambda text: expected(jp.make_train_step(entry.model, optax.sgd(0.1), text), entry.batch)
+    alone, both, apart = map(of, ("fsdp=8", "fsdp=8,microbatches=2,concurrent=2", "fsdp=8,microbatches=2"))
+    for kind in ("all-gather", "reduce-scatter"):
+        sent = lambda ledger, kind=kind: sum(n for (k, _), n in ledger.by("kind", "dtype").items() if k == kind)
+        assert 0 < sent(alone) == sent(both) < sent(apart)
+
+
+def test_evaluation_runs_them_so_too() -> None:
+    entry = ZOO["gpt"]()
+    of = lambda text: jp.make_train_step(entry.model, optax.sgd(0.1), text)
+    one, two = of("data=2,fsdp=4"), of("data=2,fsdp=4,microbatches=2,concurrent=2")
+    losses = [step.evaluate(step.init(jax.random.key(0)), entry.batch)["loss"] for step in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fsdp=8,concurrent=2", r"does not divide microbatches=1; use microbatches=2"),
+        ("pipe=2,data=4,microbatches=4,concurrent=2", r"beside pipe=2, which does so too; leave one out"),
+        ("dp,microbatches=2,concurrent=2", r"beside server=True, .*; leave one out"),
+        ("fsdp=8,microbatches=2,concurrent=0", r"concurrent=0 is not a count"),
+    ],
+)
+def test_what_is_no_strategy(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        jp.Strategy.parse(text)
+
+
+def test_statistics_that_go_from_one_to_the_next() -> None:
+    entry = ZOO["resnet"]()
+    step = jp.make_train_step(entry.model, optax.sgd(0.1), "ddp,microbatches=2,concurrent=2")
+    with pytest.raises(ValueError, match=r"concurrent=2 runs 2 microbatches at once, and the loss gives variables"):
+        step.trace(entry.batch)
