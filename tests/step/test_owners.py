@@ -256,6 +256,29 @@ def test_who_owns_what() -> None:
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
 
 
+def test_values_of_several_dtypes() -> None:
+    """Factors in bfloat16 beside gradients in float32: an exchange for each, both in the closed form."""
+    is_matrix = lambda x: x.ndim == 2 and x.shape[0] != LAYERS
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        step = lambda g, q: -0.1 * (q.astype(g.dtype) @ g if is_matrix(g) else g)
+        new = lambda g, q: (q + g @ g.mT).astype(q.dtype) if is_matrix(g) else q
+        return jax.tree.map(step, grads, state), jax.tree.map(new, grads, state)
+
+    start = lambda params: jax.tree.map(lambda x: jnp.eye(x.shape[0], dtype="bfloat16") if is_matrix(x) else 0, params)
+    steps = [
+        jp.make_train_step(MODEL, optax.GradientTransformation(start, update), strategy, jax.devices()[:devices])
+        for strategy, devices in (("fsdp", 4), ("single", 1))
+    ]
+    assert steps[0].update.owners is not None
+    assert {jnp.dtype(sent.dtype).name for sent in steps[0].update.owners.sends} == {"float32", "bfloat16"}
+    assert check(steps[0], BATCH).ok
+    (ours, theirs) = (jax.device_get(step(step.init(jax.random.key(0)), BATCH)[0]) for step in steps)
+    close = lambda rtol: lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-6)
+    jax.tree.map(close(1e-5), ours.params, theirs.params)
+    jax.tree.map(close(1e-2), ours.optimizer, theirs.optimizer)  # a unit in the last place of bfloat16 is 2^-8
+
+
 def test_a_matrix_alone_is_gathered() -> None:
     """Its owner would send it back, and no other had less to compute."""
     model = jp.Model(
