@@ -150,7 +150,7 @@ def test_a_sweep_of_plans_ends_where_more_rows_are_no_faster(
 ) -> None:
     asked: list[Any] = []
 
-    def planned(model: Any, batch: Any, target: str, **options: Any) -> Plan:
+    def planned(model: Any, batch: Any, target: str, optimizer: Any, **options: Any) -> Plan:
         rows = jax.tree.leaves(batch)[0].shape[0]
         asked.append((rows, options["memory_bytes"]))
         found = {"mfu": None, "rows_per_second": min(rows, 16), "seconds": 1.0, "devices": 8}

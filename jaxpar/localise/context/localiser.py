@@ -227,12 +227,12 @@ class ContextLocaliser(Localiser):
         """Raises ValueError where an equation without a rule would gather features of all positions."""
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return
+        # Of blocks that are picked, as BigBird's.
+        masked = " (where it picks keys to attend to, give all of them and mask=)" * (eqn.primitive.name == "gather")
         advice = (
-            "attend by jp.attention or jax.nn.dot_product_attention, keep rows and positions as dims of their own "
-            "([rows, positions, ...])"
+            f"attend by jp.attention or jax.nn.dot_product_attention{masked}, keep rows and positions as dims of their "
+            "own ([rows, positions, ...])"
         )
-        if eqn.primitive.name == "gather":  # of blocks, as BigBird's
-            advice = "where it picks keys to attend to, give all of them and mask=: jax.nn.dot_product_attention"
         raise ValueError(
             f"context={self.ranks} splits dim {x.dim} of {list(x.shape)}, and {place(eqn)} mixes its positions, for "
             f"which there is no rule; {advice}, or use tensor, fsdp or pipe for context"

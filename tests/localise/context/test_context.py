@@ -365,6 +365,6 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 16, 8))
     np.testing.assert_allclose(blocks(x), masked(x), atol=1e-5)
     step = lambda mixes: jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"gather at .* give all of them and mask=: jax.nn.dot_product_attention"):
+    with pytest.raises(ValueError, match=r"gather at .* give all of them and mask="):
         step(blocks).traced(cells.batch_of(4))
     step(masked).traced(cells.batch_of(4))
