@@ -9,6 +9,7 @@ import jax
 
 from ..parallel.access import RuleAccess
 from ..program import jaxpr as jx
+from ..program.primitives import PRODUCTS
 from ..program.walk import visit
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
@@ -137,6 +138,5 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
-    known = ("dot_general", "conv_general_dilated")
-    products = sum(runs for eqn, runs in visit(loss.program.eqns) if eqn.primitive.name in known)
+    products = sum(runs for eqn, runs in visit(loss.program.eqns) if eqn.primitive.name in PRODUCTS)
     return ForwardCost(flops, products, saved)

@@ -23,6 +23,7 @@ from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels
+from .primitives import PRODUCTS
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit
 from .walk import Scan as Scan
 from .walk import programs as programs
@@ -309,18 +310,23 @@ def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
 
 
 def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
-    """Multiply-adds of matmuls and convolutions by the dtype of their wider operand, and where the first one stands."""
+    """Multiply-adds of products of matrices and convolutions by the dtype of their wider operand, and where the first
+    one stands.
+    """
     found: dict[str, tuple[int, str]] = {}
     for eqn, runs in visit(eqns):
         name = eqn.primitive.name
-        if name in ("dot_general", "conv_general_dilated"):
+        if name in PRODUCTS:
             a, b = (v.aval for v in eqn.invars[:2])
-            if name == "dot_general":
-                (contracted, _), _ = eqn.params["dimension_numbers"]
-                inner = math.prod(a.shape[d] for d in contracted)
+            if name == "conv_general_dilated":
+                inner = math.prod(b.shape) / b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             else:
-                inner = math.prod(b.shape) // b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+                ragged = eqn.params.get("ragged_dot_dimension_numbers")
+                numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+                inner = math.prod(a.shape[d] for d in numbers[0][0])
+                if ragged and {*ragged.lhs_ragged_dimensions} & {*numbers[0][0]}:  # each group sums its own part
+                    inner /= eqn.invars[2].aval.shape[-1]
             dtype = jnp.promote_types(a.dtype, b.dtype).name
             before, place = found.get(dtype, (0, where(eqn)))
-            found[dtype] = before + math.prod(eqn.outvars[0].aval.shape) * inner * runs, place
+            found[dtype] = before + round(math.prod(eqn.outvars[0].aval.shape) * inner) * runs, place
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import equations
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_factors import NEWER
@@ -119,3 +120,12 @@ def test_a_new_primitive_is_one_line(tmp_path: Path) -> None:
     without, known = (json.loads(worker.communicate()[0]) for worker in workers)
     assert not any(without.values()), without
     assert all(known.values()), known
+
+
+def test_multiply_adds_of_grouped_products() -> None:
+    """Each row meets the matrix of its group alone; in the gradient of the matrices each group sums its own rows."""
+    x, w, sizes = jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.array([2, 6, 4])
+    grouped = lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum()
+    for fun, products in ((grouped, 1), (jax.grad(grouped, (0, 1)), 3)):
+        ((count, _),) = jx.matmuls(jax.make_jaxpr(fun)(x, w).eqns).values()
+        assert count == products * 12 * 4 * 5

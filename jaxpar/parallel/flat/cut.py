@@ -70,7 +70,7 @@ def _forward(eqn: Any, written: bool) -> float:
     read = sum(bytes_of(v) for v in eqn.invars)
     if name in _SENDS:
         return LINK * max(made, read) * _SENDS[name] / 3  # of `times`
-    if name in ("dot_general", "conv_general_dilated"):
+    if name in primitives.PRODUCTS:
         ((flops, _),) = jx.matmuls([eqn]).values()
         return max(2 * flops / FLOPS, made + read)
     if primitives.of(eqn).view:
