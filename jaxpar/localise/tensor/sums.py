@@ -50,7 +50,9 @@ def identity(eqn: Any) -> Any:
         if jnp.issubdtype(dtype, jnp.integer):
             lowest, highest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
         return highest if name == "min" else lowest
-    return {"sum": 0, "or": 0, "xor": 0, "prod": 1, "and": np.invert(np.zeros((), dtype))}[name]
+    if name == "and":
+        return np.invert(np.zeros((), dtype))
+    return {"sum": 0, "or": 0, "xor": 0, "prod": 1}[name]
 
 
 @rule("argmax", "argmin")
