@@ -51,6 +51,7 @@ FIGURES = {
         *(f"experiments/claims_of_{kind}.py" for kind in ("traffic", "memory", "mathematics", "time")),
     ),
     "mixture": _script(_asset("mixture"), "mixture.py && cp runs/mixture/mixture.svg docs/assets/"),
+    "muon": _script(_asset("muon"), "optimizers.py --devices 2 && cp runs/optimizers/muon.svg docs/assets/"),
     "async": _script(
         ("experiments/async_server/async.svg",),
         "async_compare.py && cp runs/async/async.svg experiments/async_server/",
