@@ -96,7 +96,7 @@ def _eight_dims() -> bool:
     return bool((jax.jit(lambda a, b: jnp.sum(a[..., None, None, None, None, None] * b, axis=2))(a, b) == 6).all())
 
 
-# name -> the program, and the releases that are wrong without the flag, on Linux and x86-64; of 8 dims on some processors
+# name -> the program, and the releases that are wrong without the flag, on Linux and x86-64; some processors pass one
 CANARIES: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
     "sums of products over 40,000 rows": (_rows, ("0.10.2",)),
     "a sum over 7 dims, one of size 1": (_dims_of_one, ("0.10.2",)),
