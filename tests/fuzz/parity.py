@@ -189,6 +189,10 @@ STRATEGIES: Sequence[tuple[str, int]] = (
     ("data=2,logits=4", 2),
     ("tensor=2,logits=4", 2),
     ("fsdp=2,logits=7,microbatches=2", 2),
+    ("fsdp=2,microbatches=2,prefetch=1", 2),
+    ("fsdp=2,microbatches=4,concurrent=2,prefetch=1,remat=layer", 2),
+    ("tensor=2,sequence=true,microbatches=2,concurrent=2", 2),
+    ("expert=2,fsdp=2,microbatches=2,concurrent=2", 4),
 )
 
 
