@@ -413,7 +413,7 @@ def equations(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["irregular", "unet"])
 def test_the_cut_is_the_best(name: str) -> None:
-    """No other two cuts have a shorter longest stage; the issue asks for 15%."""
+    """No other two cuts have a shorter longest stage; 15% is allowed."""
     eqns = equations(name)
     sums, enter = np.concatenate([[0], np.cumsum(times(eqns))]), 2 * LINK * crossing(eqns)
 
