@@ -8,9 +8,9 @@ in both forms: every result must be the same expression of its own element and o
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from ..program import primitives
 from ..program.walk import propagate
 from .storage import Storage
 
+R = TypeVar("R")
 _IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
 
 
@@ -61,12 +62,30 @@ def _results_of(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str 
     """`_results` of the leaves of one form, which a search for layouts asks for hundreds of times."""
     tuned, params = storage.seen(as_stacked)
     masters, tree = jax.tree.flatten(params)
-    given = optimizer, tree, tuple(masters), tuple(_Seen(leaf.path, leaf.shape) for leaf in tuned)
-    try:
-        hash(optimizer)
-    except TypeError:  # an object of its own may have no hash
-        return _results(*given)
-    return {**_known_results(*given)}
+    return {**_results(optimizer, tree, tuple(masters), tuple(_Seen(leaf.path, leaf.shape) for leaf in tuned))}
+
+
+def remembered(fun: Callable[..., R]) -> Callable[..., R]:
+    """`fun`, an optimizer its first argument: its results are kept, but for an object that has no hash."""
+    kept = functools.lru_cache(maxsize=64)(fun)
+
+    def call(optimizer: Any, *args: Any) -> R:
+        try:
+            hash(optimizer)
+        except TypeError:
+            return fun(optimizer, *args)
+        return kept(optimizer, *args)
+
+    return call
+
+
+def traced_update(optimizer: Any, params: Any) -> tuple[Any, jx.Flat, Any]:
+    """The abstract state of an optimizer, its update as a program of (params, gradients, state, loss), and what that
+    returns, abstract.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    update = lambda params, grads, state, value: optimizer.update(grads, state, params, value=value)
+    return state, *jx.trace(update, params, params, state, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 class _Seen(NamedTuple):
@@ -76,18 +95,12 @@ class _Seen(NamedTuple):
     shape: tuple[int, ...]
 
 
+@remembered
 def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequence[_Seen]) -> dict[str | None, Any]:
     """By path, what an optimizer makes of a leaf and its state, in `init` and `update`; None: of scalars."""
     params = jax.tree.unflatten(tree, masters)
     at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-    state = jax.eval_shape(optimizer.init, params)
-    flat, out = jx.trace(
-        lambda params, grads, state, value: optimizer.update(grads, state, params, value=value),
-        params,
-        params,
-        state,
-        jax.ShapeDtypeStruct((), jnp.float32),
-    )
+    state, flat, out = traced_update(optimizer, params)
 
     def home(path: Any, x: Any) -> tuple[str, int | None]:
         """The name of an array of the state, that of its leaf cut off, and the leaf."""
@@ -121,9 +134,6 @@ def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequenc
             raise _Unclear(name)
         results.setdefault(None if number is None else tuned[number].path, {})[name] = value.expression
     return results
-
-
-_known_results = functools.lru_cache(maxsize=64)(_results)
 
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:

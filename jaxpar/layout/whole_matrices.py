@@ -13,14 +13,12 @@ Who runs it on which matrix is dealt out in `parallel/owners.py`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..collectives.edges import EDGES
 from ..localise.tensor import RULES
@@ -31,12 +29,9 @@ from ..program import equal, primitives
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
+from .elementwise import remembered, traced_update
 from .leaves import Staged
 from .storage import Storage
-
-# Primitives that multiply or factorise matrices; all others move, reduce, or take elements one by one.
-_FACTORISE = ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr", "qr",
-              "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,30 +55,17 @@ def update_program(optimizer: Any, storage: Storage, as_stacked: bool) -> Update
     """The update of an optimizer that multiplies or factorises leaves; None for any other, AdamW among them."""
     tuned, params = storage.seen(as_stacked)
     masters, tree = jax.tree.flatten(params)
-    given = optimizer, tree, tuple(masters), tuple((leaf.path, leaf.shape) for leaf in tuned)
     try:
-        hash(optimizer)
-    except TypeError:  # an object of its own may have no hash
-        traced = _update_program
-    else:
-        traced = _known_programs
-    try:
-        return traced(*given)
+        return _update_program(optimizer, tree, tuple(masters), tuple((leaf.path, leaf.shape) for leaf in tuned))
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return None  # it asks for what a step has not; the step says so where it is traced
 
 
+@remembered
 def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves: Sequence[Any]) -> UpdateProgram | None:
     params = jax.tree.unflatten(tree, masters)
-    state = jax.eval_shape(optimizer.init, params)
-    flat, out = jx.trace(
-        lambda params, grads, state, value: optimizer.update(grads, state, params, value=value),
-        params,
-        params,
-        state,
-        jax.ShapeDtypeStruct((), jnp.float32),
-    )
-    if not jx.communicates(flat.eqns, (*PRODUCTS, *_FACTORISE)):
+    state, flat, out = traced_update(optimizer, params)
+    if not any(eqn.primitive.name in PRODUCTS or primitives.of(eqn).factorises for eqn, _ in visit(flat.eqns)):
         return None
     at = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     own = [followed.source(i, leaf.shape) for i, leaf in enumerate(masters)]
@@ -99,9 +81,6 @@ def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves:
     follower = followed.Follower(note)
     follower.follow(flat.eqns, dict(zip(flat.invars, inputs, strict=True)))
     return UpdateProgram(flat, out, inputs, products) if products else None
-
-
-_known_programs = functools.lru_cache(maxsize=64)(_update_program)
 
 
 def _held(name: str, x: Any, at: dict[str, int], leaves: Sequence[Any]) -> followed.Followed:
@@ -125,7 +104,7 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
     for side, x in enumerate(ins):
         for i, dims in x.views:
             at: Sequence[int] = ()
-            if name in _FACTORISE:
+            if primitives.of(eqn).factorises:
                 at = range(max(len(dims) - 2, 0), len(dims))
             elif name == "dot_general":
                 contracted, batch = eqn.params["dimension_numbers"]
@@ -242,7 +221,7 @@ _CUBES = 9  # n^3 FLOPs of a factorisation: of values and vectors of a symmetric
 def flops_of(eqns: Iterable[Any]) -> int:
     """FLOPs of products, and of factorisations as if they were of symmetric matrices with vectors."""
     eqns = list(eqns)
-    shapes = [(eqn.invars[0].aval.shape, runs) for eqn, runs in visit(eqns) if eqn.primitive.name in _FACTORISE]
+    shapes = [(eqn.invars[0].aval.shape, runs) for eqn, runs in visit(eqns) if primitives.of(eqn).factorises]
     cubes = sum(runs * _CUBES * math.prod(shape) * min(shape[-2:]) for shape, runs in shapes)
     return cubes + 2 * sum(count for count, _ in jx.matmuls(eqns).values())
 

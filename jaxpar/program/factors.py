@@ -319,9 +319,9 @@ primitive("select_and_scatter_add select_and_gather_add", window, kernel=True)
 primitive("dot_general", dot, kernel=True, linear="each")
 primitive("conv_general_dilated", convolution, kernel=True, linear="each")
 primitive("fft", lambda eqn: rows(len(eqn.params["fft_lengths"]))(eqn), kernel=True, linear="all")
-primitive("triangular_solve tridiagonal_solve", solve, kernel=True)
+primitive("triangular_solve tridiagonal_solve", solve, kernel=True, factorises=True)
 primitive("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product "
-          "tridiagonal", rows(2), kernel=True)  # fmt: skip
+          "tridiagonal", rows(2), kernel=True, factorises=True)  # fmt: skip
 primitive("lu_pivots_to_permutation", rows(1), kernel=True)
 
 primitive("all_gather", tiled("all_gather_dimension"), kernel=True)

@@ -24,6 +24,7 @@ class Primitive:
       zero: of an elementwise one, that it is zero where all operands are.
       reduces: its result lacks dims of its operand, over which it reduces.
       separate: of several operands each becomes one result, whatever the others are.
+      factorises: it factorises the matrices of its operand's last two dims, or solves by them.
       nested: it runs programs that it holds on its operands: a loop, a branch, a solver, a call with a backward of its
         own.
     """
@@ -38,6 +39,7 @@ class Primitive:
     zero: bool = False
     reduces: bool = False
     separate: bool = False
+    factorises: bool = False
     nested: bool = False
 
 

@@ -1,5 +1,7 @@
 """Microbatches side by side: the numbers of one device, a layer fetched once for all, and what cannot be so."""
 
+from types import ModuleType
+
 import context_cells
 import expert_cells
 import jax
@@ -13,16 +15,16 @@ from zoo import ZOO
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
 
+BATTERY = pytest.mark.battery
+
 
 @pytest.mark.parametrize(
     "cell",
     [
         Cell("scanned", 2, "microbatches=2,concurrent=2", True, "layer"),
         Cell("linen", 2, "fsdp=2,microbatches=4,concurrent=2", True, "dots"),  # with dropout
-        pytest.param(Cell("loop", 4, "data=2,microbatches=3,concurrent=3", False, "none"), marks=pytest.mark.battery),
-        pytest.param(
-            Cell("function", 2, "fsdp=2,zero=1,microbatches=2,concurrent=2", True, "none"), marks=pytest.mark.battery
-        ),
+        pytest.param(Cell("loop", 4, "data=2,microbatches=3,concurrent=3", False, "none"), marks=BATTERY),
+        pytest.param(Cell("function", 2, "fsdp=2,zero=1,microbatches=2,concurrent=2", True, "none"), marks=BATTERY),
     ],
     ids=lambda cell: "-".join(map(str, cell)),
 )
@@ -31,27 +33,20 @@ def test_tensor_and_sequence(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("cells", "name", "text"),
     [
-        ("dropless", "expert=2,fsdp=2,microbatches=2,concurrent=2"),
-        pytest.param("capacity", "expert=4,microbatches=4,concurrent=2", marks=pytest.mark.battery),
-        pytest.param("ragged", "expert=2,tensor=2,microbatches=2,concurrent=2,remat=layer", marks=pytest.mark.battery),
+        (expert_cells, "dropless", "expert=2,fsdp=2,microbatches=2,concurrent=2"),
+        (context_cells, "llama_gqa", "context=2,microbatches=2,concurrent=2,attention=ring"),
+        pytest.param(expert_cells, "capacity", "expert=4,microbatches=4,concurrent=2", marks=BATTERY),
+        pytest.param(
+            expert_cells, "ragged", "expert=2,tensor=2,microbatches=2,concurrent=2,remat=layer", marks=BATTERY
+        ),
+        pytest.param(context_cells, "gpt2", "context=2,fsdp=2,microbatches=4,concurrent=2", marks=BATTERY),
+        pytest.param(context_cells, "encoder_decoder", "context=2,data=2,microbatches=2,concurrent=2", marks=BATTERY),
     ],
 )
-def test_experts(name: str, text: str) -> None:
-    expert_cells.check_cell(name, text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("llama_gqa", "context=2,microbatches=2,concurrent=2,attention=ring"),
-        pytest.param("gpt2", "context=2,fsdp=2,microbatches=4,concurrent=2", marks=pytest.mark.battery),
-        pytest.param("encoder_decoder", "context=2,data=2,microbatches=2,concurrent=2", marks=pytest.mark.battery),
-    ],
-)
-def test_contexts(name: str, text: str) -> None:
-    context_cells.check_cell(name, text)
+def test_experts_and_contexts(cells: ModuleType, name: str, text: str) -> None:
+    cells.check_cell(name, text)
 
 
 def test_a_layer_is_fetched_once_for_all() -> None:
