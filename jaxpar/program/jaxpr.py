@@ -28,7 +28,6 @@ from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, 
 from .walk import Scan as Scan
 from .walk import programs as programs
 from .walk import scan_parts as scan_parts
-from .walk import through as through
 
 REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 

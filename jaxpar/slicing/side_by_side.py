@@ -20,7 +20,7 @@ import jax
 from jax import lax
 
 from ..program import jaxpr as jx
-from ..program.walk import propagate
+from ..program.walk import propagate, through
 
 
 class _Each(tuple[Any, ...]):
@@ -92,9 +92,7 @@ def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
 
 
 def _apart(eqn: Any, ins: list[bool]) -> list[bool]:
-    """Which results of an equation differ from group to group."""
-
-    def run(program: Any, ins: list[bool], _: Any) -> list[bool]:
-        return jx.through(program, ins, _apart, False)
-
-    return propagate(eqn, ins, run, bool.__or__) or [any(ins)] * len(eqn.outvars)
+    """Which results of an equation differ from group to group: of a call or a branch all, of a loop those that do."""
+    run = lambda program, ins, _: through(program, ins, _apart, False)
+    looped = propagate(eqn, ins, run, bool.__or__) if eqn.primitive.name == "scan" else None
+    return looped or [any(ins)] * len(eqn.outvars)

@@ -1,10 +1,12 @@
 """Microbatches side by side: the numbers of one device, a layer fetched once for all, and what cannot be so."""
 
 from types import ModuleType
+from typing import Any
 
 import context_cells
 import expert_cells
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -86,3 +88,17 @@ def test_statistics_that_go_from_one_to_the_next() -> None:
     step = jp.make_train_step(entry.model, optax.sgd(0.1), "ddp,microbatches=2,concurrent=2")
     with pytest.raises(ValueError, match=r"concurrent=2 runs 2 microbatches at once, and the loss gives variables"):
         step.trace(entry.batch)
+
+
+def test_a_carry_of_weights_alone_beside_one_of_rows() -> None:
+    """One call makes both: to the loop the first is then each microbatch's own too."""
+
+    def loss(p: Any, b: Any, key: Any) -> jax.Array:
+        both = jax.checkpoint(lambda x, c, w: (jnp.tanh(x @ w), c + jnp.sum(w) / 8))
+        x, c = jax.lax.scan(lambda s, w: (both(*s, w), None), (b["x"], jnp.float32(0)), p["w"])[0]
+        return jnp.mean(jnp.square(x)) + c**2
+
+    random = np.random.default_rng(0)
+    model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (3, 8, 8))}, loss=loss)
+    batch = {"x": random.normal(size=(16, 8)).astype("float32")}
+    assert jp.verify(model, "fsdp=4,data=2,microbatches=2,concurrent=2", batch).ok
