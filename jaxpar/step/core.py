@@ -241,7 +241,12 @@ class Step(FirstState, Intake):
                 # XLA takes options of whole programs alone.
                 compiler_options=None
                 if inside
-                else compiler_options(self.mesh, SHARDS, self.strategy.turns > 1 or self.strategy.prefetch == 1),
+                else compiler_options(
+                    self.mesh,
+                    SHARDS,
+                    self.strategy.turns > 1 or self.strategy.prefetch == 1,
+                    self.strategy.precision == "fp8",
+                ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
                 check_reached(run.trace(self.abstract_state(), batch).jaxpr)

@@ -20,6 +20,7 @@ from ..localise.context import RULES as CONTEXT_RULES
 from ..localise.context import AttentionMode, choose, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
+from ..localise.fp8 import Fp8Products, in_fp8, of_blocks
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
@@ -170,6 +171,7 @@ class Tracing:
       experts_fewer: where they do because the tokens would be more, and bytes of those.
       tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
       logits: which of a cross-entropy are made in chunks.
+      fp8: what became of the products of each leaf under precision="fp8".
       momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
     """
@@ -185,6 +187,7 @@ class Tracing:
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    fp8: dict[str, Fp8Products] = field(default_factory=dict, compare=False, repr=False)
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
@@ -230,6 +233,7 @@ class Tracing:
         localise    localise/tensor/    the equations of one tensor rank, on its parts of the weights
         chunk       localise/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
         double      slicing/            the equations of each concurrent microbatch beside those of the others
+        quantise    localise/fp8/       products of layers' weights in float8
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """
@@ -247,6 +251,8 @@ class Tracing:
             shared = len(units) + len(jax.tree.leaves(variables))
             sums = len(jax.tree.leaves(out[0]))
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
+        if self.strategy.precision == "fp8":
+            local = self._fp8_program(local)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
@@ -396,6 +402,16 @@ class Tracing:
         self.gathered.update(gathered)
         warn_no_rule(gathered, self.ranks)
         return local
+
+    def _fp8_program(self, flat: jx.Flat) -> jx.Flat:
+        """A program of one device with products in FP8."""
+        units, dtype = self.layout.storage.units, self.layout.policy.compute
+        alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
+        leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in units]
+        split = {(i, leaf.tensor - leaf.stage) for i, leaf in enumerate(units) if leaf.tensor is not None}
+        own, found = in_fp8(flat, leaves, split if self.ranks > 1 else (), self.ranks, dtype, self.traced_axes)
+        self.fp8.update(found)
+        return own
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""

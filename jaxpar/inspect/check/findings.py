@@ -5,6 +5,7 @@
     layers       what the loss takes layer by layer is fetched, and its gradient reduced, layer by layer
     as written   the collectives of the jaxpr are the closed form's, exactly
     as compiled  the compiled program's have the closed form's bytes, within 1%, and nothing large stands beside them
+    products     those in FP8 are kernels that multiply float8
     tensor       its ranks compute with their parts of the weights, and gather none
 
 `promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
@@ -24,6 +25,7 @@ from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
+from .fp8 import products
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
@@ -125,7 +127,9 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
 def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, [Executable(text, step.mesh)], jaxpr)
+    program = Executable(text, step.mesh)
+    yield from _compiled(step, closed, [program], jaxpr)
+    yield from products(step, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 
