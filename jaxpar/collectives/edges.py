@@ -61,11 +61,6 @@ def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     return _bind("take", x, dim, ranks)
 
 
-def largest(x: jax.Array) -> jax.Array:
-    """Each rank's own -> the largest of all, element by element: an all-reduce; it has no derivative."""
-    return lax.pmax(x, AXIS)
-
-
 def saves_no_gather(policy: Callable[..., Any]) -> Callable[..., Any]:
     """A policy of rematerialisation that saves what another does, but nothing that was gathered."""
     return lambda primitive, *args, **params: primitive.name != "tensor_gather" and policy(primitive, *args, **params)

@@ -20,7 +20,7 @@ from ..localise.context import RULES as CONTEXT_RULES
 from ..localise.context import AttentionMode, choose, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
-from ..localise.fp8 import Fp8Products, in_fp8, of_blocks
+from ..localise.fp8 import Fp8Products, chosen, in_fp8, of_blocks
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
@@ -252,7 +252,7 @@ class Tracing:
             sums = len(jax.tree.leaves(out[0]))
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
         if self.strategy.precision == "fp8":
-            local = self._fp8_program(local)
+            local = self._fp8_program(rolled, local)
         how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
@@ -403,14 +403,16 @@ class Tracing:
         warn_no_rule(gathered, self.ranks)
         return local
 
-    def _fp8_program(self, flat: jx.Flat) -> jx.Flat:
-        """A program of one device with products in FP8."""
-        units, dtype = self.layout.storage.units, self.layout.policy.compute
+    def _fp8_program(self, rolled: jx.Flat, flat: jx.Flat) -> jx.Flat:
+        """A program of one device with products in FP8: those that are chosen in the whole program, `rolled`."""
         alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
-        leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in units]
-        split = {(i, leaf.tensor - leaf.stage) for i, leaf in enumerate(units) if leaf.tensor is not None}
-        own, found = in_fp8(flat, leaves, split if self.ranks > 1 else (), self.ranks, dtype, self.traced_axes)
-        self.fp8.update(found)
+        leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
+        found = chosen(rolled, leaves, self.layout.policy.compute)
+        own, there = in_fp8(flat, [path for path, _ in leaves], [path for path, one in found.items() if not one.why])
+        lost = "this layout's program has no product of it and the data that could be followed"
+        self.fp8.update(
+            (path, one if one.why or path in there else replace(one, why=lost)) for path, one in found.items()
+        )
         return own
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:

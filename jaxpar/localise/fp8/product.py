@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...collectives.edges import largest
-
 Dims = tuple[int, ...]
 Numbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # as `lax.dot_general` has `dimension_numbers`
 F8 = jnp.float8_e4m3fn
@@ -28,26 +26,22 @@ class ScaledProduct:
       numbers: which dims are summed, and which are batch dims.
       dtype: of the result.
       weight: which operand is the weight, 0 or 1.
-      sums_parts, keeps_parts: whether `tensor` splits a dim that is summed, or one of the weight that is not.
       path: of the weight.
     """
 
     numbers: Numbers
     dtype: Any
     weight: int
-    sums_parts: bool
-    keeps_parts: bool
     path: str
 
 
-def quantised(x: jax.Array, dims: Sequence[int], parts: bool = False) -> tuple[jax.Array, jax.Array]:
+def quantised(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """float8_e4m3fn of x's shape, and scales of x's dtype with 1 in the place of `dims`: their product is about x.
 
     A scale is that power of two with which the largest element along `dims` lies in (224, 448]; a row with a NaN or an
-    infinity has NaNs. Where the dims are `parts` of ranks of `tensor`, these all-reduce (max) the largest elements.
+    infinity has NaNs.
     """
-    most = jnp.max(jnp.abs(x), dims, keepdims=True)
-    most = (largest(most) if parts else most).astype(jnp.float32)
+    most = jnp.max(jnp.abs(x), dims, keepdims=True).astype(jnp.float32)
     bits = lax.bitcast_convert_type(_MOST / jnp.maximum(most, _LEAST), jnp.uint32)
     factor = lax.bitcast_convert_type(bits & jnp.uint32(0xFF80_0000), jnp.float32)  # without its mantissa
     return (x * factor.astype(x.dtype)).astype(F8), (1 / factor).astype(x.dtype)
@@ -57,14 +51,13 @@ def quantised(x: jax.Array, dims: Sequence[int], parts: bool = False) -> tuple[j
 def product(how: ScaledProduct, a: jax.Array, b: jax.Array) -> jax.Array:
     """`lax.dot_general(a, b)` in `how.dtype`, of operands that are rounded to FP8; see the README.
 
-    Keeps both for the backward as they are. Communicates, where `how` has parts, an all-reduce of a scale for each row
-    of either operand over `tensor`.
+    Keeps both for the backward as they are; communicates nothing.
     """
-    return _scaled(how, how.numbers, how.dtype, how.sums_parts, a, b)
+    return _scaled(how, how.numbers, how.dtype, a, b)
 
 
 def _forward(how: ScaledProduct, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _scaled(how, how.numbers, how.dtype, how.sums_parts, a, b), (a, b)
+    return _scaled(how, how.numbers, how.dtype, a, b), (a, b)
 
 
 def _backward(how: ScaledProduct, kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, ...]:
@@ -74,7 +67,7 @@ def _backward(how: ScaledProduct, kept: tuple[jax.Array, jax.Array], g: jax.Arra
     of_x, of_w = free[1 - how.weight], free[how.weight]
     first = len(batch[0]) + (len(of_x) if how.weight else 0)
     numbers = ((tuple(range(first, first + len(of_w))), of_w), (tuple(range(len(batch[0]))), batch[how.weight]))
-    dx = _scaled(how, numbers, x.dtype, how.keeps_parts, g, w)
+    dx = _scaled(how, numbers, x.dtype, g, w)
     pairs = sorted(zip(sums[how.weight], sums[1 - how.weight], strict=True))  # the result's last dims are w's, in order
     order = (*batch[1 - how.weight], *of_x, *(d for _, d in pairs))
     plain = lambda w: _dot((x, w) if how.weight else (w, x), how)
@@ -90,10 +83,10 @@ def _dot(operands: tuple[jax.Array, jax.Array], how: ScaledProduct) -> jax.Array
     return lax.dot_general(*operands, how.numbers, preferred_element_type=how.dtype)
 
 
-def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, parts: bool, a: jax.Array, b: jax.Array) -> jax.Array:
+def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of the quantised operands, times the scales. These are powers of two: no factor rounds."""
     with jax.named_scope(SCOPE + how.path.replace("/", ".")):
-        (a8, of_a), (b8, of_b) = (quantised(v, dims, parts) for v, dims in zip((a, b), numbers[0], strict=True))
+        (a8, of_a), (b8, of_b) = (quantised(v, dims) for v, dims in zip((a, b), numbers[0], strict=True))
         y = lax.dot_general(a8, b8, numbers, preferred_element_type=dtype)
         sums, batch = numbers
         m, n = (len(_free(v, sums[side], batch[side])) for side, v in enumerate((a, b)))

@@ -1,6 +1,5 @@
 """FP8: products as a plain reference has them, one device's numbers under every strategy, kernels that are FP8."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -15,7 +14,6 @@ from cells import check as check_cell
 from cells import initial
 from flax import nnx
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.collectives.compiling import compiler_options
@@ -24,20 +22,25 @@ from jaxpar.inspect.compiled.cost import Costs
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.targets import target
 from jaxpar.layout import precision
+from jaxpar.localise.fp8 import product as fp8
 from jaxpar.localise.fp8.product import ScaledProduct, product, quantised
 from jaxpar.models import llama, mixtral
 
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 2
-# In float32 other orders of sums differ in the last bits, and now and then another FP8 number is nearest: one of
-# thousands of products' terms by 6%. Scales that followed the layout would differ in all of them: errors of 0.1.
-FLIPS = 1e-3
+# In float32 other orders of sums differ in the last bits, and in one of some 10^6 roundings another FP8 number is
+# nearest: from there on one token of 32 differs by FP8's rounding. All others, and mostly all, differ by 4e-7.
+FLIPS = 0.02
 
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the FP8 products in float32, so that parity is not hidden by bfloat16's rounding."""
+    """All but the FP8 products in float32, so that bfloat16's rounding does not hide parity; and these in e5m2, so that
+    of a part of a row nothing else is too small than of the whole.
+    """
     monkeypatch.setitem(precision._DTYPES, "fp8", jnp.float32)
+    monkeypatch.setattr(fp8, "F8", jnp.float8_e5m2)
+    monkeypatch.setattr(fp8, "_MOST", float(jnp.finfo(jnp.float8_e5m2).max))
 
 
 def _plain(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
@@ -68,7 +71,7 @@ def test_a_product_and_its_gradients_are_the_plain_ones(
     shared = [c for c in names[0] if c in names[1]]
     sums, batch = [c for c in shared if c not in out], [c for c in shared if c in out]
     numbers: Any = tuple(tuple(tuple(n.index(c) for c in cs) for n in names) for cs in (sums, batch))
-    how = ScaledProduct(numbers, jnp.dtype("float32"), weight, False, False, "w")
+    how = ScaledProduct(numbers, jnp.dtype("float32"), weight, "w")
     order = "".join([*batch, *(c for n in names for c in n if c not in shared)])
     assert order == out  # what dot_general returns
     dims = lambda name, cs: tuple(name.index(c) for c in cs)
@@ -104,31 +107,14 @@ def test_scales_are_powers_of_two_and_each_row_is_its_own() -> None:
     assert np.isfinite(back[[0, 1, 2, 5]]).all()
 
 
-def test_tensor_ranks_agree_on_the_scales_of_rows_that_they_share() -> None:
-    keys = jax.random.split(jax.random.key(0))
-    x, w = (jax.random.normal(key, shape) for key, shape in zip(keys, ((6, 32), (32, 8)), strict=True))
-    x, w = x * jnp.linspace(1, 9, 32), w * jnp.linspace(1, 9, 32)[:, None]  # the largest elements are the last rank's
-    numbers: Any = (((1,), (0,)), ((), ()))
-    whole = ScaledProduct(numbers, jnp.dtype("float32"), 1, False, False, "w")
-    of_rows, of_columns = (
-        dataclasses.replace(whole, sums_parts=a, keeps_parts=b) for a, b in ((True, False), (False, True))
-    )
-
-    def both(how: ScaledProduct, x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-        y, pull = jax.vjp(functools.partial(product, how), x, w)
-        return y, *pull(g)
-
-    g, mesh = jnp.cos(x @ w), jax.make_mesh((2,), ("tensor",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    expected = jax.jit(functools.partial(both, whole))(x, w, g)
-    split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    rows = lambda *args: (lambda y, *cts: (jax.lax.psum(y, "tensor"), *cts))(*both(of_rows, *args))
-    at = (P(None, "tensor"), P("tensor"))
-    found = jax.jit(split(rows, in_specs=(*at, P()), out_specs=(P(), *at)))(x, w, g)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
-    columns = lambda *args: (lambda y, dx, dw: (y, jax.lax.psum(dx, "tensor"), dw))(*both(of_columns, *args))
-    at = P(None, "tensor")
-    found = jax.jit(split(columns, in_specs=(P(), at, at), out_specs=(at, P(), at)))(x, w, g)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+def test_a_part_of_a_row_rounds_as_the_whole() -> None:
+    """Scales are powers of two: tensor ranks need not agree on them."""
+    x = jax.random.normal(jax.random.key(0), (6, 32)) * 2.0 ** jnp.linspace(0, 6, 32)
+    low, scale = quantised(x, (1,))
+    parts = [quantised(part, (1,)) for part in jnp.split(x, 4, 1)]
+    assert len({float(of[0, 0]) for _, of in parts}) > 1
+    values = jnp.concatenate([part.astype(jnp.float32) * of for part, of in parts], 1)
+    np.testing.assert_array_equal(values, low.astype(jnp.float32) * scale)
 
 
 class Block(nnx.Module):
@@ -189,11 +175,11 @@ def test_a_server_is_refused() -> None:
         jp.Strategy.parse("dp,precision=fp8")
 
 
-CONFIG = llama.Config(vocab=64, dim=128, layers=4, heads=4, kv_heads=4, ffn=128)
+CONFIG = llama.Config(vocab=64, dim=128, layers=2, heads=4, kv_heads=4, ffn=128)
 
 
-def _text(rows: int = 8, length: int = 8) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
+def _text(rows: int = 8, length: int = 4) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(1)
     tokens = draw.integers(0, 64, (rows, length + 1)).astype(np.int32)
     return {"tokens": tokens, "mask": draw.uniform(0.1, 2.0, (rows, length)).astype(np.float32)}
 
@@ -203,7 +189,7 @@ def _models() -> dict[str, Any]:
     moe = mixtral.Config(vocab=64, dim=128, layers=2, heads=4, kv_heads=2, ffn=128, experts=4)
     return {
         "llama": jp.from_nnx(lambda rngs: llama.Llama(CONFIG, rngs=rngs), llama.loss),
-        "mixtral": jp.from_nnx(lambda rngs: mixtral.Mixtral(moe, rngs=rngs), mixtral.loss),
+        "mixtral": jp.from_nnx(lambda rngs: mixtral.Mixtral(moe, rngs=rngs), mixtral.loss, rows="independent"),
     }
 
 
@@ -235,7 +221,7 @@ def _traced(step: Any, batch: Any) -> Any:
             (strategy, "llama")
             for strategy in (
                 "ddp",
-                "zero2,microbatches=2",
+                "fsdp=4,zero=2,microbatches=2",
                 "fsdp=4,remat=layer",
                 "fsdp=2,prefetch=1,microbatches=2",
                 "tensor=2,remat=dots",
@@ -285,8 +271,8 @@ def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     assert (found.verdict, found.promised) == ("ok", found.found)
     flops = Costs.from_hlo(compiled.as_text()).flops
     layer = 4 * CONFIG.dim**2 + 3 * CONFIG.dim * CONFIG.ffn
-    passes = 3 if "remat" in strategy else 2
-    assert flops["float8_e4m3fn"] == 2 * passes * CONFIG.layers * layer * 8 * 128 // 2
+    again = layer - CONFIG.dim * CONFIG.ffn if "remat" in strategy else 0  # nothing reads the last product again
+    assert flops["float8_e4m3fn"] == 2 * (2 * layer + again) * CONFIG.layers * 8 * 128 // 2
     said = " ".join(str(explain(step, batch, compiled)).split())
     assert "are in FP8, but for those of the gradients of weights" in said
     assert "Products of head/kernel stay in bfloat16: of no layer" in said
