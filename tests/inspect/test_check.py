@@ -92,6 +92,7 @@ STRATEGIES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.xdist_group("check")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_keep_their_promises(strategy: str) -> None:

@@ -183,6 +183,7 @@ def assert_same(found: Any, wanted: Any, before: Any) -> None:
         assert np.abs(a - b).max() <= 2e-5 * max(moved, 1e-3) + rounded
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:tensor")
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "devices", "model"),
