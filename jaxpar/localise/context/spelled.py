@@ -10,10 +10,11 @@ by Ulysses, or by a fused kernel. What is between scores and softmax may scale t
 Dims: B rows, T query positions, S key positions, K key heads, G query heads of each, h head_dim.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
@@ -24,7 +25,15 @@ from ...program import jaxpr as jx
 from ...program.walk import CUSTOM, called
 from .hidden import ALL, HIDING, Choice, Hindered, Number, Scope, Seen, describe, number_of, ones_dropped
 
-Names = tuple[Any, ...]
+
+class Dim(NamedTuple):
+    """A dim of more than one element: "t", "s" and "h" as above, ("b", n) of rows and heads, ("g", d) of groups."""
+
+    name: Any
+    size: int
+
+
+Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is, merged; none of one element
 _SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce_precision")
 
 
@@ -225,22 +234,30 @@ def _along(atom: Any, dim: int, scope: Scope) -> bool:
 
 
 def _moves(eqn: Any) -> bool:
-    """Whether an equation only casts a value, or moves its dims, or brings and takes dims of one element."""
+    """Whether an equation only casts a value, or moves, merges and splits its dims."""
     name = eqn.primitive.name
-    if name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
+    if name == "broadcast_in_dim":
+        dims = [*map(int, eqn.params["broadcast_dimensions"])]
         same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
-        return bool(eqn.invars[0].aval.shape) and same
-    return name in (*_SAME, "transpose")
+        return bool(dims) and same and dims == sorted(dims)
+    return name in (*_SAME, "transpose", "reshape", "squeeze", "expand_dims")
 
 
 def _moved(eqn: Any, names: Names) -> Names:
-    """The names of the dims of such an equation's result, from its operand's; dims of one element have none."""
+    """The names of the dims of such an equation's result, from its operand's. Raises Hindered."""
     if eqn.primitive.name == "transpose":
         return tuple(names[int(d)] for d in eqn.params["permutation"])
     if eqn.primitive.name in _SAME:
         return names
-    rest = iter([x for x, n in zip(names, eqn.invars[0].aval.shape, strict=True) if n != 1])
-    return tuple(next(rest) if n != 1 else None for n in eqn.outvars[0].aval.shape)
+    rest, moved = [dim for dims in names for dim in dims], list[tuple[Dim, ...]]()
+    for n in eqn.outvars[0].aval.shape:
+        taken = []
+        while math.prod(dim.size for dim in taken) < n and rest:
+            taken.append(rest.pop(0))
+        if math.prod(dim.size for dim in taken) != n:
+            raise Hindered(eqn, "cuts dims of scores elsewhere than they were")
+        moved.append(tuple(taken))
+    return tuple(moved)
 
 
 def _score_chain(atom: Any, scope: Scope) -> tuple[Any, list[tuple[Any, int]]] | None:
@@ -302,7 +319,8 @@ class _Scores:
         self.seen, self.hiding = self.seen & seen, [*self.hiding, by]
 
     def _of(self, atom: Any, eqn: Any) -> Any:
-        labels = tuple(x if x in (None, "t", "s") else "b" for x in self.names)
+        label = lambda dims: (dims[0].name if dims[0].name in ("t", "s") and len(dims) == 1 else "b") if dims else None
+        labels = tuple(map(label, self.names))
         return describe(atom, labels if not jx.is_literal(atom) and atom.aval.shape else (), self.scope, eqn)
 
 
@@ -315,8 +333,7 @@ def _numbers(eqn: Any) -> tuple[tuple[list[int], list[int]], tuple[list[int], li
 def _named(product: Any, at: int) -> tuple[Names, Names]:
     """The names of the dims of queries and of keys, which are operand `at` of their product. Raises Hindered.
 
-    "t", "s" and "h" as above; ("b", n) of the n-th dim that both share, rows before heads; ("g", d) of what queries
-    alone have; None of one element.
+    Of what both share, rows come before heads.
     """
     summed, shared = _numbers(product)
     query, key = (product.invars[i].aval.shape for i in (1 - at, at))
@@ -333,7 +350,7 @@ def _named(product: Any, at: int) -> tuple[Names, Names]:
     name: list[dict[int, Any]] = [{}, {}]
     for i, positions in ((1 - at, {d: ("g", d) for d in of_q} | {alike[0]: "t"}), (at, {of_k[0]: "s"})):
         name[i] = positions | {summed[i][0]: "h"} | {shared[i][n]: ("b", rank) for rank, n in enumerate(order)}
-    names = lambda i, shape: tuple(None if n == 1 else name[i][d] for d, n in enumerate(shape))
+    names = lambda i, shape: tuple((Dim(name[i][d], n),) if n != 1 else () for d, n in enumerate(shape))
     return names(1 - at, query), names(at, key)
 
 
@@ -362,38 +379,38 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Found:
 
     query, key, value = product.invars[1 - at], product.invars[at], last.invars[1 - side]
     summed, shared = _numbers(last)
-    name = dict(zip(shared[1 - side], (of_p[d] for d in shared[side]), strict=True))
-    name |= dict(zip(summed[1 - side], (of_p[d] for d in summed[side]), strict=True))
-    of_v: Names = tuple(None if n == 1 else name.get(d, "h") for d, n in enumerate(value.aval.shape))
-    wanted = _of_product(last, (of_p, of_v) if side == 0 else (of_v, of_p))
-    sizes = dict(zip((*of_q, *of_k), (*query.aval.shape, *key.aval.shape), strict=True))
-    if scores.names[weights.dim] != "s" or sorted(map(str, of_v)) != sorted(map(str, of_k)):
+    there = dict(zip((*shared[1 - side], *summed[1 - side]), (*shared[side], *summed[side]), strict=True))
+    of_v: Names = tuple(
+        (of_p[there[d]] if d in there else (Dim("h", n),)) if n != 1 else () for d, n in enumerate(value.aval.shape)
+    )
+    wanted = [*itertools.chain(*_of_product(last, (of_p, of_v) if side == 0 else (of_v, of_p)))]
+    own = {*itertools.chain(*of_q)}
+    over = [dim.name for dim in scores.names[weights.dim]]
+    if over != ["s"] or [dim.name for d in summed[side] for dim in of_p[d]] != ["s"] or {*of_v} != {*of_k}:
         raise Hindered(last, "weighs values that do not go with the keys, head by head")
-    if {x: n for x, n in zip(of_v, value.aval.shape, strict=True) if x} != {x: sizes[x] for x in of_k if x}:
-        raise Hindered(last, f"has values {list(value.aval.shape)} and keys {list(key.aval.shape)}")
-    if {*wanted} - {None} != {*of_q} - {None}:
+    if {*wanted} != own or len(wanted) != len(own):
         raise Hindered(last, "has a result with other dims than its queries")
+    sizes = {dim.name: dim.size for dim in (*own, *itertools.chain(*of_k))}
     causal, window, ids = scores.seen.options(sizes["t"], sizes["s"], last)
-    groups = [x for x in of_q if x is not None and x[0] == "g"]
-    heads = [x for x in (("b", 1),) if x in sizes]
-    rows = [x for x in (("b", 0),) if x in sizes]
+    groups = [name for name in sizes if name[0] == "g"]
+    rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
     scale, result = scores.scale, last.outvars[0].aval
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
         """[B, positions, heads, h]: dims of these names, in each of the four."""
-        flat = [names.index(x) for dims in order for x in dims]
+        at = {dims[0].name: d for d, dims in enumerate(names) if dims}
+        flat = [at[name] for dims in order for name in dims]
         rest = [d for d in range(x.ndim) if d not in flat]
-        shape = [math.prod(sizes[x] for x in dims) for dims in order]
-        return jnp.transpose(x, (*rest, *flat)).reshape(shape)
+        return jnp.transpose(x, (*rest, *flat)).reshape([math.prod(sizes[name] for name in dims) for dims in order])
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
         q = laid(query, of_q, rows, ["t"], heads + groups, ["h"])
         k, v = (laid(x, names, rows, ["s"], heads, ["h"]) for x, names in ((key, of_k), (value, of_v)))
-        segments = [jnp.broadcast_to(x.reshape(-1, x.size if not rows else sizes["t"]), q.shape[:2]) for x in ids]
+        segments = [jnp.broadcast_to(x.reshape(-1, sizes["t"]), q.shape[:2]) for x in ids]
         options = {"causal": causal, "window": window, "segment_ids": next(iter(segments), None), "scale": scale}
         out = attention(q.astype(v.dtype), k.astype(v.dtype), v, **options)
         mine = [*rows, "t", *heads, *groups, "h"]
-        out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(x) for x in wanted if x is not None])
+        out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(dim.name) for dim in wanted])
         return out.reshape(result.shape).astype(result.dtype)
 
     which = [*(["causal"] if causal else []), *([f"window={window}"] if window else []), *(["segments"] if ids else [])]
@@ -401,11 +418,9 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Found:
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: _Weights) -> bool:
-    """Whether the first operand of a product is the keys: whether the softmax is over a dim of it."""
-    first, second = (tuple(i if n != 1 else None for n in x.aval.shape) for i, x in enumerate(product.invars))
-    sides: Names = _of_product(product, (first, second))
-    shared = len(_numbers(product)[1][0])
-    sides = (*(None if x is None else 2 for x in sides[:shared]), *sides[shared:])
+    """Whether the first operand of a product is the keys: whether the softmax is over a dim of it. Raises Hindered."""
+    mark = lambda i: tuple((Dim(i, n),) if n != 1 else () for n in product.invars[i].aval.shape)
+    names = _of_product(product, (mark(0), mark(1)))
     for eqn, _ in chain:
-        sides = _moved(eqn, sides) if _moves(eqn) else sides
-    return sides[weights.dim] == 0
+        names = _moved(eqn, names) if _moves(eqn) else names
+    return [dim.name for dim in names[weights.dim]] == [0]

@@ -276,7 +276,7 @@ NOT_TAKEN: dict[Spelling, str] = {
     hidden_a_little: "hides keys by -5, which is above -10000",
     hidden_less_by_a_scale: "hides keys by -2000, which is above -10000",
     future: "lets query i see keys from i - -1 to i - -inf",
-    dropped: "computes select_n of weights, as dropout does",
+    dropped: "computes div of weights, as dropout does",
     of_queries: "weighs values that do not go with the keys",
     two_kinds_of_ids: "ids that are not the same",
 }
