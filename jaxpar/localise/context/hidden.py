@@ -107,14 +107,14 @@ ALL = Seen()
 
 
 @dataclass(frozen=True)
-class Number:
+class Constant:
     """The same everywhere."""
 
     value: float
 
 
 @dataclass(frozen=True)
-class Position:
+class Linear:
     """i times the query's position, j times the key's, and a number."""
 
     i: float
@@ -123,7 +123,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Either:
     """`yes` where seen, `no` elsewhere."""
 
     seen: Seen
@@ -131,7 +131,7 @@ class Choice:
     no: float
 
 
-Value = Number | Position | Choice | Ids
+Value = Constant | Linear | Either | Ids
 
 
 def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
 
 def number_of(value: Value, eqn: Any) -> float:
     """Raises Hindered where it is no number."""
-    if isinstance(value, Number):
+    if isinstance(value, Constant):
         return value.value
     raise Hindered(eqn, "takes what is no number")
 
@@ -164,7 +164,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         return _of_array(np.asarray(scope.consts[atom]), labels, reader)
     elif atom in scope.outer and scope.around is not None:
         found = describe(scope.outer[atom], labels, scope.around, reader)
-        if isinstance(found, Choice) and found.seen.ids:
+        if isinstance(found, Either) and found.seen.ids:
             raise Hindered(reader, "compares ids outside of a loop over layers; do so within it")
         return replace(found, atom=atom) if isinstance(found, Ids) else found
     if not _is_ids(atom, labels):
@@ -182,7 +182,7 @@ def _of_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
     """Of an array that is there: a number, positions, or one of two numbers by a band of positions."""
     values = np.unique(array)
     if len(values) == 1:
-        return Number(values[0].item())
+        return Constant(values[0].item())
     square, wide = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
     if wide in (["t"], ["s"]) and (square == square[0] + np.arange(len(square))).all():
         return _counted(wide[0], square[0].item())
@@ -194,12 +194,12 @@ def _of_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
             if (band == (square == yes)).all():
                 least = -math.inf if of.min() == away.min() else of.min().item()
                 most = math.inf if of.max() == away.max() else of.max().item()
-                return Choice(Seen(least, most), yes.item(), no.item())
+                return Either(Seen(least, most), yes.item(), no.item())
     raise Hindered(reader, f"takes an array {list(array.shape)} that is no band of positions")
 
 
-def _counted(side: str, plus: float) -> Position:
-    return Position(1, 0, plus) if side == "t" else Position(0, 1, plus)
+def _counted(side: str, plus: float) -> Linear:
+    return Linear(1, 0, plus) if side == "t" else Linear(0, 1, plus)
 
 
 def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
@@ -212,7 +212,7 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
         if side in ("t", "s"):
             return _counted(side, 0)
         if side is None:
-            return Number(0)
+            return Constant(0)
     elif name == "broadcast_in_dim":
         dims, shape = params["broadcast_dimensions"], ins[0].aval.shape
         return of(ins[0], tuple(labels[int(d)] if n != 1 else None for d, n in zip(dims, shape, strict=True)))
@@ -244,21 +244,21 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
 
 def _sliced(value: Value, t: int, s: int, eqn: Any) -> Value:
     match value:
-        case Number():
+        case Constant():
             return value
-        case Position(i, j, plus):
-            return Position(i, j, plus + i * t + j * s)
-        case Choice(seen, yes, no) if not seen.ids:
-            return Choice(seen.moved(t - s), yes, no)
+        case Linear(i, j, plus):
+            return Linear(i, j, plus + i * t + j * s)
+        case Either(seen, yes, no) if not seen.ids:
+            return Either(seen.moved(t - s), yes, no)
     raise Hindered(eqn, "cuts ids")
 
 
 def _each(of: Callable[[Any], Any], value: Value, eqn: Any) -> Value:
     match value:
-        case Number(x):
-            return Number(_plain(of(x)))
-        case Choice(seen, yes, no):
-            return Choice(seen, _plain(of(yes)), _plain(of(no)))
+        case Constant(x):
+            return Constant(_plain(of(x)))
+        case Either(seen, yes, no):
+            return Either(seen, _plain(of(yes)), _plain(of(no)))
     if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.number):
         return value
     raise Hindered(eqn, f"computes {eqn.primitive.name} of positions or ids")
@@ -272,34 +272,34 @@ def _both(name: str, a: Value, b: Value, eqn: Any) -> Value:
     """Of two operands. Raises Hindered."""
     of = _TOGETHER[name]
     match a, b:
-        case Number(x), Number(y):
-            return Number(of(x, y))
-        case Choice(seen, yes, no), Number(y):
-            return Choice(seen, of(yes, y), of(no, y))
-        case Number(x), Choice(seen, yes, no):
-            return Choice(seen, of(x, yes), of(x, no))
-        case Choice(), Choice():
+        case Constant(x), Constant(y):
+            return Constant(of(x, y))
+        case Either(seen, yes, no), Constant(y):
+            return Either(seen, of(yes, y), of(no, y))
+        case Constant(x), Either(seen, yes, no):
+            return Either(seen, of(x, yes), of(x, no))
+        case Either(), Either():
             both, first, second, none = (of(x, y) for x in (a.yes, a.no) for y in (b.yes, b.no))
             return _by_two(a.seen, b.seen, both, first, second, none, eqn)
         case Ids(root, _, side), Ids(other, _, far) if root == other and {side, far} == {"t", "s"}:
             if name in ("eq", "ne"):
                 seen = Seen(ids=frozenset([a if side == "t" else b]))
-                return Choice(seen, name == "eq", name != "eq")
-        case ((Position() | Number()), (Position() | Number())):
+                return Either(seen, name == "eq", name != "eq")
+        case ((Linear() | Constant()), (Linear() | Constant())):
             (i, j, x), (k, l, y) = _terms(a), _terms(b)
             if name in ("add", "sub"):
                 sign = 1 if name == "add" else -1
-                return Position(i + sign * k, j + sign * l, x + sign * y)
-            if name == "mul" and (isinstance(a, Number) or isinstance(b, Number)):
-                by = x if isinstance(a, Number) else y
-                return Position(*(by * z for z in (_terms(b) if isinstance(a, Number) else _terms(a))))
+                return Linear(i + sign * k, j + sign * l, x + sign * y)
+            if name == "mul" and (isinstance(a, Constant) or isinstance(b, Constant)):
+                by = x if isinstance(a, Constant) else y
+                return Linear(*(by * z for z in (_terms(b) if isinstance(a, Constant) else _terms(a))))
             if name in _COMPARED:
                 return _compared(name, i - k, j - l, x - y, eqn)
     raise Hindered(eqn, f"computes {name} of what is no position, or of ids that are not the same")
 
 
 def _terms(value: Any) -> tuple[float, float, float]:
-    return (0, 0, value.value) if isinstance(value, Number) else (value.i, value.j, value.plus)
+    return (0, 0, value.value) if isinstance(value, Constant) else (value.i, value.j, value.plus)
 
 
 def _compared(name: str, i: float, j: float, plus: float, eqn: Any) -> Value:
@@ -307,53 +307,53 @@ def _compared(name: str, i: float, j: float, plus: float, eqn: Any) -> Value:
     if i == -1 and j == 1:
         name, i, j, plus = _FLIPPED.get(name, name), 1, -1, -plus
     if (i, j) == (0, 0):
-        return Number(_COMPARED[name](plus, 0))
+        return Constant(_COMPARED[name](plus, 0))
     if (i, j) != (1, -1):
         raise Hindered(eqn, f"compares {i:g} times the query's position and {j:g} times the key's")
     least = {"ge": math.ceil(-plus), "gt": math.floor(-plus) + 1, "eq": -plus, "ne": -plus}.get(name, -math.inf)
     most = {"le": math.floor(-plus), "lt": math.ceil(-plus) - 1, "eq": -plus, "ne": -plus}.get(name, math.inf)
-    return Choice(Seen(least, most), name != "ne", name == "ne")
+    return Either(Seen(least, most), name != "ne", name == "ne")
 
 
 def _chosen(which: Value, no: Value, yes: Value, eqn: Any) -> Value:
     """`select_n` of two cases."""
     match which:
-        case Number(x):
+        case Constant(x):
             return yes if x else no
-        case Choice(seen, 1, 0):
+        case Either(seen, 1, 0):
             pass
-        case Choice(seen, 0, 1):
+        case Either(seen, 0, 1):
             yes, no = no, yes
         case _:
             raise Hindered(eqn, "chooses by what is no comparison of positions or ids")
     match yes, no:
-        case Number(x), Number(y):
-            return Choice(seen, x, y)
-        case Choice(also, x, y), Number(z):
+        case Constant(x), Constant(y):
+            return Either(seen, x, y)
+        case Either(also, x, y), Constant(z):
             return _by_two(seen, also, x, y, z, z, eqn)
-        case Number(z), Choice(also, x, y):
+        case Constant(z), Either(also, x, y):
             return _by_two(seen, also, z, z, x, y, eqn)
     raise Hindered(eqn, "chooses between more than two numbers")
 
 
-def _by_two(a: Seen, b: Seen, both: float, first: float, second: float, none: float, eqn: Any) -> Choice:
+def _by_two(a: Seen, b: Seen, both: float, first: float, second: float, none: float, eqn: Any) -> Either:
     """What is `both` where a and b see, `first` where a alone does, and so on: a choice where three of the four are
     one, or hide alike.
     """
     if first == second == none or (both == 0 and max(first, second, none) <= HIDING):
-        return Choice(a & b, both, max(first, second, none))
+        return Either(a & b, both, max(first, second, none))
     if both == first and second == none:
-        return Choice(a, both, none)
+        return Either(a, both, none)
     if both == second and first == none:
-        return Choice(b, both, none)
+        return Either(b, both, none)
     if a == b:
-        return Choice(a, both, none)
+        return Either(a, both, none)
     if both == second == none:
-        return Choice(a & b.complement(eqn), first, none)
+        return Either(a & b.complement(eqn), first, none)
     if both == first == none:
-        return Choice(b & a.complement(eqn), second, none)
+        return Either(b & a.complement(eqn), second, none)
     if both == first == second:
-        return Choice(a.complement(eqn) & b.complement(eqn), none, both)
+        return Either(a.complement(eqn) & b.complement(eqn), none, both)
     raise Hindered(eqn, "has more than two values")
 
 

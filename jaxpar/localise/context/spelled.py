@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from ...ops.attention import attention
 from ...program import jaxpr as jx
 from ...program.walk import CUSTOM, called
-from .hidden import ALL, HIDING, Choice, Hindered, Number, Scope, Seen, describe, number_of, ones_dropped
+from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of, ones_dropped
 
 
 class Dim(NamedTuple):
@@ -38,7 +38,7 @@ _SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce
 
 
 @dataclass(frozen=True)
-class Found:
+class SpelledAttention:
     """One attention that a program spells out.
 
     Attributes:
@@ -149,7 +149,7 @@ def _type(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
 
-def _in(scope: Scope, hindered: dict[str, str]) -> list[Found]:
+def _in(scope: Scope, hindered: dict[str, str]) -> list[SpelledAttention]:
     """Every attention of a program, not of those that it holds."""
     found = []
     for eqn in scope.eqns:
@@ -299,15 +299,15 @@ class _Scores:
             self.scale, self.hiding = self.scale * by, [x * by for x in self.hiding]
         elif name in ("add", "sub"):
             match self._of(other, eqn):
-                case Number(_):  # of which a softmax knows nothing
+                case Constant(_):  # of which a softmax knows nothing
                     pass
-                case Choice(seen, yes, no):
+                case Either(seen, yes, no):
                     self._hide(seen, no - yes if name == "add" else yes - no)
                 case _:
                     raise Hindered(eqn, "adds a bias to scores")
         elif name == "select_n":
             match self._of(eqn.invars[0], eqn):
-                case Choice(seen, yes, no) if {yes, no} == {0, 1}:
+                case Either(seen, yes, no) if {yes, no} == {0, 1}:
                     seen = seen if yes == operand - 1 else seen.complement(eqn)
                     self._hide(seen, number_of(self._of(eqn.invars[3 - operand], eqn), eqn))
                 case _:
@@ -361,7 +361,7 @@ def _of_product(eqn: Any, operands: Sequence[Names]) -> Names:
     return (*(operands[0][d] for d in shared[0]), *rest(0), *rest(1))
 
 
-def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Found:
+def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> SpelledAttention:
     """The attention that ends in a product, of weights that are operand `side` and of values. Raises Hindered."""
     if (behind := _score_chain(weights.scores, scope)) is None:
         raise Hindered(last, "weighs values by a softmax of what is no product of two")
@@ -414,7 +414,7 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Found:
         return out.reshape(result.shape).astype(result.dtype)
 
     which = [*(["causal"] if causal else []), *([f"window={window}"] if window else []), *(["segments"] if ids else [])]
-    return Found(last, (query, key, value, *ids), run, ", ".join(which) or "all keys")
+    return SpelledAttention(last, (query, key, value, *ids), run, ", ".join(which) or "all keys")
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: _Weights) -> bool:

@@ -145,7 +145,7 @@ def test_zero_shards_over_fsdp_and_context() -> None:
     [
         ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
         ("llama_gqa", "context=4,tensor=2", "usp", "does not divide 4 and 2 heads of a tensor rank"),
-        ("alibi", "context=2", "gather", "calls no jp.attention"),
+        ("alibi", "context=2", "gather", "computes pow of positions or ids"),
         ("llama_gqa", "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1", "ulysses", "divides 4 and 2 heads"),
     ],
 )
