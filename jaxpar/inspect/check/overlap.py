@@ -1,10 +1,10 @@
 """Whether the collectives that a strategy hides are under way while something is computed, by predicted time.
 
 Hidden is what layers send, again and again: ZeRO gathers and reduces one layer while another is computed (Zhao et al.
-2023, arXiv:2304.11277, section 3.3.1), DDP's reductions follow the backward (Li et al. 2020, arXiv:2006.15704, section
-3.2.3), and where microbatches run side by side (`concurrent`, `1f1b-overlap`), so do activations that `tensor`,
-`context` and `expert` send. What runs once in a microbatch, such as the first gather and that of a head, has nothing
-before it or after it, and is promised by none.
+2023, arXiv:2304.11277, section 3.3.1), DDP reduces in its backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
+Where microbatches run side by side (`concurrent`, `1f1b-overlap`), so are activations that `tensor`, `context` and
+`expert` send, half of their seconds: where an iteration begins and ends, the other microbatch has nothing to compute.
+What runs once in a microbatch, such as the first gather and that of a head, is promised by none.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 
 from ...axes import SHARDS
 from ...machines import leaves_host
+from ...parallel import rule_of
 from ...step.core import Step
 from ...text import few
 from ..compiled.hlo import Instruction, arrays
@@ -21,8 +22,10 @@ from ..predict import Part, predict
 from ..targets.hardware import KINDS, Hardware
 from .proof import Finding
 
-WAITS = 0.1  # of a collective's own seconds: so much of it may wait
+WAITS = 0.1  # of a collective's own seconds: so much may wait of one of parameters
+OF_ACTIVATIONS = 0.5  # and of all together that send activations over an axis
 SMALL = 0.01  # of the step's seconds: so much may wait for collectives of a kind over an axis, all together
+_ACTIVATIONS = "activations"
 _PARAMETERS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -59,9 +62,10 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
     found = predict(program, step, batch, hardware)
     groups: dict[str, list[Part]] = {}
     for part in found.collectives:
-        again = part.executions > (1 if step.schedule is not None else step.strategy.turns)
-        if again and (_of_parameters(part) or _beside_others(step, part)):
-            groups.setdefault(f"{part.kind} {'+'.join(part.axes)}", []).append(part)
+        if part.executions > (1 if step.schedule is not None else step.strategy.turns) and (
+            kind := _promised(step, part)
+        ):
+            groups.setdefault(f"{kind} {'+'.join(part.axes)}", []).append(part)
     waits = sum(part.exposed for parts in groups.values() for part in parts)
     note = (
         f"as predicted for {hardware.kind}, {_ms(waits)} of a step of {_ms(found.seconds)} wait for what is promised "
@@ -71,28 +75,29 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
         yield Finding("overlap", "no loop over layers sends", 0, 0, note=note)
     for called, parts in groups.items():
         late = [part for part in parts if part.exposed > WAITS * part.seconds]
-        if sum(part.exposed for part in late) <= SMALL * found.seconds:
+        enough = OF_ACTIVATIONS * sum(part.seconds for part in parts) if called.startswith(_ACTIVATIONS) else 0.0
+        if sum(part.exposed for part in late) <= max(enough, SMALL * found.seconds):
             late = []
         for part in late:
             i = next(i for block in program.module.computations.values() for i in block if i.name == part.name)
             why = _why(step, part, _leaf(step, batch, i), program.module.line(i))
-            what = f"{called} {part.executions} x"
+            what = f"{part.kind} {'+'.join(part.axes)} {part.executions} x"
             yield Finding("overlap", what, part.bytes, _hidden_bytes(part), "MISSING", why)
         if kept := [part for part in parts if part not in late]:
             sent = sum(part.bytes for part in kept), sum(map(_hidden_bytes, kept))
             yield Finding("overlap", f"{called} {sum(part.executions for part in kept)} x", *sent, note=note)
 
 
-def _of_parameters(part: Part) -> bool:
-    """Whether it sends weights or gradients."""
+def _promised(step: Step, part: Part) -> str:
+    """The kind of a collective that sends parameters or gradients of layers, or that it sends activations, where they
+    are promised to be hidden; else "".
+    """
     axes = {axis for named in part.axes for axis in named.rpartition(" of ")[2].split("+")}
-    return part.kind in _PARAMETERS and not axes & {"tensor", "pipe"} and bool(axes & {"data", "fsdp"})
-
-
-def _beside_others(step: Step, part: Part) -> bool:
-    """Whether another microbatch is computed meanwhile."""
-    beside = step.strategy.concurrent > 1 or step.strategy.schedule == "1f1b-overlap"
-    return beside and "pipe" not in part.axes
+    if part.kind in _PARAMETERS and not axes & {"tensor", "pipe"} and axes & {"data", "fsdp"}:
+        # What ZeRO-1 and 2 gather is the updated parameters, behind the backward.
+        return part.kind if part.kind != "all-gather" or "params" in rule_of(step.strategy).promise.holds else ""
+    beside = step.strategy.concurrent > 1 or (step.schedule is not None and step.schedule.kind == "1f1b-overlap")
+    return _ACTIVATIONS if beside and "pipe" not in axes else ""
 
 
 def _hidden_bytes(part: Part) -> int:
@@ -124,7 +129,7 @@ def _why(step: Step, part: Part, leaf: str, line: str) -> str:
         how = "what is computed between its start and its done takes less"
     if step.schedule is not None:
         hint = "slots of a pipeline gather and reduce where they run; zero=1 does so once a step"
-    elif _of_parameters(part) and not step.strategy.prefetches(leaves_host(step.mesh, SHARDS)):
+    elif _promised(step, part) != _ACTIVATIONS and not step.strategy.prefetches(leaves_host(step.mesh, SHARDS)):
         hint = "prefetch=1 sends it beside another layer"
     else:
         hint = f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
