@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from .hosts import ending, initialize
 from .inspect.check import RowCheck
 from .inspect.check import check as _check
 from .inspect.check import check_rows as _check_rows
+from .inspect.check.overlap import hardware_of
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
@@ -43,7 +44,7 @@ def make_train_step(
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
     rules: Rules | None = None,
-    check: bool = False,
+    check: bool | Literal["overlap"] = False,
     rows: str = "global",
     skip_nonfinite: bool = False,
     ids: Mapping[str, int] | None = None,
@@ -65,7 +66,7 @@ def make_train_step(
         annotations (`layout/dims/tensor.py`). They come before what the model and jaxpar know themselves.
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
         program does what the strategy promises: see `inspect/check/`. ValueError names each promise that is broken,
-        and nothing has run. Nothing is compiled twice for it.
+        and nothing has run. Nothing is compiled twice for it. "overlap": on GPUs, also that what layers send is hidden.
       rows: with several hosts, what a batch given to the step is: "global", the same on every host, which keeps its
         part; or "host", this host's own rows, as many as every other's, in the order of hosts along the mesh. Hosts
         that hold stages of one pipeline then give the same rows. With one host both are the same.
@@ -113,6 +114,10 @@ def make_train_step(
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
     step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
+    if check not in (True, False, "overlap"):
+        raise ValueError(f"check={check!r}: use True, False or 'overlap'")
+    if check == "overlap":
+        hardware_of(step)  # refuses before anything is compiled
     step.proves, step.rows, step.updates = check, rows, updates
     if (said := step.misdirected) is not None:
         warnings.warn(said, stacklevel=2)
@@ -136,7 +141,7 @@ _SHOWN = (
 class TrainStep(Step):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
-    proves = False  # whether what is compiled is checked before it runs
+    proves: bool | str = False  # whether what is compiled is checked before it runs
     updates = True  # whether it has an optimizer
 
     def __init__(self, *args: Any) -> None:
@@ -379,7 +384,7 @@ class TrainStep(Step):
             return
         if compiled is None and not self.strategy.server:
             compiled = super().compile(batch)  # jit finds it afterwards
-        _check(self, self.shapes(batch), compiled).require()
+        _check(self, self.shapes(batch), compiled, self.proves == "overlap").require()
         self._proven.add(kind)
 
 

@@ -370,6 +370,9 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         main([*words, "--target", "8xH1000"])
     assert exit_.value.code == 2
     assert "H1000" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--strategy", "zero1", "--overlap"])
+    assert "compiled for CPU has no asynchronous collectives" in capsys.readouterr().err
 
 
 @pytest.mark.cuda_compiler
