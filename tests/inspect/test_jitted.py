@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.cli.commands import run
 from jaxpar.inspect.targets import missing_compiler
 
 LAYERS, ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 64, 32, 128, 512, 1000
@@ -271,3 +274,22 @@ def test_on_gpus_that_are_not_here() -> None:
         found.prediction.seconds
         == jp.predict(*step_of(AbstractMesh((2, 8), ("fsdp", "tensor"))), target="16xH100").seconds
     )
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_steps.py").write_text(
+        "import jax.numpy as jnp\ndef make(): return jnp.sin, (jnp.ones(8),)\ndef bad(): return jnp.sin\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(["explain", "--step", "my_steps:make", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["memory"]["arguments"], found["ledger"]) == ("sin", 32, [])
+    for words, message in {
+        ("my_steps:bad",): r"--step my_steps:bad returned a \w+; needs a function without arguments that returns",
+        ("my_steps:none",): r"my_steps has no function 'none'; write def none\(\): return step, \(state, batch\)",
+        ("steps.py",): "--step steps.py is no package.module:function",
+        ("my_steps:make", "--strategy", "ddp"): "--step is a step by itself, and has no --strategy",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(["explain", "--step", *words])
