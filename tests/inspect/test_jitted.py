@@ -138,10 +138,12 @@ def test_a_dropped_constraint_has_its_line(found: Any) -> None:
 def test_a_replicated_optimizer_has_its_paths() -> None:
     step = step_of(mesh_of(), sharded_optimizer=False, donate=False)
     copied = jp.explain(*step)
-    mine = [f"state['opt_state'][0].{name}['layers']['{w}']" for name in ("mu", "nu") for w in ("up", "down")]
+    leaves = ("['layers']['up']", "['layers']['down']", "['embed']")
+    mine = [f"state['opt_state'][0].{moment}{leaf}" for moment in ("mu", "nu") for leaf in leaves]
     assert {x.path for x in copied.copied} == set(mine)
     assert {x.copied for x in copied.copied} == {("fsdp", "tensor")}
-    assert f"whole, {4 * 4 * LAYERS * WIDTH * HIDDEN / 1e6:.2f} MB, along fsdp+tensor" in " ".join(str(copied).split())
+    nbytes = 2 * 4 * (2 * LAYERS * WIDTH * HIDDEN + WORDS * WIDTH)
+    assert f"whole, {nbytes / 1e6:.2f} MB, along fsdp+tensor" in " ".join(str(copied).split())
     assert "No argument is donated" in str(copied)
     proof = jp.check(*step, promises=jp.Promises(copies={"fsdp": 1e6}))
     (broken,) = proof.broken
@@ -293,3 +295,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     }.items():
         with pytest.raises(ValueError, match=message):
             run(["explain", "--step", *words])
+
+
+def test_arguments_that_are_none_unread_or_bound() -> None:
+    place = NamedSharding(mesh_of(), P("fsdp"))
+
+    def step(bound: jax.Array, given: Any, unread: jax.Array) -> jax.Array:
+        return bound + given["x"]
+
+    x = jax.device_put(jnp.ones(8), place)
+    found = jp.explain(functools.partial(jax.jit(step), x), {"none": None, "x": x}, jnp.ones(3))
+    assert [x.path for x in found.arguments] == ["bound", "given['x']"]
+    assert jp.explain(functools.partial(step, x), {"none": None, "x": x}, x).arguments[0].path == "given['x']"
+    static = jax.jit(lambda x, n: x * n, static_argnums=1)
+    assert jp.explain(static, x, 3).arguments == jp.explain(static, x, 3, target="cpu:8").arguments[:1]

@@ -7,7 +7,7 @@ of `shard_map`, of `in_shardings`. What is donated and what `compiler_options` s
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,10 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def paths_of(fn: Any, args: Any) -> list[str]:
-    """Of each leaf of the arguments its path, as JAX has it: "state.params['w']"; "args[0]..." if `fn` is None."""
+def paths_of(fn: Any, args: Any, places: Sequence[int] = ()) -> list[str]:
+    """Of each leaf of the arguments its path, as JAX has it: "state.params['w']"; "args[0]..." if `fn` is None. Where
+    they are not all of the function's, `places` has their numbers.
+    """
     try:
         named = [*inspect.signature(fn).parameters.values()] if fn is not None else []
     except (TypeError, ValueError):  # of a function in C, say
@@ -36,7 +38,8 @@ def paths_of(fn: Any, args: Any) -> list[str]:
     plain = [p.name for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     found = []
     for (first, *rest), _ in jax.tree_util.tree_leaves_with_path(tuple(args)):
-        name = plain[first.idx] if first.idx < len(plain) else f"args[{first.idx}]"
+        at = places[first.idx] if places else first.idx
+        name = plain[at] if at < len(plain) else f"args[{at}]"
         found.append(name + jax.tree_util.keystr(tuple(rest)))
     return found
 

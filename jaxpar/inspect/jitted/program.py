@@ -1,5 +1,7 @@
 """Anything that `jax.jit` lowers, compiled and read: operations, mesh, what a device holds of each argument."""
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +78,8 @@ class JittedProgram:
 def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None, mesh: Any = None) -> JittedProgram:
     """Compiles and reads it; arguments and errors as for `explain`."""
     target = target_of(target) if isinstance(target, str) else target
+    while isinstance(fn, functools.partial) and hasattr(fn.func, "lower") and not fn.keywords:
+        fn, args = fn.func, (*fn.args, *args)  # what is jitted is to be lowered, and not traced into another
     given = getattr(fn, "compiled", getattr(fn, "lowered", fn))  # Flax and Equinox have their own around JAX's
     if isinstance(given, str | jax.stages.Compiled | jax.stages.Lowered):
         if args:
@@ -98,8 +102,14 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
         return _read(compiled.as_text() or "", compiled, paths, mesh or moved, target, names)
     lowered = as_given(fn, args)
     compiled = getattr(lowered, "lowered", lowered).compile()
-    infos = compiled.args_info[0]  # without static arguments
-    paths = paths_of(fn if len(infos) == len(args) else None, infos) if not compiled.args_info[1] else None
+    infos = compiled.args_info[0]  # without static arguments, wherever they were
+    shapes = lambda tree: jax.tree.map(lambda x: getattr(x, "shape", ()), tree)
+    dynamic = [
+        places
+        for places in itertools.combinations(range(len(args)), len(infos))
+        if all(shapes(args[at]) == shapes(info) for at, info in zip(places, infos, strict=True))
+    ]
+    paths = paths_of(fn, infos, dynamic[0]) if len(dynamic) == 1 else None
     mesh = mesh or _mesh_of(compiled) or _widest(meshes_of(fn, args))
     return _read(compiled.as_text() or "", compiled, paths, mesh, None, {})
 
@@ -156,11 +166,12 @@ def _widest(meshes: Sequence[Any]) -> Any:
 
 
 def _arguments(compiled: Any, paths: Sequence[str] | None) -> list[Argument]:
-    infos = jax.tree.leaves(compiled.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
+    both = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (compiled.args_info, compiled.input_shardings))
+    # Of what is not read the sharding is None, and of a None among the arguments both are.
+    pairs = [(info, sharding) for info, sharding in zip(*both, strict=True) if info is not None]
     paths = paths if paths is not None else paths_of(None, (*compiled.args_info[0], compiled.args_info[1]))
-    every = zip(paths, infos, shardings, strict=True)
-    return [_argument(path, info, sharding) for path, info, sharding in every if sharding is not None]  # it is read
+    every = zip(paths, pairs, strict=True)
+    return [_argument(path, info, sharding) for path, (info, sharding) in every if sharding is not None]
 
 
 def _argument(path: str, info: Any, sharding: Any) -> Argument:

@@ -22,7 +22,7 @@ from ..targets.devices import target as target_of
 from .program import Argument, JittedProgram, program_of
 from .sites import Site, sites_of
 
-LARGE = 1_000_000  # bytes of an argument whose copies are named
+LARGE = 1_000_000  # bytes of which is said that they are copies, or not donated
 _LISTED = 8
 
 
@@ -80,8 +80,11 @@ class JittedExplanation:
 
     @property
     def copied(self) -> tuple[Argument, ...]:
-        """Arguments of which devices along some axis hold the same 1 MB or more, what takes most first."""
-        large = (x for x in self.arguments or () if x.copied and x.held >= LARGE)
+        """Arguments of which devices along some axis hold the same, of 1 MB or a hundredth of what a device is given;
+        what takes most first.
+        """
+        least = min(LARGE, sum(x.held for x in self.arguments or ()) / 100)
+        large = (x for x in self.arguments or () if x.copied and x.held >= least)
         return tuple(sorted(large, key=lambda x: -x.held))
 
     def json(self) -> dict[str, Any]:
