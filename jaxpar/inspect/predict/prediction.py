@@ -15,6 +15,7 @@ Left out: caches, the launch of the step itself and its input, and clocks and po
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class Prediction:
       flops: of a device's matrix products, as the program computes them, recomputation included.
       model_flops: of a device, as the caller counts them, without recomputation; None where not given.
       peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 where it has none.
-      rows: of the global batch.
+      rows: of the global batch; 0 where not given.
       devices: number of them.
       hardware: their kind.
       parts: every kernel and collective, in the order in which they first run.
@@ -139,8 +140,9 @@ class Prediction:
         least, most = self.interval
         between = f" ({1e3 * least:.1f} to {1e3 * most:.1f})" if least < most else ""
         step = f"{1e3 * self.seconds:.1f} ms a step{between}"
+        speed = f", {self.rows_per_second:.2f} rows/s" if self.rows else ""
         bound = " (upper bound)" * self.upper_bound
-        head = f"{self.devices} x {self.hardware}: {step}, {self.rows_per_second:.2f} rows/s{bound}"
+        head = f"{self.devices} x {self.hardware}: {step}{speed}{bound}"
         if self.fits is False:
             taken, usable = size(self.memory or 0), size(self.usable or 0)
             fault = f"does not fit: it takes {taken} of a device, and may take {usable}; the program below cannot run"
@@ -193,6 +195,13 @@ def predict(
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = hosts_of(step.mesh.devices).ravel().tolist()
+    return timed(compiled, hosts, hardware, rows_of(batch), model_flops, platform)
+
+
+def timed(
+    compiled: Executable, hosts: Sequence[int], hardware: Hardware, rows: int, model_flops: float | None, platform: str
+) -> Prediction:
+    """The same of any program; `hosts`: for each place in its mesh the host of its device."""
     alone = len(hosts) == 1
     least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
     clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
@@ -201,7 +210,7 @@ def predict(
     if clock.overflows:
         worst = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
     bound = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
-    said = remarks(Costs.of(compiled), step.mesh.devices.flat[0].platform)
+    said = remarks(Costs.of(compiled), platform)
     kernels = [part for part in clock.parts if not part.collective]
     sent = [part for part in clock.parts if part.collective]
     exposed = sum(part.exposed for part in sent)
@@ -215,7 +224,7 @@ def predict(
         flops=sum(part.flops for part in kernels),
         model_flops=None if model_flops is None else model_flops / len(hosts),
         peak=clock.peak,
-        rows=rows_of(batch),
+        rows=rows,
         devices=len(hosts),
         hardware=hardware.kind,
         parts=tuple(clock.parts),
