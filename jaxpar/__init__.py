@@ -10,6 +10,7 @@ from .checkpoint.saved import Checkpoint
 from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
+from .inspect.nonfinite import trace_nonfinite
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
 from .layout.dims.matrices import matrices
@@ -59,6 +60,7 @@ __all__ = [
     "pad_rows",
     "plan",
     "simulate",
+    "trace_nonfinite",
     "verify",
 ]
 __version__ = "0.1.0"
