@@ -11,6 +11,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError
+from jaxpar.inspect.nonfinite.replay import Replay
 
 # One fault for each strategy in every run of the tests; all of them for each in the battery.
 SOME = dict(
@@ -119,7 +120,7 @@ def test_what_blocks_make_together_is_named() -> None:
         return jp.Mean(1e38 * (p["w"] * b["mask"]).sum(), b["mask"].sum() / 16)  # 2e38 for a block
 
     found = traced(jp.Model(lambda key: {"w": jnp.float32(0)}, huge), "ddp", batch)
-    assert (found.what, found.leaf) == ("sum", "w")
+    assert (found.what, found.of) == ("sum", "the gradients of w")
 
     def coupled(p: Any, b: Any, key: Any) -> jax.Array:
         every = jp.all_rows(b["x"] @ p["w"])
@@ -169,3 +170,21 @@ def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
     while not metrics["finite"]:
         state, metrics = step(state, batch)
     assert int(metrics["skipped"]) > 0
+
+
+def test_the_replay_is_the_steps_mathematics() -> None:
+    """Rows, microbatches, keys, counts and the scale: its loss and gradients are those of the step."""
+
+    def noisy(p: Any, b: Any, key: Any) -> jp.Mean:
+        x = b["x"] * (jax.random.uniform(key, b["x"].shape) > 0.3)
+        return jp.Mean((jnp.square(x @ p["w"]) * b["mask"][:, None]).sum(), b["mask"].sum())
+
+    model, batch = mean_squares(noisy)
+    batch["mask"] = np.random.default_rng(1).uniform(size=16).astype(np.float32)
+    step = jp.make_train_step(model, optax.sgd(0.1), "data=2,fsdp=4,microbatches=2")
+    state = step.init(jax.random.key(0))
+    replay = Replay(step, state, batch, jax.devices()[0])
+    assert replay.found().what == ""
+    loss, grads = step.value_and_grad(state, batch)
+    assert replay.loss == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(replay.grads["w"], grads["w"], rtol=1e-5, atol=1e-6)

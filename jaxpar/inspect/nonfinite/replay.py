@@ -37,13 +37,15 @@ class Nonfinite:
       step: the number of the step, from 1.
       what: "forward", "backward", "mean" (the loss's count is zero), "sum" (blocks are finite, and their sum is not),
         or "" where the replay is finite.
-      fault: the equation, of the first block that is not finite; None for a sum and a finite replay.
+      fault: the equation, of the first block that is not finite; None for a sum, and where every equation by itself is
+        finite.
       blocks: (microbatch, replica) of each block that is not finite, in the order of their rows.
       rank: that of the first such block: its replica's place along the mesh axes that share rows.
       rows: those of that block which bring it each by itself, as numbers of the global batch; None where they cannot be
         told apart, as the loss takes all rows.
       block_rows: the numbers of all rows of that block.
-      leaf: the parameter whose gradients' sum is not finite.
+      of: what the sum is of: "the loss", or "the gradients of" a parameter.
+      of_blocks: how many blocks there are.
     """
 
     step: int
@@ -53,7 +55,7 @@ class Nonfinite:
     rank: str = ""
     rows: tuple[int, ...] | None = None
     block_rows: range = range(0)
-    leaf: str = ""
+    of: str = ""
     of_blocks: int = 1
 
     def __str__(self) -> str:
@@ -63,9 +65,14 @@ class Nonfinite:
                 "kernel or a sum over ranks, or a device; try step.check_replicas(state)"
             )
         if self.what == "sum":
-            return f"step {self.step}: every block is finite, and the sum of the gradients of {self.leaf} overflows"
+            return (
+                f"step {self.step}: every block is finite, and the sum of {self.of} over all, or its square, overflows"
+            )
         phase = {"forward": "the loss", "backward": "the gradient, of a finite loss,", "mean": "the loss's mean"}
-        lines = [f"step {self.step}: {phase[self.what]} is not finite: {self.fault}"]
+        fault = (
+            self.fault or "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
+        )
+        lines = [f"step {self.step}: {phase[self.what]} is not finite: {fault}"]
         if self.what == "mean":
             return f"{lines[0]}\n  the count of the loss is 0 over all rows: give no batch that is masked throughout"
         microbatch, replica = self.blocks[0]
@@ -104,10 +111,16 @@ class NonfiniteError(FloatingPointError):
 def trace_step(step: Step, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
     """See `TrainStep.trace_nonfinite`."""
     check_state(state)
-    return _Replay(step, state, batch, device or step.mesh.local_devices[0]).found()
+    return Replay(step, state, batch, device or step.mesh.local_devices[0]).found()
 
 
-class _Replay:
+class Replay:
+    """The mathematics of a step, block by block on one `device`.
+
+    Attributes:
+      loss, grads: once all blocks are finite, the step's loss, and the gradients of what is trained, by path.
+    """
+
     def __init__(self, step: Step, state: State, batch: Any, device: jax.Device):
         self.step, self.device, self.number = step, device, int(state.step) + 1
         traced = step.traced(batch)
@@ -117,6 +130,7 @@ class _Replay:
         flat = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
         self.params = [here(_whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
         self.paths, self.tuned = [p.path for p in models], [i for i, p in enumerate(models) if p.trainable]
+        self.loss, self.grads = 0.0, dict[str, jax.Array]()
         self.reads: dict[tuple[int, int], Any] = {}  # the variables that each block reads
         self.tree = step.layout.storage.model_tree
         self.variables = jax.tree.map(lambda x: here(_whole(x)), state.variables)
@@ -161,11 +175,11 @@ class _Replay:
     def found(self) -> Nonfinite:
         """Forwards first, then backwards, then what is made of all blocks."""
         blocks = [(i, r) for i in range(self.m) for r in range(1 if self.coupled else self.n)]
-        bad, counts, held = list[tuple[int, int]](), 0.0, self.variables
+        bad, totals, counts, held = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
         for i, r in blocks:
             self.reads[i, r] = held
             total, count, new = self._total(*self.inputs(i, r))
-            counts += float(count)
+            totals, counts = totals + np.float32(total), counts + float(count)
             bad += [(i, r)] * (not np.isfinite(float(total)))
             if (i, r + 1) not in blocks and not self.step.strategy.deferred_batch_norm:
                 held = new  # of the next microbatch
@@ -175,6 +189,9 @@ class _Replay:
         if not counts:
             divided = lambda *args: self.total(*args)[0] / self.total(*args)[1]
             return Nonfinite(self.number, "mean", self.searched(divided, self.inputs(*blocks[0])))
+        if not np.isfinite(totals):
+            return Nonfinite(self.number, "sum", of="the loss")
+        self.loss = float(totals) / counts
         seed = jax.device_put(np.float32(self.scale / counts), self.device)
         sums: list[Any] = [0.0] * len(self.tuned)
         of_block = lambda args: self._gradients(seed, *args)
@@ -187,9 +204,13 @@ class _Replay:
             backward = functools.partial(self.gradients, seed)
             alone = lambda args: not _all_finite(of_block(args))
             return self.explained("backward", backward, bad, len(blocks), alone)
-        norms = [float(optax.tree.norm(g)) for g in sums]
-        if not np.isfinite(np.float32(np.hypot.reduce(norms, initial=0.0))):
-            return Nonfinite(self.number, "sum", leaf=self.paths[self.tuned[int(np.argmax(norms))]])
+        unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
+        self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
+        if not np.isfinite(float(optax.tree.norm(unscaled))):
+            largest = max(
+                self.grads, key=lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
+            )
+            return Nonfinite(self.number, "sum", of=f"the gradients of {largest}")
         return Nonfinite(self.number, "")
 
     def explained(
@@ -211,9 +232,11 @@ class _Replay:
         begin = (r * self.m + i) * self.each
         repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row], x.shape))
         by_itself = [begin + row for row in range(self.each) if alone((params, variables, repeated(row), key))]
-        if fault is not None and fault.brought is not None and fault.brought.name.startswith("batch leaf"):
-            place = (begin + fault.brought.place[0], *fault.brought.place[1:])
-            fault = replace(fault, brought=replace(fault.brought, place=place))
+        shared = [f"batch leaf {name_of(path)}" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
+        in_row = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(shared))
+        if fault is not None and (brought := fault.brought) is not None and in_row(brought.name):
+            place = (begin + brought.place[0], *brought.place[1:])  # of the whole batch
+            fault = replace(fault, brought=replace(brought, place=place))
         return replace(said, fault=fault, rows=tuple(by_itself), block_rows=range(begin, begin + self.each))
 
     def searched(self, fun: Callable[..., Any], args: Any) -> Fault | None:
@@ -236,18 +259,22 @@ class _Replay:
         return self.params, self.reads[i, r], jax.device_put(rows, self.device), keys
 
     def rank(self, replica: int) -> str:
-        """A replica's place along the axes that share rows: "data=1, fsdp=3"."""
-        axes = self.step.tracing.axes
-        places = np.unravel_index(replica, tuple(axes.values())) if axes else ()
-        return ", ".join(f"{axis}={int(place)}" for axis, place in zip(axes, places, strict=True))
+        """A replica's place along the axes that share rows, and of several processes its own: "data=1, fsdp=3"."""
+        axes, mesh = self.step.tracing.axes, self.step.mesh
+        at = dict(zip(axes, map(int, np.unravel_index(replica, tuple(axes.values()))), strict=True)) if axes else {}
+        said = [f"{axis}={place}" for axis, place in at.items()]
+        if jax.process_count() > 1:
+            device = mesh.devices[tuple(at.get(axis, 0) for axis in mesh.axis_names)]
+            said.append(f"process {device.process_index}")
+        return ", ".join(said)
 
 
 def _by_row(batch: Any, fun: Callable[[Any], Any]) -> Any:
     return jax.tree.map(lambda x: x if is_replicated(x) else fun(x), batch, is_leaf=is_replicated)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
 
 
 def _whole(x: Any) -> Any:

@@ -77,6 +77,7 @@ class Fault:
       operands: what it read.
       backward: whether it belongs to the transposed program.
       brought: the input that was not finite and of which it is the first reader; None where operands were finite.
+      order: how many faults the search has met before it, most of which reach no result.
     """
 
     primitive: str
@@ -89,6 +90,7 @@ class Fault:
     operands: tuple[Operand, ...]
     backward: bool
     brought: Brought | None = None
+    order: int = 0
 
     def __str__(self) -> str:
         made = f"{self.primitive} makes {self.value}" if self.brought is None else f"{self.brought}: {self.primitive}"
@@ -145,7 +147,11 @@ def search(fun: Callable[..., Any], names: Sequence[str], *args: Any) -> Fault |
     flat, _ = jx.trace(without_filter_primitives(fun), *args)
     walk, program = _Walk(), jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
     ins = [_entering(x, name) for x, name in zip(jax.tree.leaves(args), names, strict=True)]
-    return walk.first([v.cause for v in walk.run(program, [*map(_closed_over, flat.consts), *ins])])
+    cause = _foremost([v.cause for v in walk.run(program, [*map(_closed_over, flat.consts), *ins])])
+    if cause is None or isinstance(cause, Fault):
+        return cause
+    brought = cause if isinstance(cause, Brought) else None  # what the program returns as it came, or as it is written
+    return Fault("return", "", "", (), "a result", brought.value if brought else "inf", (), (), False, brought)
 
 
 class _Walk:
@@ -154,8 +160,7 @@ class _Walk:
     def __init__(self) -> None:
         self._sites: list[Any] = []  # the equations whose programs are being run, outermost first
         self._loops: list[tuple[str, int, int | None]] = []
-        self._order: dict[int, int] = {}  # which fault came first, by identity
-        self._faults: list[Fault] = []
+        self._met = 0  # faults
 
     def run(self, program: Any, ins: Sequence[Held]) -> list[Held]:
         """The results of a program, open or closed."""
@@ -170,20 +175,6 @@ class _Walk:
             for v in {v for v in eqn.invars if not is_literal(v) and last[v] == at}:
                 del env[v]
         return list(map(read, jaxpr.outvars))
-
-    def first(self, causes: Sequence[Cause]) -> Fault | None:
-        """The fault among some causes that came first. An input that nothing has read, and what stands in the program
-        and was returned as it is, are a fault of no equation.
-        """
-        faults = [cause for cause in causes if isinstance(cause, Fault)]
-        if faults:
-            return min(faults, key=lambda fault: self._order[id(fault)])
-        left = next((cause for cause in causes if cause is not None), None)
-        if left is None:
-            return None
-        brought = left if isinstance(left, Brought) else None
-        value = brought.value if brought else "inf"
-        return Fault("the program", "", "", (), "a result", value, (), (), False, brought)
 
     def _results(self, eqn: Any, ins: Sequence[Held]) -> list[Held]:
         outs = self._bound(eqn, [v.x for v in ins])
@@ -233,7 +224,7 @@ class _Walk:
             carry = outs[:k]
             for causes, out in zip(ys, outs[k:], strict=True):
                 causes.append(out.cause)
-        return [*(v.cause for v in carry), *(self._foremost(causes) for causes in ys)]
+        return [*(v.cause for v in carry), *(_foremost(causes) for causes in ys)]
 
     def _while(self, eqn: Any, ins: Sequence[Held]) -> list[Cause]:
         n = eqn.params["cond_nconsts"]
@@ -275,21 +266,13 @@ class _Walk:
             mended = [_mended(v.x) if v.cause is not None else v.x for v in ins]
             if not _finite(self._bound(eqn, mended)[at]):
                 return self._fault(eqn, ins, out)
-        cause = self._foremost([v.cause for v in worst or spoilt])
+        cause = _foremost([v.cause for v in worst or spoilt])
         known = primitives.of(eqn)
         if isinstance(cause, Brought) and not (known.moves or known.view):  # what only moves it has not read it yet
             return self._fault(eqn, ins, out, cause)
         if cause == STANDING and _has_nan(out):
             return self._fault(eqn, ins, out)
         return cause
-
-    def _foremost(self, causes: Sequence[Cause]) -> Cause:
-        """Of several causes the fault that came first, else an input, else what stands in the program."""
-        faults = [cause for cause in causes if isinstance(cause, Fault)]
-        if faults:
-            return min(faults, key=lambda fault: self._order[id(fault)])
-        others = [cause for cause in causes if cause is not None]
-        return next((cause for cause in others if isinstance(cause, Brought)), others[0] if others else None)
 
     def _fault(self, eqn: Any, ins: Sequence[Held], out: jax.Array, brought: Brought | None = None) -> Fault:
         value, place = _first(out)
@@ -312,9 +295,9 @@ class _Walk:
             tuple(operands),
             any("transpose(" in stack for stack in stacks),
             brought,
+            self._met,
         )
-        self._order[id(fault)] = len(self._faults)
-        self._faults.append(fault)
+        self._met += 1
         return fault
 
     def _line(self, eqn: Any) -> str:
@@ -325,6 +308,12 @@ class _Walk:
             return maker
         line = _line_of(maker)
         return f"{maker[-1].primitive.name}{f' at {line}' if line else ''}"
+
+
+def _foremost(causes: Sequence[Cause]) -> Cause:
+    """Of several causes the fault that came first, else an input, else what stands in the program."""
+    rank = lambda cause: (0, cause.order) if isinstance(cause, Fault) else (1 if isinstance(cause, Brought) else 2, 0)
+    return min((cause for cause in causes if cause is not None), key=rank, default=None)
 
 
 def _line_of(eqns: Sequence[Any]) -> str:
