@@ -144,6 +144,10 @@ def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
     fault = jp.trace_nonfinite(lambda x: jnp.exp(200 * x + mask).sum(), x)
     assert fault is not None
     assert (fault.primitive, fault.place, fault.brought) == ("exp", (0,), None)
+    # Of two overflows the one that came first.
+    fault = jp.trace_nonfinite(lambda x: (jnp.exp(30 * x) * jnp.array([1e38, 1, 1, 1])).sum(), x)
+    assert fault is not None
+    assert (fault.primitive, fault.place) == ("exp", (2,))
     # An infinity that harms nothing is not taken for the one that does.
     fault = jp.trace_nonfinite(lambda x: jax.nn.softmax(x + jnp.log(jnp.maximum(x - 2, 0))).sum() / (x[0] - 1), x)
     assert fault is not None

@@ -262,11 +262,11 @@ class _Walk:
         if not spoilt:
             return self._fault(eqn, ins, out)
         worst = [v for v in spoilt if _has_nan(v.x)]
-        if not worst:  # whether it makes one itself: a mask's -inf must not hide an overflow beside it
-            mended = [_mended(v.x) if v.cause is not None else v.x for v in ins]
-            if not _finite(self._bound(eqn, mended)[at]):
-                return self._fault(eqn, ins, out)
         cause = _foremost([v.cause for v in worst or spoilt])
+        if not worst:  # infinities: a mask's -inf, say, must not hide an overflow beside it
+            mended = self._bound(eqn, [_mended(v.x) if v.cause is not None else v.x for v in ins])[at]
+            if not _finite(mended) and (cause == STANDING or not _mends(out, mended)):
+                return self._fault(eqn, ins, out)
         known = primitives.of(eqn)
         if isinstance(cause, Brought) and not (known.moves or known.view):  # what only moves it has not read it yet
             return self._fault(eqn, ins, out, cause)
@@ -385,6 +385,11 @@ def _any_nan(x: jax.Array) -> jax.Array:
 def _mended(x: jax.Array) -> jax.Array:
     """1 in place of what is not finite: the least surprising operand of any primitive."""
     return jnp.where(jnp.isfinite(x), x, jnp.ones_like(x))
+
+
+@jax.jit
+def _mends(out: jax.Array, mended: jax.Array) -> jax.Array:
+    return (jnp.isfinite(mended) & ~jnp.isfinite(out)).any()
 
 
 @jax.jit
