@@ -1,9 +1,9 @@
 """Which equation of a program makes the first NaN or infinity that reaches its results.
 
 The program runs once more, an equation at a time, and every value that is not finite has a cause: the equation that
-made it of finite ones, or the input that held it. What holds a program itself (a scan, a call, a branch) runs as a
-whole first, and is entered where its results are not finite. What no result needs is dropped, so that it takes the
-memory of the program itself.
+made it of finite ones, or the input that held it. Calls and branches are entered; a loop runs as a whole first, and is
+entered where its results are not finite. What no result needs is dropped, so that it takes the memory of the program
+itself.
 
 A mask's -inf is no fault: an infinity that stands in the program is followed without blame, until a NaN is made of it.
 """
@@ -177,14 +177,24 @@ class _Walk:
         return list(map(read, jaxpr.outvars))
 
     def _results(self, eqn: Any, ins: Sequence[Held]) -> list[Held]:
+        name, inner = eqn.primitive.name, None
+        if name in (*CALLS, *REMATS, *CUSTOM):
+            inner = called(eqn)
+        elif name == "cond":
+            branches, (index, *ins) = eqn.params["branches"], ins
+            inner = branches[int(np.clip(int(index.x), 0, len(branches) - 1))]
+        if inner is not None:
+            with self._at(eqn):
+                return self.run(inner, ins)
         outs = self._bound(eqn, [v.x for v in ins])
-        causes: Sequence[Cause] = [None] * len(outs)
+        causes: list[Cause] = [None] * len(outs)
         if not all(map(_finite, outs)):
-            inner = self._inside(eqn, ins)
-            causes = [
-                None if _finite(x) else (within or self._cause(eqn, ins, at, x))
-                for at, (x, within) in enumerate(zip(outs, inner or [None] * len(outs), strict=True))
-            ]
+            loop = {"scan": self._scan, "while": self._while}.get(name)
+            if loop is not None:
+                with self._at(eqn):
+                    causes = loop(eqn, ins)
+            pairs = enumerate(zip(outs, causes, strict=True))
+            causes = [None if _finite(x) else (within or self._cause(eqn, ins, at, x)) for at, (x, within) in pairs]
         makers = [(*self._sites, *_makers(eqn, at)) for at in range(len(outs))]
         return [Held(x, cause, maker) for x, cause, maker in zip(outs, causes, makers, strict=True)]
 
@@ -194,23 +204,6 @@ class _Walk:
             return jx.bind(eqn, values)
 
     # -- what holds a program ------------------------------------------------------------------------------------------
-
-    def _inside(self, eqn: Any, ins: Sequence[Held]) -> list[Cause] | None:
-        """The causes of an equation's results as its own programs have them; None where it holds none."""
-        name = eqn.primitive.name
-        with self._at(eqn):
-            if name == "scan":
-                return self._scan(eqn, ins)
-            if name == "while":
-                return self._while(eqn, ins)
-            if name == "cond":
-                branches = eqn.params["branches"]
-                number = int(np.clip(int(ins[0].x), 0, len(branches) - 1))
-                return [v.cause for v in self.run(branches[number], ins[1:])]
-            inner = called(eqn) if name in (*CALLS, *REMATS, *CUSTOM) else None
-            if inner is not None and len(opened(inner)[0].invars) == len(ins):
-                return [v.cause for v in self.run(inner, ins)]
-        return None
 
     def _scan(self, eqn: Any, ins: Sequence[Held]) -> list[Cause]:
         parts = scan_parts(eqn)
