@@ -195,13 +195,21 @@ def predict(
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = hosts_of(step.mesh.devices).ravel().tolist()
-    return timed(compiled, hosts, hardware, rows_of(batch), model_flops, platform)
+    return timed(compiled, hosts, hardware, rows_of(batch), model_flops, platform, memory)
 
 
 def timed(
-    compiled: Executable, hosts: Sequence[int], hardware: Hardware, rows: int, model_flops: float | None, platform: str
+    compiled: Executable,
+    hosts: Sequence[int],
+    hardware: Hardware,
+    rows: int,
+    model_flops: float | None,
+    platform: str,
+    memory: int | None,
 ) -> Prediction:
-    """The same of any program; `hosts`: for each place in its mesh the host of its device."""
+    """The same of any program; `hosts`: for each place in its mesh the host of its device. `memory`: what it takes of
+    a device, None where that is not known.
+    """
     alone = len(hosts) == 1
     least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
     clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
