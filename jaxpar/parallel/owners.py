@@ -17,15 +17,18 @@ own. All others that the same axes spread are dealt out together, those of most 
 least (Graham 1969; so does Shi et al. 2023, arXiv:2309.06497, with the blocks of Shampoo). What is at rest does not
 change, but for arrays of the optimizer that these programs alone read: those of a stack that is dealt out evenly lie
 with its owners, others are spread like the rest of the state and go there and back.
+
+A `cond` that works on several leaves has owners within its branches: nothing is sent for a branch that is not taken.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -33,19 +36,7 @@ from ..collectives.order import Token
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.storage import Storage
-from ..layout.whole_matrices import (
-    Region,
-    UpdateProgram,
-    alike,
-    axes_at_rest,
-    flops_of,
-    follow,
-    in_order,
-    one_matrix,
-    place_of,
-    region_of,
-)
-from ..program import dims as followed
+from ..layout.whole_matrices import Region, UpdateProgram, axes_at_rest, flops_of, in_order, one_matrix, region_of
 from ..program import jaxpr as jx
 from ..text import number
 from .contract import Sent
@@ -54,33 +45,49 @@ from .matrices import Bundle, Kind, MatrixValue
 
 @dataclass(frozen=True)
 class Owners:
-    """How an update runs on whole matrices.
+    """How an update, or a branch of one, runs on whole matrices.
 
     Attributes:
-      program: the update.
-      bundles: matrices that are exchanged at once.
-      order: equations, and bundles by their number, each after what it reads.
+      program: its program.
+      order: equations, matrices that are exchanged at once, and conditionals with owners in their branches, each after
+        what it reads.
       notes: by path of a leaf: how it is owned, or why it is not.
       states: of the optimizer's arrays, by number, those that are kept for these programs alone.
       repeated: FLOPs on each device of matrices that have no owner.
     """
 
     program: UpdateProgram
-    bundles: tuple[Bundle, ...]
     order: tuple[Any, ...]
     notes: dict[str, str]
     states: dict[int, MatrixValue]
     repeated: int
 
     @property
+    def _branches(self) -> list[tuple["Owners", ...]]:
+        return [node.owners for node in self.order if isinstance(node, _Conditional)]
+
+    @property
+    def _own(self) -> list[Bundle]:
+        return [node for node in self.order if isinstance(node, Bundle)]
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """All that is exchanged, in branches too."""
+        return (*self._own, *(bundle for branches in self._branches for one in branches for bundle in one.bundles))
+
+    @property
     def flops(self) -> int:
-        """Of whole matrices, on the busiest device."""
-        return self.repeated + sum(max(bundle.flops) for bundle in self.bundles)
+        """Of whole matrices, on the busiest device; of branches the one that has most."""
+        here = self.repeated + sum(max(bundle.flops) for bundle in self._own)
+        return here + sum(max(one.flops for one in branches) for branches in self._branches)
 
     @property
     def sends(self) -> list[Sent]:
-        """What is sent there and back in a step."""
-        return [sent for bundle in self.bundles for sent in bundle.sends()]
+        """What is sent there and back in a step; of branches by the one that sends most."""
+        most = [
+            max((one.sends for one in branches), key=lambda s: sum(x.bytes for x in s)) for branches in self._branches
+        ]
+        return [sent for sends in (*(bundle.sends() for bundle in self._own), *most) for sent in sends]
 
     def __str__(self) -> str:
         every = self.repeated + sum(kind.flops * kind.count for bundle in self.bundles for kind in bundle.kinds)
@@ -97,22 +104,38 @@ class Owners:
 
     def __call__(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[Any, Token | None]:
         """The update's results from its arguments, and the token after its exchanges."""
+        outs, token = self.run(mesh, token, *jax.tree.leaves(args))
+        return jax.tree.unflatten(self.program.tree, outs), token
+
+    def run(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[list[Any], Token | None]:
+        """The results of the program, and the token after its exchanges."""
         flat = self.program.flat
-        env = dict(zip((*flat.invars, *flat.constvars), (*jax.tree.leaves(args), *flat.consts), strict=True))
-        read = lambda v: v.val if jx.is_literal(v) else env[v]
-        last: jax.Array = jnp.zeros(())
+        env = dict(zip((*flat.invars, *flat.constvars), (*args, *flat.consts), strict=True))
+        read = lambda v: jnp.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]
+        last = jnp.zeros(())
         for node in self.order:
-            if not isinstance(node, int):
+            if isinstance(node, Bundle):
+                values = [kind.read(env) for kind in node.kinds]
+                if token is None:  # one after the other, as each needs memory; on CPU the token sees to that
+                    values, last = lax.optimization_barrier((values, last))
+                made, token = node(values, mesh, token)
+                env.update(made)
+                last = next(iter(made.values())).ravel()[0]
+            elif isinstance(node, _Conditional):
+                runs = [lambda token, *xs, one=one: one.run(mesh, token, *xs) for one in node.owners]
+                outs, token = lax.switch(read(node.eqn.invars[0]), runs, token, *map(read, node.eqn.invars[1:]))
+                env.update(zip(node.eqn.outvars, outs, strict=True))
+            else:
                 env.update(zip(node.outvars, jx.bind(node, [read(v) for v in node.invars]), strict=True))
-                continue
-            values = [kind.read(env) for kind in self.bundles[node].kinds]
-            if token is None:  # one after the other, as each needs memory; on CPU the token sees to that
-                values, last = lax.optimization_barrier((values, last))
-            made, token = self.bundles[node](values, mesh, token)
-            last = made[0][0].ravel()[0]
-            for kind, row in zip(self.bundles[node].kinds, made, strict=True):
-                env.update(kind.written(row))
-        return jax.tree.unflatten(jax.tree.structure(self.program.out), [read(v) for v in flat.outvars]), token
+        return [read(v) for v in flat.outvars], token
+
+
+@dataclass(frozen=True)
+class _Conditional:
+    """A `cond`, and the owners of each of its branches."""
+
+    eqn: Any
+    owners: tuple[Owners, ...]
 
 
 def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) -> Owners:
@@ -124,138 +147,138 @@ def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) 
       sharded: whether the optimizer's state carries the axes of ZeRO.
       mesh: the step's.
     """
-    dealer = _Dealer(program, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)
-    notes: dict[int, str] = {}
-    repeated: dict[int, int] = {}  # FLOPs of what has no owner
-    kinds: list[tuple[tuple[str, ...], Kind]] = []
-    for leaf in sorted(program.products):
-        region = region_of(program, leaf, dealer.values, dealer.steps)
-        if isinstance(region, str):
-            notes[leaf] = region
-            continue
-        axes, batch = dealer.spread(region), region.batch(dealer.shape(region))
-        repeated[leaf] = -(-flops_of(region.eqns) // dealer.parts(a for d in batch for a in dealer.rest[leaf][d]))
-        beside = next((i for i, (_, kind) in enumerate(kinds) if not batch and dealer.same(kind, region)), None)
-        if beside is not None:
-            kinds[beside] = axes, kinds[beside][1].beside(region)
-        elif axes and (kind := dealer.kind(region, axes)) is not None:
-            kinds.append((axes, kind))
-        elif axes:
-            notes[leaf] = "as the layout keeps it: its program is none of one matrix after another"
-    bundles, pools = [], dict[tuple[str, ...], list[Kind]]()
-    for axes, kind in kinds:
-        ranks = dealer.parts(axes)
-        if kind.count % ranks:
-            pools.setdefault(axes, []).append(kind)
-        else:
-            bundles.append(Bundle((kind,), axes, ranks, (tuple(i * ranks // kind.count for i in range(kind.count)),)))
-    bundles += [_dealt(kinds, axes, dealer.parts(axes)) for axes, kinds in pools.items()]
-    every = [[(kind, region) for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
-    order = in_order(program, [tuple(region for _, region in group) for group in every])
-    if order is None:
-        why = "as the layout keeps it: matrices need one another's updates"
-        notes |= {region.leaf: why for group in every for _, region in group}
-        bundles, every, order = [], [], program.flat.eqns
-    states: dict[int, MatrixValue] = {}
-    for bundle, group in zip(bundles, every, strict=True):
-        for kind, region in group:
-            notes[region.leaf] = str(bundle)
-            del repeated[region.leaf]
-            states |= dealer.states(kind, region)
-    tuned = [leaf.path for leaf in storage.models if leaf.trainable]
-    named = {tuned[i]: why for i, why in notes.items()}
-    return Owners(program, tuple(bundles), order, named, states, sum(repeated.values()))
+    tuned = [leaf for leaf in storage.models if leaf.trainable]
+    return _Dealer(tuned, axes_at_rest(storage, sharded, mesh.shape), mesh.shape).owners(program)
 
 
-def _dealt(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:
-    """Matrices of some kinds, each to the rank with least FLOPs so far."""
-    load, owner = [0] * ranks, [[0] * kind.count for kind in kinds]
-    for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
-        for i in range(kind.count):
-            owner[k][i] = rank = load.index(min(load))
-            load[rank] += max(1, kind.flops)
-    return Bundle(tuple(kinds), axes, ranks, tuple(map(tuple, owner)))
-
-
+@dataclass(frozen=True)
 class _Dealer:
-    """What is asked of an update's values while its matrices are dealt out."""
+    """Deals out matrices.
 
-    def __init__(
-        self, program: UpdateProgram, rest: Sequence[tuple[tuple[str, ...], ...]], sizes: Mapping[str, int]
-    ) -> None:
-        self.program, self.rest, self.sizes = program, rest, sizes
-        self.values, self.steps = follow(program)
-        flat = program.flat
-        state = flat.invars[2 * len(rest) : -1]
-        made = flat.outvars[len(flat.outvars) - len(state) :]
-        self.state = {v: i for side in (state, made) for i, v in enumerate(side) if not jx.is_literal(v)}
+    Attributes:
+      leaves: those that the optimizer sees.
+      rest: the axes of each of their dims, at rest.
+      sizes: the size of each mesh axis.
+    """
 
-    def parts(self, axes: Iterable[str]) -> int:
+    leaves: Sequence[Leaf]
+    rest: Sequence[tuple[tuple[str, ...], ...]]
+    sizes: Mapping[str, int]
+
+    def owners(self, program: UpdateProgram) -> Owners:
+        """Of a program's matrices."""
+        inner = {k: tuple(map(self.owners, branches)) for k, branches in program.branches.items()}
+        notes = {path: why for branches in inner.values() for one in branches for path, why in one.notes.items()}
+        states = {i: v for branches in inner.values() for one in branches for i, v in one.states.items()}
+        alike: list[tuple[Region, ...]] = []  # leaves without batch dims of one program, and others one by one
+        multiplied = {i for k, dims in enumerate(program.products) if k not in inner for i in dims}
+        for leaf in sorted(multiplied):
+            region = region_of(program, leaf, self.leaves[leaf].shape)
+            if isinstance(region, str):
+                notes[self.leaves[leaf].path] = region
+                continue
+            beside = (i for i, (one, *_) in enumerate(alike) if not region.batch and self._same(one, region))
+            if (at := next(beside, None)) is None:
+                alike.append((region,))
+            else:
+                alike[at] += (region,)
+        pools: dict[Any, list[Kind]] = {}
+        for regions in alike:
+            axes = self._spread(regions[0])
+            if axes and (kind := self._kind(program, regions, axes)) is not None:
+                even = kind.count % self._parts(axes) == 0
+                pools.setdefault((axes, regions[0].leaf if even else None), []).append(kind)
+            elif axes:
+                why = "as the layout keeps it: its program is none of one matrix after another"
+                notes |= {self.leaves[region.leaf].path: why for region in regions}
+        bundles = [_bundle(kinds, axes, self._parts(axes)) for (axes, _), kinds in pools.items()]
+        members = [[region for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
+        eqns = program.flat.eqns
+        order = in_order(eqns, [[eqn for region in group for eqn in region.eqns] for group in members])
+        if order is None:
+            why = "as the layout keeps it: matrices need one another's updates"
+            notes |= {self.leaves[region.leaf].path: why for group in members for region in group}
+            bundles, members, order = [], [], eqns
+        for bundle, group in zip(bundles, members, strict=True):
+            notes |= {self.leaves[region.leaf].path: str(bundle) for region in group}
+            states |= {i: v for region in group for i, v in self._states(program, region, bundle.axes)}
+        conditional = {id(eqns[k]): _Conditional(eqns[k], branches) for k, branches in inner.items()}
+        nodes = [bundles[node] if isinstance(node, int) else conditional.get(id(node), node) for node in order]
+        owned = {id(eqn) for group in members for region in group for eqn in region.eqns} | {*conditional}
+        parts = {
+            id(eqn): self._parts(axis for d in region.batch for axis in self.rest[region.leaf][d])
+            for regions in alike
+            for region in regions
+            for eqn in region.eqns
+        }
+        repeated = sum(-(-flops_of([eqn]) // parts.get(id(eqn), 1)) for eqn in eqns if id(eqn) not in owned)
+        return Owners(program, tuple(nodes), notes, states, repeated)
+
+    def _parts(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def shape(self, region: Region) -> tuple[int, ...]:
-        return self.program.flat.invars[region.leaf].aval.shape
-
-    def spread(self, region: Region) -> tuple[str, ...]:
+    def _spread(self, region: Region) -> tuple[str, ...]:
         """The axes over which a matrix is spread, in the order of the mesh."""
         spread = {axis for d in region.mixed for axis in self.rest[region.leaf][d]}
         return tuple(axis for axis in self.sizes if axis in spread)
 
-    def same(self, kind: Kind, region: Region) -> bool:
-        """Whether a matrix is of a kind."""
-        first = kind.regions[0]
-        return self.rest[first.leaf] == self.rest[region.leaf] and alike(first, region)
+    def _same(self, one: Region, region: Region) -> bool:
+        """Whether two leaves lie alike, and have one program."""
+        return self.rest[one.leaf] == self.rest[region.leaf] and one.alike(region)
 
-    def _dims(self, var: Any, region: Region) -> followed.Dims:
-        return dict(self.values.get(var, followed.NOTHING).views).get(region.leaf, ())
-
-    def _is_leafs(self, var: Any, region: Region) -> bool:
-        """Whether a value has the very dims of the leaf."""
-        return self._dims(var, region) == dict(self.program.inputs[region.leaf].views)[region.leaf]
-
-    def kind(self, region: Region, axes: tuple[str, ...]) -> Kind | None:
-        """A stack, or the first of its kind; None where the program of one matrix is not known."""
-        shape, rest = self.shape(region), self.rest[region.leaf]
-        program = one_matrix(region, shape, self.values) if all(self._dims(v, region) for v in region.outs) else None
-        if program is None:
+    def _kind(self, program: UpdateProgram, regions: tuple[Region, ...], axes: tuple[str, ...]) -> Kind | None:
+        """A stack, or leaves side by side; None where the program of one matrix is not known."""
+        region, one = regions[0], one_matrix(regions[0])
+        if one is None:
             return None
-        batch = region.batch(shape)
-        first = shape[batch[0]] / self.parts(rest[batch[0]]) if batch else 1
-        stays = bool(batch) and first % self.parts(axes) == 0
-        ins = tuple(self._value(v, region, axes, stays) if self._dims(v, region) else None for v in region.ins)
-        outs = tuple(self._value(v, region, axes, stays) for v in region.outs)
-        count = math.prod(-(-shape[d] // self.parts(rest[d])) for d in batch)
-        return Kind((region,), program, ins, outs, count, flops_of(program.eqns))
+        values = lambda vs: tuple[Any, ...](self._value(program, region, v, axes, len(regions)) for v in vs)
+        dims = [(region.shape[d], self._parts(self.rest[region.leaf][d])) for d in region.batch]
+        count = math.prod((-(-n // parts) for n, parts in dims), start=len(regions))
+        return Kind(regions, one, values(region.ins), values(region.outs), count, flops_of(one.eqns))
 
-    def _value(self, var: Any, region: Region, axes: tuple[str, ...], stays: bool) -> MatrixValue:
-        """How a value of a region is kept: as its leaf, with the owners if it `stays`, or along its longest dim."""
-        rest, shape, leaf = self.rest[region.leaf], tuple(var.aval.shape), region.leaf
-        places = {d: place_of(self.values[var], leaf, d) for d in region.batch(self.shape(region))}
-        batch = tuple(place for place in places.values() if place is not None)
-        home = stays and (not self._is_leafs(var, region) or var in self.state)
-        if self._is_leafs(var, region) and not home:
-            return MatrixValue(shape, var.aval.dtype, rest, batch, False, self.sizes)
-        shape = (*shape, 1) if len(batch) == len(shape) else shape
-        at = {place: rest[d] for d, place in places.items()}
-        if home:
-            at[batch[0]] = (*at[batch[0]], *axes)
-        else:
-            at[max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])] = axes
-        own = tuple(at.get(d, ()) for d in range(len(shape)))
+    def _value(
+        self, program: UpdateProgram, region: Region, var: Any, axes: tuple[str, ...], leaves: int = 1
+    ) -> MatrixValue | None:
+        """How a value of a region is kept: as its leaf; with the owners if they are the ranks of even parts of a stack,
+        and no other reads it; or along its longest dim. None of what is no leaf's.
+        """
+        if var not in region.dims:
+            return None
+        rest, shape, as_leaf = self.rest[region.leaf], tuple(var.aval.shape), region.as_leaf(var)
+        at = {region.place(var, d) or 0: rest[d] for d in region.batch}
+        batch, own = tuple(at), rest
+        even = bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *axes)) == 0
+        home = even and (var in program.state or not as_leaf)
+        if home or not as_leaf:
+            shape = (*shape, 1) if len(batch) == len(shape) else shape
+            longest = max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])
+            at |= {batch[0]: (*at[batch[0]], *axes)} if home else {longest: axes}
+            own = tuple(at.get(d, ()) for d in range(len(shape)))
+        if leaves > 1:
+            shape, own, batch = (leaves, *shape), ((), *own), (0,)
         return MatrixValue(shape, var.aval.dtype, own, batch, home, self.sizes)
 
-    def states(self, kind: Kind, region: Region) -> dict[int, MatrixValue]:
+    def _states(
+        self, program: UpdateProgram, region: Region, axes: tuple[str, ...]
+    ) -> Iterator[tuple[int, MatrixValue]]:
         """The optimizer's arrays that a region reads and that are not as its leaf, or lie with its owners."""
-        found = {}
-        for var, kept in zip(region.ins, kind.ins, strict=True):
-            if kept is None or var not in self.state or not (kept.home or not self._is_leafs(var, region)):
+        for var in region.ins:
+            v = self._value(program, region, var, axes) if var in program.state else None
+            if v is None or v.shape != var.aval.shape or (region.as_leaf(var) and not v.home):
                 continue
-            v = (
-                kept
-                if len(kept.shape) == var.aval.ndim
-                else replace(kept, shape=kept.shape[1:], axes=kept.axes[1:], batch=())
-            )
-            padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
-            if v.shape == var.aval.shape and padded < 2:
-                found[self.state[var]] = v
-        return found
+            if sum(a != b for a, b in zip(v.padded, v.shape, strict=True)) < 2:
+                yield program.state[var], v
+
+
+def _bundle(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:
+    """As many matrices of one kind to each rank, in order, or one to all; else each to the rank with least FLOPs."""
+    if len(kinds) == 1 and kinds[0].count in (1, each := kinds[0].count // ranks * ranks):
+        numbers = [0] * ranks if kinds[0].count == 1 else range(each)
+        return Bundle(tuple(kinds), axes, ranks, (tuple(map(tuple, np.reshape(numbers, (ranks, -1)).tolist())),))
+    load, owned = [0] * ranks, [[list[int]() for _ in range(ranks)] for _ in kinds]
+    for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
+        for i in range(kind.count):
+            rank = load.index(min(load))
+            owned[k][rank].append(i)
+            load[rank] += max(1, kind.flops)
+    return Bundle(tuple(kinds), axes, ranks, tuple(tuple(map(tuple, of)) for of in owned))
