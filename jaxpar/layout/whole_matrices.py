@@ -17,7 +17,7 @@ import functools
 import graphlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -65,6 +65,7 @@ class UpdateProgram:
         flat: jx.Flat, inputs: Sequence[followed.Followed], state: Mapping[Any, int], tree: Any = None
     ) -> UpdateProgram:
         """From what the inputs are."""
+        flat = replace(flat, eqns=jx.live(flat.eqns, flat.outvars))  # what nobody reads is not to be sent
         met: dict[int, frozenset[int]] = {}
         products, mixed = list[LeafDims](), list[followed.Mixed]()
 
@@ -145,13 +146,16 @@ def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves:
 
 
 def _held(name: str, x: Any, at: dict[str, int], leaves: Sequence[Any]) -> followed.Followed:
-    """An array of the state, by the end of its path the leaf's whose dims it has, as far as they agree."""
+    """An array of the state, by its path the leaf's whose dims it has, as far as they agree; not in its last two dims
+    if it is one of several arrays of the leaf, as the factors `GG/kernel/0` and `GG/kernel/1`.
+    """
     parts = name.split("/")
-    number = next((at[end] for n in range(len(parts)) if (end := "/".join(parts[n:])) in at), None)
+    spans = ((n, m) for m in range(len(parts), 0, -1) for n in range(m))
+    number, end = next(((at[path], m) for n, m in spans if (path := "/".join(parts[n:m])) in at), (None, 0))
     if number is None or not x.shape:
         return followed.NOTHING
     same, shape = 0, leaves[number].shape
-    while same < min(len(shape), x.ndim) and shape[same] == x.shape[same]:
+    while same < min(len(shape), x.ndim if end == len(parts) else x.ndim - 2) and shape[same] == x.shape[same]:
         same += 1
     dims = followed.source(number, shape).views[0][1][:same]
     rest = tuple((followed.DimPart(-1, 0, n),) for n in x.shape[same:])
@@ -226,8 +230,8 @@ def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Regi
     """
     eqns, users, views = program.flat.eqns, program.users, program.views
     others = lambda *vs: any(views(v).keys() - {leaf} for v in vs)
-    multiplying = [eqn for eqn, dims in zip(eqns, program.products, strict=True) if leaf in dims]
-    products = [v for eqn in multiplying for v in eqn.outvars]
+    multiplying = [k for k, dims in enumerate(program.products) if leaf in dims and k not in program.branches]
+    products = [v for k in multiplying for v in eqns[k].outvars]
     needed, after = {id(eqn) for eqn in jx.needed(eqns, products)}, jx.depends(eqns, products)
     chosen = {k for k, eqn in enumerate(eqns) if id(eqn) in needed and not after.isdisjoint(eqn.outvars)}
     if any(others(*eqns[k].invars, *eqns[k].outvars) for k in chosen):

@@ -89,9 +89,16 @@ class Owners:
         ]
         return [sent for sends in (*(bundle.sends() for bundle in self._own), *most) for sent in sends]
 
+    @property
+    def all_flops(self) -> int:
+        """Of whole matrices, on all devices that deal them out."""
+        kinds = [kind for bundle in self._own for kind in bundle.kinds]
+        here = self.repeated + sum(kind.flops * kind.count for kind in kinds)
+        return here + sum(max(one.all_flops for one in branches) for branches in self._branches)
+
     def __str__(self) -> str:
-        every = self.repeated + sum(kind.flops * kind.count for bundle in self.bundles for kind in bundle.kinds)
-        return f"{number(self.flops)}FLOP on the busiest device, {self.flops / max(1, every):.3f} of all matrices'"
+        share = self.flops / max(1, self.all_flops)
+        return f"{number(self.flops)}FLOP on the busiest device, {share:.3f} of all matrices'"
 
     def stored(self, places: Any) -> Any:
         """The places of the optimizer's arrays, with those that are kept for owners."""
