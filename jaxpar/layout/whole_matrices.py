@@ -122,18 +122,17 @@ def _branch(
 
 def update_program(optimizer: Any, storage: Storage, as_stacked: bool) -> UpdateProgram | None:
     """The update of an optimizer that multiplies or factorises leaves; None for any other, AdamW among them."""
-    tuned, params = storage.seen(as_stacked)
-    masters, tree = jax.tree.flatten(params)
-    try:
-        return _update_program(optimizer, tree, tuple(masters), tuple((leaf.path, leaf.shape) for leaf in tuned))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return None  # it asks for what a step has not; the step says so where it is traced
+    masters, tree = jax.tree.flatten(storage.seen(as_stacked)[1])
+    return _update_program(optimizer, tree, tuple(masters))
 
 
 @remembered
-def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves: Sequence[Any]) -> UpdateProgram | None:
+def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> UpdateProgram | None:
     params = jax.tree.unflatten(tree, masters)
-    state, flat, out = traced_update(optimizer, params)
+    try:
+        state, flat, out = traced_update(optimizer, params)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return None  # it asks for what a step has not; the step says so where it is traced
     if not any(eqn.primitive.name in PRODUCTS or primitives.of(eqn).factorises for eqn, _ in visit(flat.eqns)):
         return None
     at = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}

@@ -8,7 +8,7 @@ at rest, a device              a row for each owner              an owner, of ea
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from .contract import Sent
 
 @dataclass(frozen=True)
 class MatrixValue:
-    """A value that the program of one matrix reads or makes, of all matrices of a kind.
+    """A value that the program of one matrix reads or makes, of all matrices of a leaf.
 
     Attributes:
       shape: of all of them; numbers have a last dim of 1.
@@ -52,21 +52,29 @@ class MatrixValue:
         return [d for d in range(len(self.shape)) if d not in self.batch]
 
     @property
+    def ranks(self) -> list[int]:
+        """Over how many each dim is spread."""
+        return [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
+
+    @property
     def local(self) -> tuple[int, ...]:
         """A device's part, padding included."""
-        ranks = [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
-        return tuple(-(-n // parts) for n, parts in zip(self.shape, ranks, strict=True))
+        return tuple(-(-n // ranks) for n, ranks in zip(self.shape, self.ranks, strict=True))
 
     @property
     def padded(self) -> tuple[int, ...]:
         """All of it, with padding."""
-        axes = [[self.sizes[axis] for axis in axes] for axes in self.axes]
-        return tuple(math.prod(sizes, start=n) for n, sizes in zip(self.local, axes, strict=True))
+        return tuple(n * ranks for n, ranks in zip(self.local, self.ranks, strict=True))
 
     @property
     def piece(self) -> tuple[int, ...]:
         """What a device has of one matrix."""
         return tuple(self.local[d] for d in self.inner)
+
+    @property
+    def size(self) -> int:
+        """Elements of a piece."""
+        return math.prod(self.piece)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -100,21 +108,20 @@ class MatrixValue:
     def cut(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """The reverse: [ranks, elements]."""
         shape, order = self._ranks(axes)
-        x = jnp.pad(
-            x.reshape([self.shape[d] for d in self.inner]), [(0, self.padded[d] - self.shape[d]) for d in self.inner]
-        )
-        return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, math.prod(self.piece))
+        x = x.reshape([self.shape[d] for d in self.inner])
+        x = jnp.pad(x, [(0, self.padded[d] - self.shape[d]) for d in self.inner])
+        return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, self.size)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices with one program: a stack, or leaves of one shape, which are put side by side.
+    """Matrices with one program: of a stack, or of several leaves of one shape.
 
     Attributes:
       regions: one of each leaf.
       program: that of one matrix.
-      ins, outs: the values that it reads and makes; None of what is no leaf's, such as a rate.
-      count: how many they are, on the ranks that deal them out.
+      ins, outs: of each leaf, the values that it reads and makes; None of what is no leaf's, such as a rate.
+      each: how many are of each leaf, on the ranks that deal them out.
       flops: of one.
     """
 
@@ -122,21 +129,26 @@ class Kind:
     program: jx.Flat = field(repr=False)
     ins: tuple[MatrixValue | None, ...]
     outs: tuple[MatrixValue, ...]
-    count: int
+    each: int
     flops: int
 
-    def read(self, env: Mapping[Any, Any]) -> list[jax.Array]:
-        """Its inputs; of several leaves as one array, but for what is the same of all."""
-        rows = zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True)
-        same = lambda v, of: len(of) == 1 or (v is None and len({*of}) == 1)
-        return [env[of[0]] if same(v, of) else jnp.stack([env[var] for var in of]) for v, of in rows]
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.each * len(self.regions)
 
-    def written(self, made: Sequence[jax.Array]) -> Iterator[tuple[Any, jax.Array]]:
-        """Of each output of each leaf the variable and the value."""
-        for v, x, *of in zip(self.outs, made, *(region.outs for region in self.regions), strict=True):
-            x = x[tuple(map(slice, v.shape))]
-            for var, own in zip(of, x if len(of) > 1 else [x], strict=True):
-                yield var, own.reshape(var.aval.shape)
+    def read(self, env: Mapping[Any, Any]) -> list[list[jax.Array]]:
+        """Of each input the values of the leaves; one, where it is none of theirs and the same of all."""
+        values = []
+        for v, of in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
+            values.append([env[x] if v is None else v.pad(env[x]) for x in (of if v else dict.fromkeys(of))])
+        return values
+
+    def written(self, made: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:
+        """By variable the outputs of the leaves."""
+        rows = zip(self.outs, made, *(region.outs for region in self.regions), strict=True)
+        unpad = lambda v, x, var: x[tuple(map(slice, v.shape))].reshape(var.aval.shape)
+        return {var: unpad(v, x, var) for v, xs, *of in rows for var, x in zip(of, xs, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -183,7 +195,7 @@ class Bundle:
                 if v is not None and not v.home:
                     row = filled.setdefault(v.dtype, [0] * self.ranks)
                     at[k, j] = list(row)
-                    row[:] = [n + len(mine) * math.prod(v.piece) for n, mine in zip(row, self.owned[k], strict=True)]
+                    row[:] = [n + len(mine) * v.size for n, mine in zip(row, self.owned[k], strict=True)]
         return {dtype: max(row) for dtype, row in filled.items()}, at
 
     def sends(self) -> list[Sent]:
@@ -194,54 +206,56 @@ class Bundle:
 
     def __str__(self) -> str:
         over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
-        if self.alone:
-            return (
-                f"alone on {over}: gathered and computed by all, since an owner would have as much to do, and to send"
-            )
+        if self.alone:  # an owner would have as much to do, and as much to send
+            return f"alone on {over}: gathered, and computed by all"
         if self.even:
             return f"whole with their owners, {len(self.owned[0][0])} on each of {over}: one all-to-all there, one back"
         count, share = sum(kind.count for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
         return f"{count} matrices dealt out by FLOPs over {over}, the busiest has {share:.3f} of all"
 
-    def __call__(
-        self, values: Sequence[Sequence[jax.Array]], mesh: Mesh, token: Token | None
-    ) -> tuple[dict[Any, jax.Array], Token | None]:
-        """By variable what the programs make of their inputs, and the token after that."""
-        specs = lambda side: [
-            [PartitionSpec() if v is None else v.spec for v in getattr(kind, side)] for kind in self.kinds
-        ]
-        given = [
-            [x if v is None else v.pad(x) for v, x in zip(kind.ins, row, strict=True)]
+    def __call__(self, values: Any, mesh: Mesh, token: Token | None) -> tuple[dict[Any, jax.Array], Token | None]:
+        """By variable what the programs make of what they `read`, and the token after that."""
+        here, run = PartitionSpec(), order.in_order(self._local, mesh)
+        outs = [[[v.spec] * len(kind.regions) for v in kind.outs] for kind in self.kinds]
+        specs = [
+            [[here if v is None else v.spec] * len(xs) for v, xs in zip(kind.ins, row, strict=True)]
             for kind, row in zip(self.kinds, values, strict=True)
         ]
-        here, run = PartitionSpec(), order.in_order(self._local, mesh)
-        ins, outs = (here, specs("ins")), (specs("outs"), here)
-        made, token = jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(token, given)
-        return {var: x for kind, row in zip(self.kinds, made, strict=True) for var, x in kind.written(row)}, token
+        local = jax.shard_map(run, mesh=mesh, in_specs=(here, specs), out_specs=(outs, here), check_vma=False)
+        made, token = local(token, values)
+        return {
+            var: x for kind, row in zip(self.kinds, made, strict=True) for var, x in kind.written(row).items()
+        }, token
 
     def _local(self, values: Any) -> Any:
         """What one device does."""
         (widths, starts), (back, ends) = self.rows("ins"), self.rows("outs")
-        pieces: Any = [(k, v.dtype, v.pieces(values[k][j])) for k, j in starts if (v := self.kinds[k].ins[j])]
-        packed = {t: self._packed([(k, x) for k, dtype, x in pieces if dtype == t], n) for t, n in widths.items()}
+        values = [
+            [
+                xs if v is None else jnp.concatenate([v.pieces(x) for x in xs])
+                for v, xs in zip(kind.ins, row, strict=True)
+            ]
+            for kind, row in zip(self.kinds, values, strict=True)
+        ]
+        packed = {
+            t: self._packed([(k, values[k][j]) for k, j in starts if values[k][j].dtype == t], n)
+            for t, n in widths.items()
+        }
         rows = {"ins": {t: (all_gather if self.alone else all_to_all)(x, self.axes) for t, x in packed.items()}}
         spots = [[(k, at) for (k, _), at in side.items()] for side in (starts, ends)]
         to = "ins" if spots[0] == spots[1] and widths == back else "outs"  # a matrix may leave where it has arrived
         if to == "outs":
             rows["outs"] = {t: jnp.zeros((self.ranks, n), t) for t, n in back.items()}
-        made = [
-            {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home} for kind in self.kinds
-        ]
-        me = index(self.axes)
-        for k in range(len(self.kinds)):
-            rows, made[k] = self._run(k, values[k], (rows, made[k]), to, starts, ends, me)
+        me, homes = index(self.axes), list[Any]()
+        for k, kind in enumerate(self.kinds):
+            own = {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home}
+            rows, own = self._run(k, values[k], (rows, own), to, starts, ends, me)
+            homes.append(own)
         take = lambda x: lax.dynamic_slice_in_dim(x, me, 1) if self.alone else all_to_all(x, self.axes)
         left = {t: take(x) for t, x in rows[to].items()}
+        made = lambda k, j, v: homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
         return [
-            [
-                v.joined(made[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j]))
-                for j, v in enumerate(kind.outs)
-            ]
+            [[*map(v.joined, jnp.split(made(k, j, v), len(kind.regions)))] for j, v in enumerate(kind.outs)]
             for k, kind in enumerate(self.kinds)
         ]
 
@@ -255,10 +269,10 @@ class Bundle:
 
     def _unpacked(self, kind: int, v: MatrixValue, rows: jax.Array, starts: Sequence[int]) -> jax.Array:
         """The reverse for one value: [matrices, *piece]."""
-        size, owned = math.prod(v.piece), self.owned[kind][: len(rows)]
+        owned = self.owned[kind][: len(rows)]
         if self.even:
-            return rows[:, starts[0] : starts[0] + len(owned[0]) * size].reshape(-1, *v.piece)
-        parts = [row[at : at + len(mine) * size] for row, at, mine in zip(rows, starts, owned, strict=False)]
+            return rows[:, starts[0] : starts[0] + len(owned[0]) * v.size].reshape(-1, *v.piece)
+        parts = [row[at : at + len(mine) * v.size] for row, at, mine in zip(rows, starts, owned, strict=False)]
         return jnp.concatenate(parts).reshape(-1, *v.piece)[np.argsort([*itertools.chain(*owned)])]
 
     def _run(self, k: int, values: Any, carry: Any, to: str, starts: Any, ends: Any, me: Any) -> Any:
@@ -273,19 +287,18 @@ class Bundle:
             args = []
             for j, (v, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
                 if v is None:
-                    x = x[numbers[first + s]] if x.ndim > var.aval.ndim else x  # a number of each leaf
+                    x = x[0] if len(x) == 1 else jnp.stack(x)[numbers[first + s]]  # one of each leaf
                 elif v.home:
-                    x = v.pieces(x)[s]
+                    x = x[s]
                 else:
-                    size = math.prod(v.piece)
-                    row = lax.dynamic_slice_in_dim(rows["ins"][v.dtype], mine(starts[k, j]) + s * size, size, axis=1)
-                    x = v.whole(row, self.axes)
+                    at = mine(starts[k, j]) + s * v.size
+                    x = v.whole(lax.dynamic_slice_in_dim(rows["ins"][v.dtype], at, v.size, axis=1), self.axes)
                 args.append(x.reshape(var.aval.shape))
             for j, (v, x) in enumerate(zip(kind.outs, fun(*program.consts, *args), strict=True)):
                 if v.home:
                     own[j] = own[j].at[s].set(x.reshape(v.piece))
                 else:
-                    at, row = mine(ends[k, j]) + s * math.prod(v.piece), v.cut(x, self.axes)
+                    at, row = mine(ends[k, j]) + s * v.size, v.cut(x, self.axes)
                     rows[to][v.dtype] = lax.dynamic_update_slice_in_dim(rows[to][v.dtype], row, at, axis=1)
             return rows, own
 
