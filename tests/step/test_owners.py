@@ -60,13 +60,13 @@ def shampoo(rate: float) -> optax.GradientTransformation:
         zeros = lambda x, n: jnp.zeros((*x.shape[:-2], n, n)) if is_matrix(x) else jnp.zeros(())
         return {
             "left": jax.tree.map(lambda x: zeros(x, x.shape[-2] if x.ndim > 1 else 1), params),
-            "right": jax.tree.map(lambda x: zeros(x, x.shape[-1] if x.ndim > 1 else 1), params),
+            "right": jax.tree.map(lambda x: [zeros(x, x.shape[-1] if x.ndim > 1 else 1)], params),  # as of SOAP: a list
         }
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         left = jax.tree.map(lambda g, s: s + g @ g.mT if is_matrix(g) else s, updates, state["left"])
-        right = jax.tree.map(lambda g, s: s + g.mT @ g if is_matrix(g) else s, updates, state["right"])
-        step = lambda g, a, b: -rate * (power(a) @ g @ power(b) if is_matrix(g) else g)
+        right = jax.tree.map(lambda g, s: [s[0] + g.mT @ g] if is_matrix(g) else s, updates, state["right"])
+        step = lambda g, a, b: -rate * (power(a) @ g @ power(b[0]) if is_matrix(g) else g)
         return jax.tree.map(step, updates, left, right), {"left": left, "right": right}
 
     return optax.GradientTransformation(start, update)
@@ -321,9 +321,11 @@ def test_a_matrix_alone_is_gathered() -> None:
 
 
 def test_owners_within_branches() -> None:
-    """`apply_if_finite` updates in a branch: matrices had no owners there. A step whose gradients are not finite sends
-    no matrix; what the branch may send is promised."""
-    step = jp.make_train_step(MODEL, optax.apply_if_finite(shampoo(1e-2), 3), "fsdp=6", jax.devices()[:6])
+    """`apply_if_finite` updates in a branch, here within another: matrices had no owners there. A step whose gradients
+    are not finite sends no matrix; what the branch may send is promised.
+    """
+    tx = optax.conditionally_transform(optax.apply_if_finite(shampoo(1e-2), 3), lambda step: step < 10)
+    step = jp.make_train_step(MODEL, tx, "fsdp=6", jax.devices()[:6])
     owned = step.update.owners
     assert owned is not None
     assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 * LAYERS + 2 * 3
