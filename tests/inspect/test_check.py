@@ -300,8 +300,8 @@ def pair(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def test_an_optimizer_that_gathers_is_named() -> None:
-    """Muon multiplies matrices that fsdp and tensor share out; within `MultiSteps` they have no owners, and the line of
-    optax that multiplies is in the note.
+    """Muon multiplies matrices that fsdp and tensor share out; as one stack of several leaves they have no owners, and
+    the line of optax that multiplies is in the note.
     """
 
     def value(params: dict[str, jax.Array], batch: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -310,7 +310,17 @@ def test_an_optimizer_that_gathers_is_named() -> None:
     model, batch = jp.Model(init=pair, loss=value), np.ones((8, DIM), np.float32)
     make = lambda optimizer: jp.make_train_step(model, optimizer, "fsdp=4,tensor=2", rules={"a": -1, "b": -2})
     assert check(make(optax.contrib.muon(1e-2)), batch).ok
-    found = {f.what: f for f in check(make(optax.MultiSteps(optax.contrib.muon(1e-2), 2)), batch).broken}
+    muon = optax.contrib.scale_by_muon(weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2))
+    stack = lambda tree: jnp.stack([tree["a"], tree["b"].mT])
+
+    def stacked(grads: Any, state: Any, params: Any = None) -> Any:
+        (a, b), state = muon.update(stack(grads), state, params)
+        return {"a": a, "b": b.mT}, state
+
+    found = {
+        f.what: f
+        for f in check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch).broken
+    }
     assert found.keys() == {"all-gather fsdp", "all-reduce tensor"}
     note = found["all-gather fsdp"].note
     assert "suggested spec" in note
