@@ -10,6 +10,8 @@ from .checkpoint.saved import Checkpoint
 from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
+from .inspect.jitted import Promises, check, explain, predict
+from .inspect.nonfinite import trace_nonfinite
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
 from .layout.dims.matrices import matrices
@@ -36,6 +38,7 @@ __all__ = [
     "Loop",
     "Mean",
     "Model",
+    "Promises",
     "Replicated",
     "State",
     "Strategy",
@@ -43,10 +46,12 @@ __all__ = [
     "Units",
     "all_rows",
     "attention",
+    "check",
     "check_ids",
     "collectives",
     "cross_entropy",
     "experts",
+    "explain",
     "from_equinox",
     "from_haiku",
     "from_linen",
@@ -58,7 +63,9 @@ __all__ = [
     "matrices",
     "pad_rows",
     "plan",
+    "predict",
     "simulate",
+    "trace_nonfinite",
     "verify",
 ]
 __version__ = "0.1.0"

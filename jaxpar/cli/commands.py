@@ -36,8 +36,9 @@ from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
 from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
-from .own import is_folder, is_function, own
+from .own import is_folder, is_function, own, own_step
 
+_OF = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
 _USAGE = """usage: jaxpar COMMAND [OPTIONS]
 
 Train any Flax model under any parallelism strategy, and see what it costs.
@@ -214,7 +215,7 @@ def check(options: CheckOptions) -> None:
     """
     from ..inspect.check import findings as proofs  # only this command needs it
 
-    proof = proofs.check(*_step_of(options))
+    proof = proofs.check(*_step_of(options), overlap=options.overlap)
     print(json.dumps(proof.json(), indent=1) if options.json else proof)  # noqa: T201
     if not proof.ok:
         sys.exit(1)
@@ -222,12 +223,33 @@ def check(options: CheckOptions) -> None:
 
 def explain(options: ExplainOptions) -> None:
     """`jaxpar explain`: compiles the step that the options name, and prints what it holds and sends."""
+    if options.step is not None:
+        _explain_own(options)
+        return
     step, batch = _step_of(options)
     found = step.explain(batch)
     print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
     if options.picture is not None:
         found.picture(options.picture)
         print(f"written: {options.picture}")  # noqa: T201
+
+
+def _explain_own(options: ExplainOptions) -> None:
+    """Of a step of the user's."""
+    from ..inspect.jitted import explain  # only this needs it
+
+    assert options.step is not None
+    others = {"picture": options.picture, "config": options.config}
+    others |= {name: getattr(options, name) for name in ("model", "strategy") if getattr(options, name) != _OF[name]}
+    if given := next((name for name, value in others.items() if value is not None), None):
+        raise ValueError(f"--step is a step by itself, and has no --{given}; leave one of the two out")
+    if options.target is not None:
+        jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+    if options.target is None or options.devices is not None:
+        attach(options.devices)
+    step, *args = own_step(options.step)
+    found = explain(step, *args, target=options.target)
+    print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
 
 
 def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:

@@ -176,6 +176,8 @@ class CheckOptions(TrainOptions):
     model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
     target: str | None = None
     """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    overlap: bool = False
+    """whether what layers send is hidden behind what others compute too, by predicted seconds: for GPUs, here or not"""
     json: bool = False
     """print JSON instead of a table"""
 
@@ -186,10 +188,13 @@ class ExplainOptions(TrainOptions):
     """Show what a training step holds and sends on each device: nothing runs.
 
     The step is compiled; memory, matrix products and collectives are read from its program, these beside their closed
-    form. The config.yaml of a run serves as --config.
+    form. The config.yaml of a run serves as --config. With --step it is a step of your own, under any sharding.
     """
 
     model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
+    step: str | None = None
+    """package.module:function, in place of a model and a strategy: called without arguments it returns (step, args), a
+    function that jax.jit lowers and the tuple of its arguments, arrays or jax.ShapeDtypeStruct with their shardings"""
     target: str | None = None
     """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
     json: bool = False

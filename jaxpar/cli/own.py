@@ -1,4 +1,6 @@
-"""What `--model` takes beside names: a function of one's own that makes a model, and a folder of Hugging Face's."""
+"""What `--model` takes beside names: a function of one's own that makes a model, and a folder of Hugging Face's; and
+what `--step` takes, a function that makes a step.
+"""
 
 import dataclasses
 import functools
@@ -79,11 +81,15 @@ def path_of(given: str) -> Path:
     return Path(parted(given)[0]).expanduser()
 
 
-def own(given: str) -> Own:
-    """What `package.module:function` makes; modules in the current folder are found too.
+def made_by(given: str, option: str, returns: str) -> Any:
+    """What `package.module:function` returns, called without arguments; modules in the current folder are found too.
 
-    Raises ValueError where there is no such function, or it does not return a `jp.Model` and a batch; what the module
-    itself raises is its own.
+    Args:
+      given: the function's name.
+      option: of the command that names it.
+      returns: what it should return, for the hint that says how to write it.
+
+    Raises ValueError where there is no such function; what the module itself raises is its own.
     """
     module, _, name = given.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
@@ -94,13 +100,36 @@ def own(given: str) -> Own:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise ValueError(
-            f"--model {given}: there is no module {error.name!r}; run it in the folder that holds it, or install it"
+            f"{option} {given}: there is no module {error.name!r}; run it in the folder that holds it, or install it"
         ) from error
     function = getattr(found, name, None)
     if not callable(function):
-        raise ValueError(f"--model {given}: {module} has no function {name!r}; write def {name}(): return model, data")
-    check_call(function, f"--model {given}")
-    made = function()
+        raise ValueError(f"{option} {given}: {module} has no function {name!r}; write def {name}(): return {returns}")
+    check_call(function, f"{option} {given}")
+    return function()
+
+
+def own_step(given: str) -> tuple[Any, ...]:
+    """The function, jitted or not, that `package.module:function` returns, and its arguments.
+
+    Raises ValueError as `made_by`, and where it does not return the two.
+    """
+    made = made_by(given, "--step", "step, (state, batch)") if is_function(given) else None
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+        said = f"returned a {type(made).__name__}" if is_function(given) else "is no package.module:function"
+        raise ValueError(
+            f"--step {given} {said}; needs a function without arguments that returns (step, args): what jax.jit gives "
+            "or takes, and a tuple of its arguments, arrays or jax.ShapeDtypeStruct with their shardings"
+        )
+    return made[0], *made[1]
+
+
+def own(given: str) -> Own:
+    """The model and the data that `package.module:function` returns.
+
+    Raises ValueError as `made_by`, and where it does not return a `jp.Model` and a batch or data.
+    """
+    made = made_by(given, "--model", "model, data")
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], Model)):
         raise ValueError(
             f"--model {given} returned a {type(made).__name__}; needs (model, data) or (model, data, held_out): a "

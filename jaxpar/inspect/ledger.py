@@ -131,7 +131,7 @@ def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[C
             until = itertools.takewhile(functools.partial(operator.ne, Done(one.name)), operations[position + 1 :])
             hidden = not one.waits and any(map(_computes, until))
             here = dataclasses.replace(nesting, asynchronous=not one.waits, overlapped=hidden)
-            yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers)
+            yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers, one.name)
         elif isinstance(one, While) and one.rank is None:
             yield from collectives(one.body, nesting.loop(one.trips))
         elif isinstance(one, Choice):

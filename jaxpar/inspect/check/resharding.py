@@ -108,7 +108,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]
             kind, (axes, _) = i.collective, module.axes(i)
             if (sent := sum(module.moved(i, shapes).values())) < least:
                 continue
-            users = _users(block)
+            users = users_of(block)
             ends = i if not name.endswith("shard_map") else next(_ends(users, i), i)
             shape = max((dims for _, dims in arrays(i.shape)), key=math.prod, default=())
             path, leaf = _leaf(made, i, paths)
@@ -116,7 +116,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", other) if (other := _alike(step, shape)) else (path, leaf)
             move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], module.line(ends), path)
-            every.append(dataclasses.replace(move, involuntary=kind == "all-gather" and _only_cut(module, users, i)))
+            every.append(dataclasses.replace(move, involuntary=kind == "all-gather" and only_cut(module, users, i)))
     asked = _asked(step, jaxpr) if every else {}
     found = collections.Counter(_suggested(step, _told(_needed(move, every), asked)) for move in every)
     counted = [dataclasses.replace(move, count=count) for move, count in found.items()]
@@ -232,7 +232,8 @@ def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _users(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+def users_of(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    """By name of an instruction those that use its result."""
     found: dict[str, list[Instruction]] = {}
     for i in block:
         for name in dict.fromkeys(i.operands):
@@ -249,7 +250,7 @@ def _ends(users: Mapping[str, Sequence[Instruction]], i: Instruction) -> Iterato
             yield from _ends(users, user)
 
 
-def _only_cut(module: Module, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
+def only_cut(module: Module, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
     """Whether nothing is done with a result but to cut it by the device's own place, itself or after more gathers."""
     after = () if i.root else users.get(i.name, ())
     return bool(after) and all(_cuts(module, users, user, i) for user in after)
@@ -260,14 +261,14 @@ def _cuts(module: Module, users: Mapping[str, Sequence[Instruction]], user: Inst
         return user.operands[0] == i.name
     if user.opcode == "fusion":
         inner = module.computations[user.called[0]]
-        within = _users(inner)
+        within = users_of(inner)
         same = [p for p in inner if p.opcode == "parameter" and arrays(p.shape) == arrays(i.shape)[-1:]]
         moved = all(p.opcode in MOVES and p.opcode != "dynamic-slice" for p in inner)
-        return (bool(same) and all(_only_cut(module, within, p) for p in same)) or (
-            moved and _only_cut(module, users, user)
+        return (bool(same) and all(only_cut(module, within, p) for p in same)) or (
+            moved and only_cut(module, users, user)
         )
     passed = user.opcode in ("all-gather", "all-gather-start", "all-gather-done", "copy", "bitcast", "transpose")
-    return passed and _only_cut(module, users, user)
+    return passed and only_cut(module, users, user)
 
 
 def _alike(step: Step, shape: tuple[int, ...]) -> str:

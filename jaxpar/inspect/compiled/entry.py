@@ -25,6 +25,7 @@ class Collective:
       in_loop: it runs in the body of a loop.
       conditional: it runs in one branch of a conditional and not in the others; count and bytes are upper bounds.
       ranks: the devices of one group, which follow from `axes` and the mesh; equal entries may leave them out.
+      instruction: its name in HLO; "" of several taken together.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Collective:
     in_loop: bool = False
     conditional: bool = False
     ranks: int | None = dataclasses.field(default=None, compare=False)
+    instruction: str = dataclasses.field(default="", compare=False)
 
     @property
     def sent(self) -> int:
@@ -50,13 +52,14 @@ def merged(collectives: Iterable[Collective]) -> list[Collective]:
     """Alike ones added up, sorted by kind, axes and dtype."""
     groups: dict[tuple[Any, ...], list[Collective]] = {}
     for one in collectives:
-        key = dataclasses.replace(one, count=None if one.count is None else 0, bytes=0)
+        key = dataclasses.replace(one, count=None if one.count is None else 0, bytes=0, instruction="")
         groups.setdefault(dataclasses.astuple(key), []).append(one)
     rows = (
         dataclasses.replace(
             same[0],
             count=None if same[0].count is None else sum(one.count or 0 for one in same),
             bytes=sum(one.bytes for one in same),
+            instruction="",
         )
         for same in groups.values()
     )
@@ -79,20 +82,20 @@ class Nesting:
         return dataclasses.replace(self, times=known, in_loop=True)
 
     def collectives(
-        self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int]
+        self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int], name: str = ""
     ) -> Iterator[Collective]:
         """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
         nesting = dataclasses.asdict(self)
         if (count := nesting.pop("times")) != 0:
             for dtype, nbytes in buffers.items():
                 total = nbytes * (1 if count is None else count)
-                yield Collective(kind, axes, dtype, count, total, **nesting, ranks=ranks)
+                yield Collective(kind, axes, dtype, count, total, **nesting, ranks=ranks, instruction=name)
 
     def branches(self, walks: Iterable[Callable[["Nesting"], Iterator[Collective]]]) -> Iterator[Collective]:
         """The branch that sends most; `conditional` unless all branches run the same collectives."""
-        ledgers = [merged(walk(self)) for walk in walks]
+        ledgers = [list(walk(self)) for walk in walks]
         most = max(range(len(ledgers)), key=lambda i: sum(one.bytes for one in ledgers[i]))
-        same = all(ledger == ledgers[0] for ledger in ledgers)
+        same = all(merged(ledger) == merged(ledgers[0]) for ledger in ledgers)
         return (one if same else dataclasses.replace(one, conditional=True) for one in ledgers[most])
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import PurePath
 
@@ -152,19 +152,40 @@ class Module:
         return int(found[1]) if found and name else None
 
     def line(self, i: Instruction) -> str:
-        """The line of Python that it comes from, "optax/contrib/_muon.py:97", in either of XLA's spellings; or ""."""
+        """The line of Python that it comes from, "optax/contrib/_muon.py:97"; or ""."""
+        file, number = next(self.lines(i), ("", ""))
+        return f"{short(file)}:{number}" if file else ""
+
+    def lines(self, i: Instruction) -> Iterator[tuple[str, str]]:
+        """File and number of the line of Python that it comes from, in either of XLA's spellings, then of those that
+        called it, outwards, as far as the program tells.
+        """
         if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', i.rest):
-            return f"{short(plain[1])}:{plain[2]}"
+            yield plain[1], plain[2]
+            return
+        files, locations, frames = self._tables
+        found = re.search(r"stack_frame_id=(\d+)", i.rest)
+        frame = found[1] if found else ""
+        # Some releases print a caller's number plus one: then the outermost frame, 1, has itself as its caller.
+        offset = int(frames.get("1", ("", "0"))[1])
+        while frame in frames and (location := locations.get(frames[frame][0])):
+            yield files[location[0]][0], location[1]
+            frame = str(int(frames[frame][1]) - offset)
 
-        def entry(table: str, number: str, form: str) -> re.Match[str] | None:
-            """A line of one of the tables at the beginning of a program."""
-            return re.search(rf"^{table}\n(?:.+\n)*?{number} {form}", self.text, re.MULTILINE)
-
-        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
-        place = frame and entry("StackFrames", frame[1], r"{file_location_id=(\d+)")
-        line = place and entry("FileLocations", place[1], r"{file_name_id=(\d+).*? line=(\d+)")
-        file = line and entry("FileNames", line[1], r'"(.*)"')
-        return f"{short(file[1])}:{line[2]}" if line and file else ""
+    @functools.cached_property
+    def _tables(self) -> tuple[dict[str, tuple[str, ...]], ...]:
+        """Those at the beginning of a program: file names, places in files, frames with their callers."""
+        forms = {
+            "FileNames": r'"(.*)"',
+            "FileLocations": r"{file_name_id=(\d+).*? line=(\d+)",
+            "StackFrames": r"{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
+        }
+        found: list[dict[str, tuple[str, ...]]] = []
+        for name, form in forms.items():
+            table = re.search(rf"^{name}\n((?:\d.*\n)*)", self.text, re.MULTILINE)
+            rows = re.finditer(rf"^(\d+) {form}", table[1] if table else "", re.MULTILINE)
+            found.append({row[1]: tuple(part or "0" for part in row.groups()[1:]) for row in rows})
+        return tuple(found)
 
     def groups(self, i: Instruction) -> list[list[int]]:
         """The devices of each group, as places in the mesh; of a permute its pairs [source, target]."""

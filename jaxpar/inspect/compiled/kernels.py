@@ -127,6 +127,12 @@ def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
     return found
 
 
+def devices_of(text: str) -> int:
+    """How many devices a compiled program is for."""
+    header = found[0] if (found := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
+    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+
+
 class Executable:
     """A compiled program.
 
@@ -141,13 +147,10 @@ class Executable:
 
     def __init__(self, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> None:
         self._with_collectives = mesh is not None
-        if mesh is not None:
-            header = found[0] if (found := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
-            devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
-            if devices != mesh.size:
-                raise ValueError(
-                    f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for"
-                )
+        if mesh is not None and (devices := devices_of(text)) != mesh.size:
+            raise ValueError(
+                f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for"
+            )
         self.module = Module(text, tuple(mesh.shape.items()) if mesh is not None else ())
         self._read: dict[str, tuple[Operation, ...]] = {}
         self.operations = self._block(self.module.entry)

@@ -184,7 +184,8 @@ def text(found: Explanation) -> str:
         parts.append(f"matrix products of a device and step: {flops}")
     if found.transfers:
         parts.append(_transfers(found))
-    parts += [_ledger(found), _checks(found)] if found.ledger or found.checks else ["collectives: none"]
+    sent = ledger_table(found.ledger, found.across)
+    parts += [sent, _checks(found)] if found.ledger or found.checks else ["collectives: none"]
     listed = {
         "not sharded, or padded": found.notes,
         "gathered by tensor ranks for want of a rule": {at: size(n) for at, n in found.gathered.items()},
@@ -219,23 +220,24 @@ def _transfers(found: Explanation) -> str:
     return table(rows, "<<>>>>")
 
 
-def _ledger(found: Explanation) -> str:
+def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> str:
+    """The collectives of a program; `across` None where it is not known which leave a host."""
     rows = [["collective", "axes", "dtype", "count", "buffers", "sent", "hosts", "hidden"]]
     groups: dict[tuple[Any, ...], list[Collective]] = {}
-    for one in found.ledger:
+    for one in ledger:
         groups.setdefault((one.kind, one.axes, one.dtype), []).append(one)
     for (kind, axes, dtype), same in groups.items():
         total, hidden = sum(one.sent for one in same), sum(one.sent for one in same if one.overlapped)
         share = f"{hidden / total:.0%}" if any(one.asynchronous for one in same) else "-"
-        where = "across" if axes in found.across else "inside"
+        where = "?" if across is None else "across" if axes in across else "inside"
         counts = [one.count for one in same]
         times = "?" if None in counts else str(sum(n or 0 for n in counts))
         rows.append(
             [kind, "+".join(axes), dtype, times, size(sum(one.bytes for one in same)), size(total), where, share]
         )
-    total = sum(one.sent for one in found.ledger)
+    total, hidden = sum(one.sent for one in ledger), sum(one.sent for one in ledger if one.overlapped)
     beside = (
-        f"exposed: {size(found.exposed)} of {size(total)}, sent while nothing is computed\n"
+        f"exposed: {size(total - hidden)} of {size(total)}, sent while nothing is computed\n"
         "sent: on the wire; of a buffer (n-1)/n among n, for an all-reduce twice that"
     )
     return f"{table(rows, '<<<>>>>>')}\n{beside}"

@@ -1,0 +1,311 @@
+"""Steps that jaxpar did not make: what is found in them is what a count by hand finds, and mistakes have their line."""
+
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.cli.commands import run
+from jaxpar.inspect.targets import missing_compiler
+
+LAYERS, ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 64, 32, 128, 512, 1000
+AXES = {"fsdp": 4, "tensor": 2}
+ADAM = optax.adam(1e-3)
+
+
+def mesh_of(abstract: bool = False) -> Any:
+    if abstract:
+        return AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    return Mesh(np.array(jax.devices()).reshape(tuple(AXES.values())), tuple(AXES))
+
+
+def logical(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+
+def train_step(state: Any, batch: Any, mesh: Any, constrained: bool) -> Any:
+    """As MaxText writes one: layers scanned, constraints on activations, FSDP and tensor axes in the specs."""
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        hidden = jax.nn.relu(x @ w["up"])  # up
+        hidden = logical(hidden, mesh, "fsdp", None, "tensor") if constrained else hidden
+        x = x + hidden @ w["down"]  # down
+        return logical(x, mesh, "fsdp", None, None) if constrained else x, None
+
+    def loss(params: Any) -> jax.Array:
+        x = params["embed"][batch]  # lookup
+        x = logical(x, mesh, "fsdp", None, None) if constrained else x
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.square(x).mean()  # loss
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    updates, opt_state = ADAM.update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+
+def step_of(mesh: Any, constrained: bool = True, sharded_optimizer: bool = True, donate: bool = True) -> Any:
+    """The jitted step, and the shapes of its arguments."""
+    place = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    layers = {
+        "up": place((LAYERS, WIDTH, HIDDEN), None, "fsdp", "tensor"),
+        "down": place((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp"),
+    }
+    params = {"embed": place((WORDS, WIDTH), "tensor", "fsdp"), "layers": layers}
+    opt_state = jax.eval_shape(ADAM.init, params)
+    like = lambda x: next((p.sharding.spec for p in jax.tree.leaves(params) if p.shape == x.shape), P())
+    spec = lambda x: like(x) if sharded_optimizer else P()
+    opt_state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))), opt_state
+    )
+    state = {"params": params, "opt_state": opt_state}
+    fn = functools.partial(train_step, mesh=mesh, constrained=constrained)
+    jitted = jax.jit(
+        fn,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
+        donate_argnums=(0,) if donate else (),
+    )
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
+    return jitted, state, batch
+
+
+def line(what: str, of: Any = train_step) -> str:
+    """Where this file has a line that ends so."""
+    lines, first = inspect.getsourcelines(of)
+    (at,) = [number for number, text in enumerate(lines, first) if text.rstrip().endswith(f"# {what}")]
+    return f"tests/inspect/test_jitted.py:{at}"
+
+
+def sent(found: Any, **where: Any) -> int:
+    return sum(site.sent for site in found.sites if all(getattr(site, k) == v for k, v in where.items()))
+
+
+def total(found: Any, **where: Any) -> int:
+    return found.ledger.total(**where)
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return jp.explain(*step_of(mesh_of()))
+
+
+WEIGHT = 4 * WIDTH * HIDDEN // AXES["tensor"]  # of a tensor rank
+ROW = 4 * (ROWS // AXES["fsdp"]) * LENGTH * WIDTH
+
+
+def test_what_is_found_is_what_is_counted_by_hand(found: Any) -> None:
+    for name in ("up", "down"):  # gathered forwards and backwards; their gradients summed, as are activations
+        at = {"source": line(name), "operation": "dot_general"}
+        weight = f"state['params']['layers']['{name}']"
+        assert sent(found, kind="all-gather", argument=weight, **at) == 2 * LAYERS * WEIGHT * 3 // 4
+        assert sent(found, kind="all-reduce", axes=("fsdp",), **at) == 2 * LAYERS * WEIGHT * 3 // 4
+        assert sent(found, kind="all-reduce", axes=("tensor",), **at) == 2 * LAYERS * ROW // 2
+    assert total(found, kind="all-gather", axes=("fsdp",)) == 2 * 2 * LAYERS * WEIGHT
+    assert sum(site.sent for site in found.sites) == found.ledger.by(value="sent")[()]
+    assert found.exposed == found.ledger.by(value="sent")[()]
+    params = 2 * LAYERS * WIDTH * HIDDEN + WORDS * WIDTH
+    assert found.memory.arguments == 3 * 4 * params // 8 + 4 + 4 * ROWS * LENGTH // 4
+    assert found.memory.taken_over == 3 * 4 * params // 8 + 4
+    assert sum(x.bytes for x in found.arguments) == 3 * 4 * params + 4 + 4 * ROWS * LENGTH
+    assert not found.copied
+    assert found.axes == AXES
+    assert found.costs.flops == {"float32": 3 * 2 * 2 * LAYERS * ROWS * LENGTH * WIDTH * HIDDEN // 8}
+
+
+def test_a_dropped_constraint_has_its_line(found: Any) -> None:
+    promises = jp.Promises(collectives=found.ledger.by("kind", "axes"), memory=found.memory.total)
+    assert jp.check(*step_of(mesh_of()), promises=promises).ok
+    proof = jp.check(*step_of(mesh_of(), constrained=False), promises=promises)
+    broken = {finding.what: finding.note for finding in proof.broken}
+    # Every device computes all rows, and sums them.
+    shape = str([ROWS, LENGTH, HIDDEN // AXES["tensor"]])
+    assert f"all-reduce over fsdp of {shape} for dot_general at {line('up')}" in broken["all-reduce fsdp"]
+    with pytest.raises(ValueError, match=r"UNPROMISED collectives: all-reduce fsdp, promised 1\.05 MB, found 16"):
+        proof.require()
+
+
+def test_a_replicated_optimizer_has_its_paths() -> None:
+    step = step_of(mesh_of(), sharded_optimizer=False, donate=False)
+    copied = jp.explain(*step)
+    leaves = ("['layers']['up']", "['layers']['down']", "['embed']")
+    mine = [f"state['opt_state'][0].{moment}{leaf}" for moment in ("mu", "nu") for leaf in leaves]
+    assert {x.path for x in copied.copied} == set(mine)
+    assert {x.copied for x in copied.copied} == {("fsdp", "tensor")}
+    nbytes = 2 * 4 * (2 * LAYERS * WIDTH * HIDDEN + WORDS * WIDTH)
+    assert f"whole, {nbytes / 1e6:.2f} MB, along fsdp+tensor" in " ".join(str(copied).split())
+    assert "No argument is donated" in str(copied)
+    proof = jp.check(*step, promises=jp.Promises(copies={"fsdp": 1e6}))
+    (broken,) = proof.broken
+    assert broken.part == "copies"
+    assert mine[0].rpartition("[")[0] in broken.note
+    assert jp.check(*step, promises=jp.Promises(copies={"fsdp": 2e6})).ok
+
+
+def test_what_is_gathered_only_to_be_cut_is_named() -> None:
+    mesh = mesh_of()
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("fsdp")))  # cut anew
+
+    place = lambda *spec: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    (broken,) = jp.check(step, place(None, ("fsdp", "tensor"))).broken  # XLA warns of this one on stderr
+    assert broken.found == 64 * 64 * 4 * 7 // 8
+    assert f"all-gather over fsdp+tensor of x for sin at {line('cut anew', step)}" in broken.note
+    assert "involuntary full rematerialization" in broken.note
+    for spec in (("fsdp", "tensor"), (("fsdp", "tensor"),), (None, "fsdp")):
+        assert jp.check(step, place(*spec)).ok
+
+
+def test_forms_of_a_program_say_the_same(found: Any) -> None:
+    fn, *args = step_of(mesh_of())
+    lowered = fn.lower(*args)
+    compiled = lowered.compile()
+    for given in (lowered, compiled):
+        other = jp.explain(given)
+        assert (other.sites, other.memory) == (found.sites, found.memory)
+    text = jp.explain(compiled.as_text(), mesh=mesh_of())
+    assert text.sites == found.sites
+    assert text.memory is None
+    assert text.arguments is None
+    assert "not known" in str(text)
+    unknown = jp.explain(compiled.as_text())
+    assert {axis for one in unknown.ledger for axis in one.axes} == {"devices", "2 of devices", "4 of devices"}
+    assert "give the arguments NamedShardings, or mesh=" in " ".join(str(unknown).split())
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_a_target_stands_for_the_mesh(abstract: bool, found: Any) -> None:
+    moved = jp.explain(*step_of(mesh_of(abstract)), target="cpu:8")
+    assert moved.ledger == found.ledger
+    assert moved.sites == found.sites
+    assert moved.memory == found.memory
+    assert moved.arguments == found.arguments
+    assert moved.prediction is None
+
+
+class Block(nn.Module):
+    """As Flax's own examples write one: logical axes on the parameters, rules at the end."""
+
+    mesh: Mesh
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = lambda *axes: nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+        y = nn.Dense(HIDDEN, use_bias=False, kernel_init=kernel("embed", "mlp"))(x)  # into
+        y = nn.with_logical_constraint(nn.relu(y), ("batch", "length", "mlp"), mesh=self.mesh)
+        y = nn.Dense(WIDTH, use_bias=False, kernel_init=kernel("mlp", "embed"))(y)  # out
+        return nn.with_logical_constraint(x + y, ("batch", "length", None), mesh=self.mesh)
+
+
+def test_a_flax_example() -> None:
+    rules = (("batch", "fsdp"), ("length", None), ("embed", "fsdp"), ("mlp", "tensor"))
+    model = Block(mesh := mesh_of())
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros(x.shape))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=ADAM)
+
+    def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            with nn.logical_axis_rules(rules):
+                return jnp.square(state.apply_fn({"params": params}, batch)).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    places = nn.logical_to_mesh_sharding(nn.get_partition_spec(shapes), mesh, rules)
+    rows = NamedSharding(mesh, P("fsdp"))
+    step = jax.jit(train_step, in_shardings=(places, rows), out_shardings=(places, None), donate_argnums=0)
+    found = jp.explain(step, shapes, x)
+    into, out = (line(what, Block) for what in ("into", "out"))
+    # The kernel into the layer is used once, as its input has no gradient; that out of it forwards and backwards.
+    assert sent(found, kind="all-gather", axes=("fsdp",), source=into) == WEIGHT * 3 // 4
+    assert sent(found, kind="all-reduce", axes=("fsdp",), source=out) == 2 * WEIGHT * 3 // 4
+    assert sent(found, kind="all-reduce", axes=("tensor",), source=out) == ROW
+    print(found)
+    moved = jp.explain(step, shapes, x, target="cpu:8")
+    assert moved.ledger == found.ledger
+
+
+def test_errors_say_what_to_do() -> None:
+    fn, *args = step_of(mesh_of())
+    with pytest.raises(
+        ValueError, match=r"mesh of the arguments has 8 devices \(fsdp=4, tensor=2\), target='cpu:4' has 4"
+    ):
+        jp.explain(fn, *args, target="cpu:4")
+    with pytest.raises(ValueError, match=r"has no devices; name some, such as target='8xH100'"):
+        jp.explain(*step_of(mesh_of(abstract=True)))
+    with pytest.raises(ValueError, match="no argument has a NamedSharding"):
+        jp.explain(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="cpu:8")
+    with pytest.raises(ValueError, match="fn is a int; give a function"):
+        jp.explain(3)
+    with pytest.raises(ValueError, match="a Lowered has its 1 arguments already"):
+        jp.explain(jax.jit(jnp.sin).lower(1.0), 1.0)
+    with pytest.raises(ValueError, match="axis 'model' is promised, the mesh has fsdp, tensor"):
+        jp.check(fn, *args, promises=jp.Promises(copies={"model": 1e6}))
+    with pytest.raises(ValueError, match="'allgather' is no collective; promise one of"):
+        jp.Promises(collectives={("allgather", "fsdp"): 1})
+    with pytest.raises(ValueError, match="cpu devices have no peaks and bandwidths"):
+        jp.predict(fn, *args, target="cpu:8")
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+def test_on_gpus_that_are_not_here() -> None:
+    found = jp.explain(*step_of(AbstractMesh((2, 8), ("fsdp", "tensor"))), target="16xH100")
+    assert found.across == {("fsdp",), ("fsdp", "tensor")} & {one.axes for one in found.ledger}
+    assert found.devices == "16 x NVIDIA H100 80GB HBM3"
+    for name in ("up", "down"):
+        gathered = sent(found, axes=("fsdp",), argument=f"state['params']['layers']['{name}']", source=line(name))
+        assert gathered == 2 * LAYERS * 4 * WIDTH * HIDDEN // 8 // 2
+    assert found.prediction.seconds == pytest.approx(found.prediction.compute + found.prediction.exposed)
+    assert (
+        found.prediction.seconds
+        == jp.predict(*step_of(AbstractMesh((2, 8), ("fsdp", "tensor"))), target="16xH100").seconds
+    )
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_steps.py").write_text(
+        "import jax.numpy as jnp\ndef make(): return jnp.sin, (jnp.ones(8),)\ndef bad(): return jnp.sin\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(["explain", "--step", "my_steps:make", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["memory"]["arguments"], found["ledger"]) == ("sin", 32, [])
+    for words, message in {
+        ("my_steps:bad",): r"--step my_steps:bad returned a \w+; needs a function without arguments that returns",
+        ("my_steps:none",): r"my_steps has no function 'none'; write def none\(\): return step, \(state, batch\)",
+        ("steps.py",): "--step steps.py is no package.module:function",
+        ("my_steps:make", "--strategy", "ddp"): "--step is a step by itself, and has no --strategy",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(["explain", "--step", *words])
+
+
+def test_arguments_that_are_none_unread_or_bound() -> None:
+    place = NamedSharding(mesh_of(), P("fsdp"))
+
+    def step(bound: jax.Array, given: Any, unread: jax.Array) -> jax.Array:
+        return bound + given["x"]
+
+    x = jax.device_put(jnp.ones(8), place)
+    found = jp.explain(functools.partial(jax.jit(step), x), {"none": None, "x": x}, jnp.ones(3))
+    assert [x.path for x in found.arguments] == ["bound", "given['x']"]
+    assert jp.explain(functools.partial(step, x), {"none": None, "x": x}, x).arguments[0].path == "given['x']"
+    static = jax.jit(lambda x, n: x * n, static_argnums=1)
+    assert jp.explain(static, x, 3).arguments == jp.explain(static, x, 3, target="cpu:8").arguments[:1]
