@@ -125,7 +125,7 @@ def _exact(plan: Plan) -> str:
     if best.strategy.reduce == "f32" or best.strategy.precision == "f32":
         return ""
     exact = [at for at, line in enumerate(plan.lines) if line.fits and line.strategy.reduce == "f32"]
-    sums = f" (gradients summed in {best.strategy.precision}"
+    sums = f" (gradients summed in {best.strategy.precision.replace('fp8', 'bf16')}"  # FP8 is of products alone
     if not exact:
         return f"{sums})"
     other = plan.lines[exact[0]]
