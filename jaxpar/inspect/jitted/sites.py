@@ -32,10 +32,10 @@ Said = tuple[str, str, str, tuple[int, ...], bool]  # of a site, from its source
 
 @dataclass(frozen=True)
 class Site:
-    """The collectives of one kind, axes, line and argument. Bytes are per device and step, as in `Collective`.
+    """The collectives of one kind, axes, line and array. Bytes are per device and step, as in `Collective`.
 
     Attributes:
-      kind, axes: as in `Collective`.
+      kind, axes, dtype: as in `Collective`.
       count: executions; None in a loop of unknown length.
       bytes: their buffers; `sent`: what a device puts on the wire of them; `hidden`: of that, what is sent while
         something is computed.
@@ -49,6 +49,7 @@ class Site:
 
     kind: str
     axes: tuple[str, ...]
+    dtype: str
     count: int | None
     bytes: int
     sent: int
@@ -60,7 +61,7 @@ class Site:
     involuntary: bool
 
     def __str__(self) -> str:
-        of = f" of {self.argument or list(self.shape)}"
+        of = f" of {self.argument or f'{self.dtype}{list(self.shape)}'}"
         at = f" at {self.source}" if self.source else ", of a line that the compiler does not say"
         why = f" for {self.operation}" if self.operation else ""
         again = ", gathered whole only to be cut anew (involuntary full rematerialization)" if self.involuntary else ""
@@ -79,9 +80,9 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
     for one in collectives(program.executable.operations, Nesting()):
         for dtype, nbytes, said in reader.operands(one):
             if dtype == one.dtype:  # an instruction has an entry for each of its dtypes
-                groups.setdefault((one.kind, one.axes, *said), []).append((one, nbytes))
+                groups.setdefault((one.kind, one.axes, dtype, *said), []).append((one, nbytes))
     found = []
-    for (kind, axes, *said), same in groups.items():
+    for (kind, axes, dtype, *said), same in groups.items():
         counts = {id(one): one.count for one, _ in same}.values()  # of an instruction once, whatever its operands
         each = [(one, nbytes * (1 if one.count is None else one.count)) for one, nbytes in same]
         wire = [(one, round(nbytes * on_the_wire(kind, one.ranks or 1))) for one, nbytes in each]
@@ -89,6 +90,7 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
             Site(
                 kind,
                 axes,
+                dtype,
                 None if None in counts else sum(n or 0 for n in counts),
                 sum(nbytes for _, nbytes in each),
                 sum(sent for _, sent in wire),
