@@ -1,11 +1,12 @@
 # Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
-#   make test       format, types, docs, tests
+#   make test       format, types, docs, tests (of cells that resemble each other each fourth; EVERY=1 has all)
 #   make battery    what `make test` leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
+#   make radar      a dozen strategies compiled for H100s by this jax: every collective beside the traced one, what hides, docs/radar.md
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried
@@ -23,14 +24,14 @@ endif
 
 BIN := $(VENV)/bin
 # A worker that crashes ends the run: pytest-xdist would wait forever for the other tests of its group.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart=0
+PYTEST := $(BIN)/python -m pytest $(if $(EVERY),--every) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Models that others wrote, which the tests train unmodified. --no-deps: with them come 80 packages that their models do
-# not import. Those that they do import:
+# not import. Those that they do import, and solvers that losses call:
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
-IMPORTED := einops filelock h5py jaxtyping regex requests tqdm
+IMPORTED := diffrax einops filelock h5py jaxtyping lineax optimistix regex requests tqdm
 
-.PHONY: train compare test pytest package battery soak fuzz campaign lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench gpu-compiler hf setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -60,6 +61,9 @@ fuzz: setup
 
 campaign: setup
 	$(BIN)/python tests/campaign.py $(if $(SHORT),--short) $(if $(SECONDS),--seconds $(SECONDS))
+
+radar: gpu-compiler
+	$(BIN)/python experiments/radar.py $(if $(ONLY),--only $(ONLY))
 
 lint: setup
 	$(BIN)/ruff check .

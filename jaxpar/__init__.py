@@ -11,6 +11,7 @@ from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
 from .inspect.jitted import Promises, check, explain, predict
+from .inspect.nonfinite import trace_nonfinite
 from .inspect.plan.planner import plan
 from .inspect.verify import verify
 from .layout.dims.matrices import matrices
@@ -64,6 +65,7 @@ __all__ = [
     "plan",
     "predict",
     "simulate",
+    "trace_nonfinite",
     "verify",
 ]
 __version__ = "0.1.0"

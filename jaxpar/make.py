@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,9 +22,11 @@ from .hosts import ending, initialize
 from .inspect.check import RowCheck
 from .inspect.check import check as _check
 from .inspect.check import check_rows as _check_rows
+from .inspect.check.overlap import hardware_of
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
+from .inspect.nonfinite import Nonfinite, NonfiniteError, trace_step
 from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
 from .layout.state import State
@@ -43,10 +46,11 @@ def make_train_step(
     mesh: Mesh | Sequence[jax.Device] | None = None,
     trainable: Callable[[str], bool] | None = None,
     rules: Rules | None = None,
-    check: bool = False,
+    check: bool | Literal["overlap"] = False,
     rows: str = "global",
     skip_nonfinite: bool = False,
     ids: Mapping[str, int] | None = None,
+    trace_nonfinite: bool = False,
 ) -> "TrainStep":
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
@@ -65,7 +69,7 @@ def make_train_step(
         annotations (`layout/dims/tensor.py`). They come before what the model and jaxpar know themselves.
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
         program does what the strategy promises: see `inspect/check/`. ValueError names each promise that is broken,
-        and nothing has run. Nothing is compiled twice for it.
+        and nothing has run. Nothing is compiled twice for it. "overlap": on GPUs, also that what layers send is hidden.
       rows: with several hosts, what a batch given to the step is: "global", the same on every host, which keeps its
         part; or "host", this host's own rows, as many as every other's, in the order of hosts along the mesh. Hosts
         that hold stages of one pipeline then give the same rows. With one host both are the same.
@@ -75,6 +79,10 @@ def make_train_step(
       ids: leaves of the batch that hold ids, such as {"tokens": 32_000}, and how many there are, as for `jp.check_ids`:
         the step counts those that are not below, and `metrics["outside/tokens"]` is their share of all ids of the leaf.
         Two numbers a leaf join the all-reduce of the metrics.
+      trace_nonfinite: after a step whose loss or gradients have a NaN or an infinity, find the equation that made it
+        (`step.trace_nonfinite`) and raise `FloatingPointError` with its line, rank and rows; `error.state` is the state
+        of before, but for its number, and `error.found` the `Nonfinite`. Implies `skip_nonfinite`; and each call waits
+        for its step. Under float16, gradients that overflow by the loss's scale are no fault until it is 1.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time, and where an optimizer multiplies layers of a
@@ -112,8 +120,12 @@ def make_train_step(
     for name, limit in (ids or {}).items():
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
-    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite, ids)
-    step.proves, step.rows, step.updates = check, rows, updates
+    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite or trace_nonfinite, ids)
+    if check not in (True, False, "overlap"):
+        raise ValueError(f"check={check!r}: use True, False or 'overlap'")
+    if check == "overlap":
+        hardware_of(step)  # refuses before anything is compiled
+    step.proves, step.rows, step.updates, step.traces = check, rows, updates, trace_nonfinite
     if (said := step.misdirected) is not None:
         warnings.warn(said, stacklevel=2)
     return step
@@ -129,15 +141,16 @@ def check_trainable(trainable: Any) -> None:
 
 _SHOWN = (
     "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
-    "restore restore_extra save schedule send strategy trace traced value_and_grad with_params"
+    "restore restore_extra save schedule send strategy trace trace_nonfinite traced value_and_grad with_params"
 ).split()
 
 
 class TrainStep(Step):
     """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
-    proves = False  # whether what is compiled is checked before it runs
+    proves: bool | str = False  # whether what is compiled is checked before it runs
     updates = True  # whether it has an optimizer
+    traces = False  # whether a step that is not finite is an error that names its equation
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -201,12 +214,43 @@ class TrainStep(Step):
             )
         if self.proves:
             self._prove(batch)
+        if self.traces and _traced(state, batch):
+            raise ValueError(
+                "trace_nonfinite=True looks at what a step has given, and within a jit of your own there is nothing to "
+                "see yet; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) where metrics['finite'] is "
+                "False"
+            )
         if not self._agreement.needed or _traced(state, batch):
-            return super().__call__(state, batch)
-        batch = self.place(batch)
-        self.compare(batch)
-        with ending.step():
-            return super().__call__(state, batch)
+            after, metrics = super().__call__(state, batch)
+        else:
+            batch = self.place(batch)
+            self.compare(batch)
+            with ending.step():
+                after, metrics = super().__call__(state, batch)
+        if self.traces and not metrics["finite"]:
+            scaled = after.scale is not None and after.scale.scale > 1 and np.isfinite(metrics["loss"])
+            if not scaled:
+                raise NonfiniteError(self.trace_nonfinite(replace(after, step=after.step - 1), batch), after)
+        return after, metrics
+
+    def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
+        """Where the NaN or infinity of a step begins: the equation with its line, module, layer and operands, the
+        microbatch, the rank and the rows, and whether the batch or the parameters bring it. Print it.
+
+        Args:
+          state: of before the step, whose number is that of the random keys. With `skip_nonfinite=True` it is what the
+            step returned, but for the number: dataclasses.replace(state, step=state.step - 1).
+          batch: as for the step.
+          device: where it is computed; the first of this host's in the mesh if None. It needs the memory of all
+            parameters in the compute dtype, their gradients, and one block's activations (a microbatch of one replica);
+            `jax.devices("cpu")[0]` has the host's.
+
+        The step is computed again by the loss's own program, block by block: a forward of each, and where these are
+        finite a gradient of each; of the first that is not, the rows one by one, and then its equations one by one,
+        each compiled for itself. Communicates an all-gather of parameters, batch and variables; with several hosts, all
+        must call it.
+        """
+        return trace_step(self, state, self._agreed("trace", state, batch), device)
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss and its metrics, without update and without dropout."""
@@ -379,7 +423,7 @@ class TrainStep(Step):
             return
         if compiled is None and not self.strategy.server:
             compiled = super().compile(batch)  # jit finds it afterwards
-        _check(self, self.shapes(batch), compiled).require()
+        _check(self, self.shapes(batch), compiled, self.proves == "overlap").require()
         self._proven.add(kind)
 
 

@@ -35,6 +35,7 @@ _CHOICES = {
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
     "prefetch": ("auto",),
+    "kernels": ("own", "fused"),
 }
 _OTHERS = {  # what a choice may be besides
     "remat": " or a jax.checkpoint policy",
@@ -108,6 +109,10 @@ class Strategy:
         across hosts, and no pipeline: of one microbatch XLA's GPU compiler moves collectives over the iterations by
         itself, and within a host they hide in their own.
 
+      kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
+        keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
+        Ranks of `context` take it so anyway, unless `attention` is "gather".
+
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 
     >>> Strategy.parse("zero2,microbatches=4")
@@ -139,6 +144,7 @@ class Strategy:
     remat: str | Callable[..., bool] = "none"
     logits: str | int = "auto"
     prefetch: str | int = "auto"
+    kernels: str = "own"
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
         """Refuses what is no field, and values without a name, in words of its own."""

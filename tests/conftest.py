@@ -1,8 +1,11 @@
 """Eight simulated devices, and what else the tests need. Imported before any of them imports jax."""
 
 import gc
+import itertools
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,9 +51,12 @@ import pytest  # noqa: E402
 
 from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 
+SAMPLE = 4  # of a test's cells that resemble each other, `make test` runs one in so many
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
+    parser.addoption("--every", action="store_true", help="of tests marked `sampled` all cells, not each fourth")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         battery = [item for item in items if item.get_closest_marker("battery")]
         config.hook.pytest_deselected(items=battery)
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
+        if not config.getoption("--every"):
+            places: dict[str, Iterator[int]] = defaultdict(itertools.count)
+            sampled = {item for item in items if item.get_closest_marker("sampled")}
+            others = {item for item in sampled if next(places[item.nodeid.partition("[")[0]]) % SAMPLE}
+            config.hook.pytest_deselected(items=[*others])
+            items[:] = [item for item in items if item not in others]
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
 

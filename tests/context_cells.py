@@ -174,6 +174,18 @@ def t5() -> jp.Model:
     return _functions(attend)
 
 
+def spelled_out() -> jp.Model:
+    """Attention of documents that share a row, written out, heads before positions; its mask is made in every layer."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        (q, k, v), ids = (x.transpose(0, 2, 1, 3) for x in (q, k, v)), batch["document"]
+        seen = (ids[:, None, :, None] == ids[:, None, None]) & jnp.tril(jnp.ones((q.shape[2], k.shape[2]), bool))
+        scores = jnp.where(seen, q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]), jnp.finfo(q.dtype).min)
+        return (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3)
+
+    return _functions(attend)
+
+
 def window() -> jp.Model:
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, window=5))
 
@@ -359,6 +371,7 @@ MODELS = {
         translator,
         alibi,
         t5,
+        spelled_out,
         window,
         packed,
         packed_window,
@@ -379,6 +392,8 @@ KERNELS = (
     "window",
     "packed",
     "packed_window",
+    "spelled_out",
+    "loop",
     "chunked",
     "flattened",
     "flattened_shifted",

@@ -215,7 +215,7 @@ def check(options: CheckOptions) -> None:
     """
     from ..inspect.check import findings as proofs  # only this command needs it
 
-    proof = proofs.check(*_step_of(options))
+    proof = proofs.check(*_step_of(options), overlap=options.overlap)
     print(json.dumps(proof.json(), indent=1) if options.json else proof)  # noqa: T201
     if not proof.ok:
         sys.exit(1)

@@ -176,6 +176,8 @@ class CheckOptions(TrainOptions):
     model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
     target: str | None = None
     """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    overlap: bool = False
+    """whether what layers send is hidden behind what others compute too, by predicted seconds: for GPUs, here or not"""
     json: bool = False
     """print JSON instead of a table"""
 

@@ -14,6 +14,7 @@ from ..program.walk import visit
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
+from .compiled.memory import program_memory
 from .timeline.drawing import held_bytes
 
 
@@ -63,13 +64,7 @@ def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compi
 
 
 def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    found: Any = compiled.memory_analysis()
-    parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-    }
-    return parts | {"program": name, "total": sum(parts.values()) - found.alias_size_in_bytes}
+    return program_memory(compiled) | {"program": name}
 
 
 class _Whole:

@@ -13,9 +13,11 @@ Who runs it on which matrix is dealt out in `parallel/owners.py`.
 
 from __future__ import annotations
 
+import functools
+import graphlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,64 +35,126 @@ from .elementwise import remembered, traced_update
 from .leaves import Staged
 from .storage import Storage
 
+LeafDims = Mapping[int, frozenset[int]]  # dims of leaves, by the number of the leaf
+
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """An optimizer's update, traced on the leaves that it sees.
+    """An optimizer's update, traced on the leaves that it sees; or a branch of one, that works on several leaves.
 
     Attributes:
-      flat: the program of (params, gradients, state, value), whose results are the changes and the next state.
-      out: the tree of its results, abstract.
-      inputs: what each of its inputs is; of a leaf's own part of the state too. Sources are the leaves, by number.
-      products: for each leaf that is multiplied or factorised, by number, the dims along which.
+      flat: the program; of an update of (params, gradients, state, value), whose results are the changes and the next
+        state.
+      values: what each variable is; of a leaf's own part of the state too. Sources are the leaves, by number.
+      state: of variables that are the optimizer's arrays, old or new, their numbers.
+      products, mixed: of each equation, along which dims it multiplies or factorises leaves, and which it mixes.
+      branches: by the number of a `cond` that works on several leaves, its branches.
+      tree: of the results of an update.
     """
 
     flat: jx.Flat
-    out: Any
-    inputs: tuple[followed.Followed, ...]
-    products: dict[int, frozenset[int]]
+    values: Mapping[Any, followed.Followed]
+    state: Mapping[Any, int]
+    products: tuple[LeafDims, ...]
+    mixed: tuple[followed.Mixed, ...]
+    branches: Mapping[int, tuple[UpdateProgram, ...]]
+    tree: Any = None
+
+    @staticmethod
+    def of(
+        flat: jx.Flat, inputs: Sequence[followed.Followed], state: Mapping[Any, int], tree: Any = None
+    ) -> UpdateProgram:
+        """From what the inputs are."""
+        flat = replace(flat, eqns=jx.live(flat.eqns, flat.outvars))  # what nobody reads is not to be sent
+        met: dict[int, frozenset[int]] = {}
+        products, mixed = list[LeafDims](), list[followed.Mixed]()
+
+        def note(eqn: Any, ins: Sequence[followed.Followed]) -> frozenset[int]:
+            for i, dims in multiplied(eqn, ins):
+                met[i] = met.get(i, frozenset()) | dims
+            return frozenset()
+
+        follower, values = followed.Follower(note), dict(zip(flat.invars, inputs, strict=True))
+        branches: dict[int, tuple[UpdateProgram, ...]] = {}
+        for k, eqn in enumerate(flat.eqns):
+            met.clear()
+            follower.mixed = set()
+            follower.follow([eqn], values)
+            products.append(dict(met))
+            mixed.append(follower.mixed)
+            at = [values.get(v, followed.NOTHING) for v in (*eqn.invars[1:], *eqn.outvars) if not jx.is_literal(v)]
+            if met and eqn.primitive.name == "cond" and len({i for x in at for i, _ in x.views}) > 1:
+                branches[k] = tuple(_branch(jx.flatten(one), eqn, values, state) for one in eqn.params["branches"])
+        return UpdateProgram(flat, values, state, tuple(products), tuple(mixed), branches, tree)
+
+    @property
+    def leaves(self) -> dict[int, frozenset[int]]:
+        """The leaves that are multiplied or factorised, and along which dims."""
+        found: dict[int, frozenset[int]] = {}
+        for dims in self.products:
+            found.update((i, found.get(i, frozenset()) | at) for i, at in dims.items())
+        return found
+
+    @functools.cached_property
+    def users(self) -> dict[Any, set[int]]:
+        """The equations that read a variable, by number; -1 for the program's caller."""
+        found: dict[Any, set[int]] = {}
+        for k, vs in [*enumerate(eqn.invars for eqn in self.flat.eqns), (-1, self.flat.outvars)]:
+            for v in vs:
+                if not jx.is_literal(v):
+                    found.setdefault(v, set()).add(k)
+        return found
+
+    def views(self, v: Any) -> dict[int, followed.Dims]:
+        """The leaves whose dims a value has, and which they are."""
+        return {} if jx.is_literal(v) else dict(self.values.get(v, followed.NOTHING).views)
+
+
+def _branch(
+    flat: jx.Flat, eqn: Any, values: Mapping[Any, followed.Followed], state: Mapping[Any, int]
+) -> UpdateProgram:
+    """A branch of a `cond`, whose inputs are the operands and whose outputs are the results."""
+    outer = [None if jx.is_literal(v) else v for v in (*eqn.invars[1:], *eqn.outvars)]
+    inputs = [values.get(v, followed.NOTHING) for v in outer[: len(flat.invars)]]
+    pairs = zip((*flat.invars, *flat.outvars), outer, strict=True)
+    return UpdateProgram.of(flat, inputs, {v: state[w] for v, w in pairs if not jx.is_literal(v) and w in state})
 
 
 def update_program(optimizer: Any, storage: Storage, as_stacked: bool) -> UpdateProgram | None:
     """The update of an optimizer that multiplies or factorises leaves; None for any other, AdamW among them."""
-    tuned, params = storage.seen(as_stacked)
-    masters, tree = jax.tree.flatten(params)
-    try:
-        return _update_program(optimizer, tree, tuple(masters), tuple((leaf.path, leaf.shape) for leaf in tuned))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return None  # it asks for what a step has not; the step says so where it is traced
+    masters, tree = jax.tree.flatten(storage.seen(as_stacked)[1])
+    return _update_program(optimizer, tree, tuple(masters))
 
 
 @remembered
-def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves: Sequence[Any]) -> UpdateProgram | None:
+def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> UpdateProgram | None:
     params = jax.tree.unflatten(tree, masters)
-    state, flat, out = traced_update(optimizer, params)
+    try:
+        state, flat, out = traced_update(optimizer, params)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return None  # it asks for what a step has not; the step says so where it is traced
     if not any(eqn.primitive.name in PRODUCTS or primitives.of(eqn).factorises for eqn, _ in visit(flat.eqns)):
         return None
     at = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     own = [followed.source(i, leaf.shape) for i, leaf in enumerate(masters)]
     held = [_held(name_of(path), x, at, masters) for path, x in jax.tree_util.tree_leaves_with_path(state)]
-    inputs = (*own, *own, *held, followed.NOTHING)
-    products: dict[int, frozenset[int]] = {}
-
-    def note(eqn: Any, ins: Sequence[followed.Followed]) -> frozenset[int]:
-        for i, dims in multiplied(eqn, ins):
-            products[i] = products.get(i, frozenset()) | dims
-        return frozenset()
-
-    follower = followed.Follower(note)
-    follower.follow(flat.eqns, dict(zip(flat.invars, inputs, strict=True)))
-    return UpdateProgram(flat, out, inputs, products) if products else None
+    old, new = flat.invars[2 * len(own) : -1], flat.outvars[len(flat.outvars) - len(held) :]
+    numbers = {v: i for side in (old, new) for i, v in enumerate(side) if not jx.is_literal(v)}
+    program = UpdateProgram.of(flat, (*own, *own, *held, followed.NOTHING), numbers, jax.tree.structure(out))
+    return program if program.leaves else None
 
 
 def _held(name: str, x: Any, at: dict[str, int], leaves: Sequence[Any]) -> followed.Followed:
-    """An array of the state, by the end of its path the leaf's whose dims it has, as far as they agree."""
+    """An array of the state, by its path the leaf's whose dims it has, as far as they agree; not in its last two dims
+    if it is one of several arrays of the leaf, as the factors `GG/kernel/0` and `GG/kernel/1`.
+    """
     parts = name.split("/")
-    number = next((at[end] for n in range(len(parts)) if (end := "/".join(parts[n:])) in at), None)
+    spans = ((n, m) for m in range(len(parts), 0, -1) for n in range(m))
+    number, end = next(((at[path], m) for n, m in spans if (path := "/".join(parts[n:m])) in at), (None, 0))
     if number is None or not x.shape:
         return followed.NOTHING
     same, shape = 0, leaves[number].shape
-    while same < min(len(shape), x.ndim) and shape[same] == x.shape[same]:
+    while same < min(len(shape), x.ndim if end == len(parts) else x.ndim - 2) and shape[same] == x.shape[same]:
         same += 1
     dims = followed.source(number, shape).views[0][1][:same]
     rest = tuple((followed.DimPart(-1, 0, n),) for n in x.shape[same:])
@@ -124,95 +188,73 @@ class Region:
 
     Attributes:
       leaf: its number among those that the optimizer sees.
+      shape: its shape.
       eqns: in order.
       ins: what they read of others: values of the leaf, scalars and constants.
       outs: what others read of theirs.
+      dims: of each of these that is a value of the leaf, its dims.
       mixed: the dims of the leaf that have to be whole.
     """
 
     leaf: int
+    shape: tuple[int, ...]
     eqns: tuple[Any, ...]
     ins: tuple[Any, ...]
     outs: tuple[Any, ...]
+    dims: Mapping[Any, followed.Dims] = field(repr=False)
     mixed: frozenset[int]
 
-    def batch(self, shape: Sequence[int]) -> list[int]:
+    @property
+    def batch(self) -> list[int]:
         """The dims of the leaf along which the program does the same for each index."""
-        return [d for d, n in enumerate(shape) if d not in self.mixed and n > 1]
+        return [d for d, n in enumerate(self.shape) if d not in self.mixed and n > 1]
+
+    def as_leaf(self, var: Any) -> bool:
+        """Whether a value has the very dims of the leaf."""
+        return self.dims[var] == dict(followed.source(self.leaf, self.shape).views)[self.leaf]
+
+    def place(self, var: Any, dim: int) -> int | None:
+        """On which dim of a value a dim of the leaf is, whole and alone; None where it is not."""
+        rows = enumerate(self.dims.get(var, ()))
+        return next((d for d, row in rows if len(row) == 1 and row[0][:2] == (self.leaf, dim)), None)
+
+    def alike(self, other: Region) -> bool:
+        """Whether two regions are one program."""
+        return equal.same_program(*(jx.build(r.eqns, r.ins, r.outs) for r in (self, other)))
 
 
-_Step = tuple[frozenset[int], followed.Mixed]
-
-
-def follow(program: UpdateProgram) -> tuple[dict[Any, followed.Followed], list[_Step]]:
-    """What every variable is; and of every equation the leaves that it multiplies, and the dims that it mixes."""
-    strong: set[int] = set()
-
-    def note(eqn: Any, ins: Sequence[followed.Followed]) -> frozenset[int]:
-        strong.update(i for i, _ in multiplied(eqn, ins))
-        return frozenset()
-
-    follower, values = followed.Follower(note), dict(zip(program.flat.invars, program.inputs, strict=True))
-    steps: list[_Step] = []
-    for eqn in program.flat.eqns:
-        strong.clear()
-        follower.mixed = set()
-        follower.follow([eqn], values)
-        steps.append((frozenset(strong), follower.mixed))
-    return values, steps
-
-
-def region_of(
-    program: UpdateProgram, leaf: int, values: dict[Any, followed.Followed], steps: Sequence[_Step]
-) -> Region | str:
+def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Region | str:
     """The equations of a leaf between its products, those before that make what they read of fewer elements, and those
     after that move it and take elements; or why there is none.
     """
-    eqns, ends = program.flat.eqns, {v for v in program.flat.outvars if not jx.is_literal(v)}
-    views = lambda v: () if jx.is_literal(v) else tuple(i for i, _ in values.get(v, followed.NOTHING).views)
-    users: dict[Any, set[int]] = {}
-    for k, eqn in enumerate(eqns):
-        for v in eqn.invars:
-            if not jx.is_literal(v):
-                users.setdefault(v, set()).add(k)
-    strong = [k for k, (leaves, _) in enumerate(steps) if leaf in leaves]
-    below, above = set(strong), set(strong)
-    for k in range(strong[0], strong[-1] + 1):
-        below |= {u for v in eqns[k].outvars for u in users.get(v, ())} if k in below else set()
-    made = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
-    for k in range(strong[-1], strong[0] - 1, -1):
-        above |= {made[v] for v in eqns[k].invars if not jx.is_literal(v) and v in made} if k in above else set()
-    inner = below & above | set(strong)
-    if any({i for v in (*eqns[k].invars, *eqns[k].outvars) for i in views(v)} - {leaf} for k in inner):
+    eqns, users, views = program.flat.eqns, program.users, program.views
+    others = lambda *vs: any(views(v).keys() - {leaf} for v in vs)
+    multiplying = [k for k, dims in enumerate(program.products) if leaf in dims and k not in program.branches]
+    products = [v for k in multiplying for v in eqns[k].outvars]
+    needed, after = {id(eqn) for eqn in jx.needed(eqns, products)}, jx.depends(eqns, products)
+    chosen = {k for k, eqn in enumerate(eqns) if id(eqn) in needed and not after.isdisjoint(eqn.outvars)}
+    if any(others(*eqns[k].invars, *eqns[k].outvars) for k in chosen):
         return "as the layout keeps it: one equation of the optimizer multiplies several leaves"
-
-    def read(inside: Collection[int]) -> list[Any]:
-        return jx.free([eqns[k] for k in sorted(inside)])
-
-    cost = lambda inside: sum(math.prod(v.aval.shape) for v in read(inside) if views(v))
-    closed = set(inner)
-    best = set(inner)
-    for k in range(max(inner), -1, -1):
-        outs = [v for v in eqns[k].outvars if v in users]
-        own = all(users[v] <= closed and v not in ends for v in outs) and outs
-        if k not in closed and own and not {i for v in eqns[k].invars for i in views(v)} - {leaf}:
-            closed.add(k)
-            best = set(closed) if cost(closed) <= cost(best) else best
-    for k in range(min(best), len(eqns)):
-        known = primitives.of(eqns[k])
-        of_leaf = [v for v in eqns[k].invars if views(v)]
-        ours = of_leaf and all(made.get(v) in best and users[v] <= best | {k} and v not in ends for v in of_leaf)
-        if k not in best and ours and (known.moves or known.elementwise):
-            best.add(k)
-    chosen = sorted(best)
-    outs = [v for k in chosen for v in eqns[k].outvars if v in ends or users.get(v, set()) - best]
-    mixed = {dim for k in chosen for i, dim in steps[k][1] if i == leaf}
-    return Region(leaf, tuple(eqns[k] for k in chosen), tuple(read(best)), tuple(outs), frozenset(mixed))
-
-
-def alike(a: Region, b: Region) -> bool:
-    """Whether two regions are one program."""
-    return equal.same_program(*(jx.build(r.eqns, r.ins, r.outs) for r in (a, b)))
+    read = lambda inside: jx.free(eqns[k] for k in sorted(inside))
+    elements = lambda inside: sum(math.prod(v.aval.shape) for v in read(inside) if views(v))
+    grown = set(chosen)
+    for k in range(max(chosen), -1, -1):
+        used = [users[v] for v in eqns[k].outvars if v in users]
+        if k not in grown and used and all(of <= grown for of in used) and not others(*eqns[k].invars):
+            grown.add(k)
+            chosen = set(grown) if elements(grown) <= elements(chosen) else chosen
+    made = {v for k in chosen for v in eqns[k].outvars}
+    for k in range(min(chosen), len(eqns)):
+        known, ours = primitives.of(eqns[k]), [v for v in eqns[k].invars if views(v)]
+        alone = ours and all(v in made and users[v] <= chosen | {k} for v in ours)
+        if k not in chosen and alone and (known.moves or known.elementwise):
+            chosen.add(k)
+            made.update(eqns[k].outvars)
+    within = sorted(chosen)
+    ins, outs = read(chosen), [v for k in within for v in eqns[k].outvars if users.get(v, set()) - chosen]
+    dims = {v: views(v)[leaf] for v in (*ins, *outs) if leaf in views(v)}
+    mixed = frozenset(dim for k in within for i, dim in program.mixed[k] if i == leaf)
+    return Region(leaf, shape, tuple(eqns[k] for k in within), tuple(ins), tuple(outs), dims, mixed)
 
 
 _CUBES = 9  # n^3 FLOPs of a factorisation: of values and vectors of a symmetric matrix (Golub & Van Loan, section 8.3)
@@ -226,41 +268,32 @@ def flops_of(eqns: Iterable[Any]) -> int:
     return cubes + 2 * sum(count for count, _ in jx.matmuls(eqns).values())
 
 
-def place_of(value: followed.Followed, leaf: int, dim: int) -> int | None:
-    """On which dim of a value a dim of its leaf is, whole and alone; None where it is not."""
-    rows = dict(value.views).get(leaf, ())
-    return next((d for d, row in enumerate(rows) if len(row) == 1 and row[0][:2] == (leaf, dim)), None)
-
-
-def one_matrix(region: Region, shape: Sequence[int], values: Mapping[Any, followed.Followed]) -> jx.Flat | None:
+def one_matrix(region: Region) -> jx.Flat | None:
     """A region's program on one matrix: values of the leaf have 1 in the place of each batch dim. None where a batch
     dim is merged with others, or the program cannot be cut along it.
     """
-    flat = jx.Flat((), (), region.ins, region.outs, region.eqns)
-    for d in region.batch(shape):
-        ours = [region.leaf in dict(values.get(v, followed.NOTHING).views) for v in (*region.ins, *region.outs)]
-        at = [
-            place_of(values.get(v, followed.NOTHING), region.leaf, d) if yes else None
-            for v, yes in zip((*region.ins, *region.outs), ours, strict=True)
-        ]
-        if any(yes and place is None for yes, place in zip(ours, at, strict=True)):
-            return None
-        work, found = Localiser(shape[d], False, RULES), list[Any]()
-        avals = [v.aval for v in flat.invars]
+    flat: jx.Flat | None = jx.Flat((), (), region.ins, region.outs, region.eqns)
+    for d in region.batch:
+        at = [region.place(v, d) for v in (*region.ins, *region.outs)]
+        lost = any(v in region.dims and i is None for v, i in zip((*region.ins, *region.outs), at, strict=True))
+        flat = None if lost or flat is None else _cut(flat, at, region.shape[d])
+    return flat if all(v in region.dims for v in region.outs) else None
 
-        def part(*xs: Any, flat: jx.Flat = flat, at: Any = at, work: Any = work, found: Any = found) -> list[Any]:
-            whole = zip(flat.invars, xs, at, strict=False)
-            outs = work.run(flat, [LocalValue(x, i, v.aval.shape) for v, x, i in whole])
-            found[:] = [x.dim for x in outs]
-            return [x.value for x in outs]
 
-        cut = lambda x, i: tuple(1 if e == i else n for e, n in enumerate(x.shape))
-        given = [jax.ShapeDtypeStruct(cut(x, i), x.dtype) for x, i in zip(avals, at, strict=False)]
-        new = jx.trace(part, *given)[0]
-        if work.gathered or found != at[len(avals) :] or jx.communicates(new.eqns, EDGES):
-            return None
-        flat = new
-    return flat
+def _cut(flat: jx.Flat, at: Sequence[int | None], parts: int) -> jx.Flat | None:
+    """A program on one of the parts of its inputs and outputs along dims of theirs, None of those that are whole."""
+    work, made, n = Localiser(parts, False, RULES), list[Any](), len(flat.invars)
+
+    def part(*xs: Any) -> list[Any]:
+        outs = work.run(flat, [LocalValue(x, i, v.aval.shape) for v, x, i in zip(flat.invars, xs, at[:n], strict=True)])
+        made[:] = [x.dim for x in outs]
+        return [x.value for x in outs]
+
+    shapes = [
+        tuple(1 if d == i else n for d, n in enumerate(v.aval.shape)) for v, i in zip(flat.invars, at[:n], strict=True)
+    ]
+    new = jx.trace(part, *(jax.ShapeDtypeStruct(s, v.aval.dtype) for s, v in zip(shapes, flat.invars, strict=True)))[0]
+    return None if work.gathered or made != at[n:] or jx.communicates(new.eqns, EDGES) else new
 
 
 def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], ...], ...]:
@@ -278,24 +311,15 @@ def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> t
     return tuple(found[i] for i, leaf in enumerate(storage.models) if leaf.trainable)
 
 
-def in_order(program: UpdateProgram, groups: Sequence[tuple[Region, ...]]) -> tuple[Any, ...] | None:
-    """Equations and groups, each after what it reads; None where two groups need one another's results."""
-    inside = {id(eqn): g for g, group in enumerate(groups) for region in group for eqn in region.eqns}
-    nodes = [inside.get(id(eqn), ("equation", k)) for k, eqn in enumerate(program.flat.eqns)]
-    waiting: list[Any] = list(dict.fromkeys(nodes))
-    ready = {*program.flat.invars, *program.flat.constvars}
-    order: list[Any] = []
-    while waiting:
-        left = []
-        for node in waiting:
-            eqn = None if isinstance(node, int) else program.flat.eqns[node[1]]
-            ins: Iterable[Any] = eqn.invars if eqn is not None else [v for r in groups[node] for v in r.ins]
-            if all(jx.is_literal(v) or v in ready for v in ins):
-                ready.update(eqn.outvars if eqn is not None else [v for r in groups[node] for v in r.outs])
-                order.append(node if eqn is None else eqn)
-            else:
-                left.append(node)
-        if len(left) == len(waiting):
-            return None
-        waiting = left
-    return tuple(order)
+def in_order(eqns: Sequence[Any], groups: Sequence[Sequence[Any]]) -> tuple[Any, ...] | None:
+    """Equations, and groups of them by number, each after what it reads; None where groups need one another."""
+    group = {id(eqn): g for g, members in enumerate(groups) for eqn in members}
+    nodes = [group.get(id(eqn), len(groups) + k) for k, eqn in enumerate(eqns)]
+    made = {v: node for node, eqn in zip(nodes, eqns, strict=True) for v in eqn.outvars}
+    graph = graphlib.TopologicalSorter[int]()
+    for node, eqn in zip(nodes, eqns, strict=True):
+        graph.add(node, *sorted({made[v] for v in eqn.invars if not jx.is_literal(v) and v in made} - {node}))
+    try:
+        return tuple(node if node < len(groups) else eqns[node - len(groups)] for node in graph.static_order())
+    except graphlib.CycleError:
+        return None

@@ -8,8 +8,8 @@ at rest, a device              a row for each owner              an owner, of ea
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from .contract import Sent
 
 @dataclass(frozen=True)
 class MatrixValue:
-    """A value that the program of one matrix reads or makes, of all matrices of a kind.
+    """A value that the program of one matrix reads or makes, of all matrices of a leaf.
 
     Attributes:
       shape: of all of them; numbers have a last dim of 1.
@@ -52,21 +52,29 @@ class MatrixValue:
         return [d for d in range(len(self.shape)) if d not in self.batch]
 
     @property
+    def ranks(self) -> list[int]:
+        """Over how many each dim is spread."""
+        return [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
+
+    @property
     def local(self) -> tuple[int, ...]:
         """A device's part, padding included."""
-        ranks = [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
-        return tuple(-(-n // parts) for n, parts in zip(self.shape, ranks, strict=True))
+        return tuple(-(-n // ranks) for n, ranks in zip(self.shape, self.ranks, strict=True))
 
     @property
     def padded(self) -> tuple[int, ...]:
         """All of it, with padding."""
-        ranks = [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
-        return tuple(n * parts for n, parts in zip(self.local, ranks, strict=True))
+        return tuple(n * ranks for n, ranks in zip(self.local, self.ranks, strict=True))
 
     @property
     def piece(self) -> tuple[int, ...]:
         """What a device has of one matrix."""
         return tuple(self.local[d] for d in self.inner)
+
+    @property
+    def size(self) -> int:
+        """Elements of a piece."""
+        return math.prod(self.piece)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -86,37 +94,34 @@ class MatrixValue:
         x = pieces.reshape(*(self.local[d] for d in self.batch), *self.piece)
         return jnp.moveaxis(x, range(len(self.batch)), self.batch)
 
-    def _cuts(self, axes: Sequence[str]) -> tuple[list[int], list[int], list[list[int]]]:
-        """The shape of all ranks' pieces with a dim for each axis; in which order these are those of the matrix; and,
-        dim by dim of it, their sizes.
-        """
-        shape = [*(self.sizes[axis] for axis in axes), *self.piece]
-        rows = [[*map(axes.index, self.axes[d]), len(axes) + i] for i, d in enumerate(self.inner)]
-        return shape, list(itertools.chain(*rows)), [[shape[i] for i in row] for row in rows]
+    def _ranks(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The shape of all ranks' pieces with a dim for each axis, and in which order these are those of the matrix."""
+        order = [i for k, d in enumerate(self.inner) for i in (*map(axes.index, self.axes[d]), len(axes) + k)]
+        return [*(self.sizes[axis] for axis in axes), *self.piece], order
 
     def whole(self, pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
         """All ranks' pieces of one matrix [ranks, *piece] -> the matrix."""
-        shape, turned, rows = self._cuts(axes)
-        x = pieces.reshape(shape).transpose(turned).reshape([*map(math.prod, rows)])
+        shape, order = self._ranks(axes)
+        x = pieces.reshape(shape).transpose(order).reshape([self.padded[d] for d in self.inner])
         return x[tuple(slice(self.shape[d]) for d in self.inner)]
 
     def cut(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """The reverse: [ranks, elements]."""
-        _, turned, rows = self._cuts(axes)
-        widths = [(0, self.padded[d] - self.shape[d]) for d in self.inner]
-        x = jnp.pad(x.reshape([self.shape[d] for d in self.inner]), widths)
-        return x.reshape([*itertools.chain(*rows)]).transpose(np.argsort(turned)).reshape(-1, math.prod(self.piece))
+        shape, order = self._ranks(axes)
+        x = x.reshape([self.shape[d] for d in self.inner])
+        x = jnp.pad(x, [(0, self.padded[d] - self.shape[d]) for d in self.inner])
+        return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, self.size)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices with one program: a stack, or leaves of one shape, which are put side by side.
+    """Matrices with one program: of a stack, or of several leaves of one shape.
 
     Attributes:
       regions: one of each leaf.
       program: that of one matrix.
-      ins, outs: the values that it reads and makes; None of what is no leaf's, such as a rate.
-      count: how many they are, on the ranks that deal them out.
+      ins, outs: of each leaf, the values that it reads and makes; None of what is no leaf's, such as a rate.
+      each: how many are of each leaf, on the ranks that deal them out.
       flops: of one.
     """
 
@@ -124,32 +129,26 @@ class Kind:
     program: jx.Flat = field(repr=False)
     ins: tuple[MatrixValue | None, ...]
     outs: tuple[MatrixValue, ...]
-    count: int
+    each: int
     flops: int
 
-    def beside(self, region: Region) -> "Kind":
-        """With one more leaf, which has no batch dims."""
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.each * len(self.regions)
 
-        def more(v: MatrixValue | None) -> MatrixValue | None:
-            if v is None or v.batch:
-                return v and replace(v, shape=(v.shape[0] + 1, *v.shape[1:]))
-            return replace(v, shape=(2, *v.shape), axes=((), *v.axes), batch=(0,))
+    def read(self, env: Mapping[Any, Any]) -> list[list[jax.Array]]:
+        """Of each input the values of the leaves; one, where it is none of theirs and the same of all."""
+        values = []
+        for v, of in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
+            values.append([env[x] if v is None else v.pad(env[x]) for x in (of if v else dict.fromkeys(of))])
+        return values
 
-        ins, outs = (tuple(map(more, values)) for values in (self.ins, self.outs))
-        return replace(self, regions=(*self.regions, region), ins=ins, outs=outs, count=self.count + 1)
-
-    def read(self, env: Mapping[Any, Any]) -> list[jax.Array]:
-        """Its inputs; of several leaves as one array, but for what is the same of all."""
-        rows = zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True)
-        same = lambda v, of: len(of) == 1 or (v is None and len({*of}) == 1)
-        return [env[of[0]] if same(v, of) else jnp.stack([env[var] for var in of]) for v, of in rows]
-
-    def written(self, made: Sequence[jax.Array]) -> Iterator[tuple[Any, jax.Array]]:
-        """Of each output of each leaf the variable and the value."""
-        for v, x, *of in zip(self.outs, made, *(region.outs for region in self.regions), strict=True):
-            x = x[tuple(map(slice, v.shape))]
-            for var, own in zip(of, x if len(of) > 1 else [x], strict=True):
-                yield var, own.reshape(var.aval.shape)
+    def written(self, made: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:
+        """By variable the outputs of the leaves."""
+        rows = zip(self.outs, made, *(region.outs for region in self.regions), strict=True)
+        unpad = lambda v, x, var: x[tuple(map(slice, v.shape))].reshape(var.aval.shape)
+        return {var: unpad(v, x, var) for v, xs, *of in rows for var, x in zip(of, xs, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -160,33 +159,30 @@ class Bundle:
       kinds: they and their programs.
       axes: those that spread a matrix, outermost first.
       ranks: of these axes.
-      owner: of each kind, the rank that owns each of its matrices.
+      owned: of each kind, by rank, the numbers of the matrices that it works on.
     """
 
     kinds: tuple[Kind, ...]
     axes: tuple[str, ...]
     ranks: int
-    owner: tuple[tuple[int, ...], ...]
+    owned: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def alone(self) -> bool:
-        """Whether there is one matrix, which all ranks gather."""
-        return sum(map(len, self.owner)) == 1
+        """Whether there is one matrix, which all ranks gather and work on."""
+        return sum(kind.count for kind in self.kinds) == 1
 
     @property
     def even(self) -> bool:
         """Whether each rank owns as many as any other, in order."""
-        return all(list(own) == [i * self.ranks // len(own) for i in range(len(own))] for own in self.owner)
-
-    def counts(self, kind: int) -> list[int]:
-        """How many of a kind each rank works on."""
-        return [1] * self.ranks if self.alone else [self.owner[kind].count(rank) for rank in range(self.ranks)]
+        in_order = lambda of: [*itertools.chain(*of)] == [*range(sum(map(len, of)))]
+        return all(len({*map(len, of)}) == 1 and in_order(of) for of in self.owned)
 
     @property
     def flops(self) -> list[int]:
         """Of each rank's matrices."""
-        each = [[kind.flops * n for n in self.counts(k)] for k, kind in enumerate(self.kinds)]
-        return [sum(row) for row in zip(*each, strict=True)]
+        numbers = [[kind.flops * len(mine) for mine in of] for kind, of in zip(self.kinds, self.owned, strict=True)]
+        return [sum(row) for row in zip(*numbers, strict=True)]
 
     def rows(self, side: str) -> tuple[dict[Any, int], dict[tuple[int, int], list[int]]]:
         """What goes to each owner (`ins`), or comes from it (`outs`): by dtype the elements of the fullest row; and
@@ -199,7 +195,7 @@ class Bundle:
                 if v is not None and not v.home:
                     row = filled.setdefault(v.dtype, [0] * self.ranks)
                     at[k, j] = list(row)
-                    row[:] = [n + c * math.prod(v.piece) for n, c in zip(row, self.counts(k), strict=True)]
+                    row[:] = [n + len(mine) * v.size for n, mine in zip(row, self.owned[k], strict=True)]
         return {dtype: max(row) for dtype, row in filled.items()}, at
 
     def sends(self) -> list[Sent]:
@@ -210,117 +206,104 @@ class Bundle:
 
     def __str__(self) -> str:
         over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
-        if self.alone:
-            return (
-                f"alone on {over}: gathered and computed by all, since an owner would have as much to do, and to send"
-            )
+        if self.alone:  # an owner would have as much to do, and as much to send
+            return f"alone on {over}: gathered, and computed by all"
         if self.even:
-            return f"whole with their owners, {self.counts(0)[0]} on each of {over}: one all-to-all there, one back"
-        share = max(self.flops) / max(1, sum(self.flops))
-        return (
-            f"{sum(map(len, self.owner))} matrices dealt out by FLOPs over {over}, the busiest has {share:.3f} of all"
-        )
+            return f"whole with their owners, {len(self.owned[0][0])} on each of {over}: one all-to-all there, one back"
+        count, share = sum(kind.count for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
+        return f"{count} matrices dealt out by FLOPs over {over}, the busiest has {share:.3f} of all"
 
-    def __call__(self, values: Sequence[Sequence[jax.Array]], mesh: Mesh, token: Token | None) -> Any:
-        """What the programs make, padded, by kind and output, of their inputs by kind; and the token after that."""
-        specs = lambda side: [
-            [PartitionSpec() if v is None else v.spec for v in getattr(kind, side)] for kind in self.kinds
-        ]
-        given = [
-            [x if v is None else v.pad(x) for v, x in zip(kind.ins, row, strict=True)]
+    def __call__(self, values: Any, mesh: Mesh, token: Token | None) -> tuple[dict[Any, jax.Array], Token | None]:
+        """By variable what the programs make of what they `read`, and the token after that."""
+        here, run = PartitionSpec(), order.in_order(self._local, mesh)
+        outs = [[[v.spec] * len(kind.regions) for v in kind.outs] for kind in self.kinds]
+        specs = [
+            [[here if v is None else v.spec] * len(xs) for v, xs in zip(kind.ins, row, strict=True)]
             for kind, row in zip(self.kinds, values, strict=True)
         ]
-        here = PartitionSpec()
-        run = order.in_order(self._local, mesh)
-        ins, outs = (here, specs("ins")), (specs("outs"), here)
-        return jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(token, given)
+        local = jax.shard_map(run, mesh=mesh, in_specs=(here, specs), out_specs=(outs, here), check_vma=False)
+        made, token = local(token, values)
+        return {
+            var: x for kind, row in zip(self.kinds, made, strict=True) for var, x in kind.written(row).items()
+        }, token
 
     def _local(self, values: Any) -> Any:
         """What one device does."""
-        (widths, starts), (back_widths, ends) = self.rows("ins"), self.rows("outs")
-        send, me = all_gather if self.alone else all_to_all, index(self.axes)
-        rows = {
-            dtype: send(self._packed([(k, self._value(k, j).pieces(values[k][j])) for k, j in at], width), self.axes)
-            for dtype, width in widths.items()
-            if (at := [(k, j) for k, j in starts if self._value(k, j).dtype == dtype])
+        (widths, starts), (back, ends) = self.rows("ins"), self.rows("outs")
+        values = [
+            [
+                xs if v is None else jnp.concatenate([v.pieces(x) for x in xs])
+                for v, xs in zip(kind.ins, row, strict=True)
+            ]
+            for kind, row in zip(self.kinds, values, strict=True)
+        ]
+        packed = {
+            t: self._packed([(k, values[k][j]) for k, j in starts if values[k][j].dtype == t], n)
+            for t, n in widths.items()
         }
+        rows = {"ins": {t: (all_gather if self.alone else all_to_all)(x, self.axes) for t, x in packed.items()}}
         spots = [[(k, at) for (k, _), at in side.items()] for side in (starts, ends)]
-        in_place = spots[0] == spots[1] and widths == back_widths  # a matrix leaves where it has arrived
-        left = rows if in_place else {d: jnp.zeros((self.ranks, n), d) for d, n in back_widths.items()}
-        homes = []
-        for k in range(len(self.kinds)):
-            left, own = self._run(k, values[k], None if in_place else rows, left, (starts, ends), me)
+        to = "ins" if spots[0] == spots[1] and widths == back else "outs"  # a matrix may leave where it has arrived
+        if to == "outs":
+            rows["outs"] = {t: jnp.zeros((self.ranks, n), t) for t, n in back.items()}
+        me, homes = index(self.axes), list[Any]()
+        for k, kind in enumerate(self.kinds):
+            own = {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home}
+            rows, own = self._run(k, values[k], (rows, own), to, starts, ends, me)
             homes.append(own)
         take = lambda x: lax.dynamic_slice_in_dim(x, me, 1) if self.alone else all_to_all(x, self.axes)
-        back = {dtype: take(x) for dtype, x in left.items()}
+        left = {t: take(x) for t, x in rows[to].items()}
+        made = lambda k, j, v: homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
         return [
-            [
-                v.joined(homes[k][j] if v.home else self._unpacked(k, v, back[v.dtype], ends[k, j]))
-                for j, v in enumerate(kind.outs)
-            ]
+            [[*map(v.joined, jnp.split(made(k, j, v), len(kind.regions)))] for j, v in enumerate(kind.outs)]
             for k, kind in enumerate(self.kinds)
         ]
 
-    def _value(self, k: int, j: int) -> MatrixValue:
-        value = self.kinds[k].ins[j]
-        assert value is not None
-        return value
-
     def _packed(self, pieces: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
         """A row for each owner, of its matrices' pieces: [ranks, width]; of a matrix alone, one."""
-        if self.even or self.alone:
-            return jnp.concatenate([x.reshape(1 if self.alone else self.ranks, -1) for _, x in pieces], axis=1)
-        of = [[np.flatnonzero(np.equal(self.owner[k], rank)) for k, _ in pieces] for rank in range(self.ranks)]
-        rows = [jnp.concatenate([x[at].ravel() for (_, x), at in zip(pieces, row, strict=True)]) for row in of]
+        if self.even:
+            return jnp.concatenate([x.reshape(self.ranks, -1) for _, x in pieces], axis=1)
+        mine = lambda k, x, rank: x[np.array(self.owned[k][rank], int)].ravel()
+        rows = [jnp.concatenate([mine(k, x, r) for k, x in pieces]) for r in range(1 if self.alone else self.ranks)]
         return jnp.stack([jnp.pad(row, (0, width - row.size)) for row in rows])
 
     def _unpacked(self, kind: int, v: MatrixValue, rows: jax.Array, starts: Sequence[int]) -> jax.Array:
         """The reverse for one value: [matrices, *piece]."""
-        size, counts = math.prod(v.piece), self.counts(kind)
-        if self.even or self.alone:
-            return rows[:, starts[0] : starts[0] + counts[0] * size].reshape(-1, *v.piece)
-        parts = [rows[r, at : at + n * size] for r, (at, n) in enumerate(zip(starts, counts, strict=True))]
-        back = np.argsort(np.argsort(self.owner[kind], kind="stable"))
-        return jnp.concatenate(parts).reshape(-1, *v.piece)[back]
+        owned = self.owned[kind][: len(rows)]
+        if self.even:
+            return rows[:, starts[0] : starts[0] + len(owned[0]) * v.size].reshape(-1, *v.piece)
+        parts = [row[at : at + len(mine) * v.size] for row, at, mine in zip(rows, starts, owned, strict=False)]
+        return jnp.concatenate(parts).reshape(-1, *v.piece)[np.argsort([*itertools.chain(*owned)])]
 
-    def _run(self, k: int, values: Any, arrived: Any, left: Any, spots: Any, me: Any) -> Any:
-        """The program of a kind on each matrix of this rank: the rows with what goes back, and by output what stays.
-
-        `arrived` is None where matrices are read from the rows that they go back in.
-        """
-        kind, counts, (starts, ends) = self.kinds[k], self.counts(k), spots
-        program = kind.program
+    def _run(self, k: int, values: Any, carry: Any, to: str, starts: Any, ends: Any, me: Any) -> Any:
+        """The program of a kind on each matrix of this rank: rows of both sides, and by output what stays."""
+        kind, counts, program = self.kinds[k], [*map(len, self.owned[k])], self.kinds[k].program
         fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
-        at = lambda begin, v, s: jnp.asarray(begin, jnp.int32)[me] + s * math.prod(v.piece)
-        numbers = np.argsort(self.owner[k], kind="stable")  # of matrices, owner after owner
-        first = np.zeros(self.ranks, int) if self.alone else np.cumsum([0, *counts[:-1]])
-        own = {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home}
+        mine = lambda numbers: jnp.asarray(numbers, jnp.int32)[me]
+        numbers, first = jnp.asarray([*itertools.chain(*self.owned[k])]), mine(np.cumsum([0, *counts[:-1]]))
 
         def matrix(s: Any, carry: Any) -> Any:
-            rows, own = carry
+            rows, own = {side: dict(of) for side, of in carry[0].items()}, dict(carry[1])
             args = []
             for j, (v, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
                 if v is None:
-                    each = x.ndim > var.aval.ndim  # a number of each leaf
-                    x = x[jnp.asarray(numbers)[jnp.asarray(first)[me] + s]] if each else x
+                    x = x[0] if len(x) == 1 else jnp.stack(x)[numbers[first + s]]  # one of each leaf
                 elif v.home:
-                    x = v.pieces(x)[s]
+                    x = x[s]
                 else:
-                    row = (rows if arrived is None else arrived)[v.dtype]
-                    size = math.prod(v.piece)
-                    x = v.whole(lax.dynamic_slice_in_dim(row, at(starts[k, j], v, s), size, axis=1), self.axes)
+                    at = mine(starts[k, j]) + s * v.size
+                    x = v.whole(lax.dynamic_slice_in_dim(rows["ins"][v.dtype], at, v.size, axis=1), self.axes)
                 args.append(x.reshape(var.aval.shape))
-            rows, own = dict(rows), dict(own)
             for j, (v, x) in enumerate(zip(kind.outs, fun(*program.consts, *args), strict=True)):
                 if v.home:
                     own[j] = own[j].at[s].set(x.reshape(v.piece))
                 else:
-                    start = at(ends[k, j], v, s)
-                    rows[v.dtype] = lax.dynamic_update_slice_in_dim(rows[v.dtype], v.cut(x, self.axes), start, axis=1)
+                    at, row = mine(ends[k, j]) + s * v.size, v.cut(x, self.axes)
+                    rows[to][v.dtype] = lax.dynamic_update_slice_in_dim(rows[to][v.dtype], row, at, axis=1)
             return rows, own
 
         if min(counts) == max(counts):
-            return lax.fori_loop(0, counts[0], matrix, (left, own))
+            return lax.fori_loop(0, counts[0], matrix, carry)
         paces = counts[int(np.argmax(self.flops))]  # whoever reads the program counts the busiest rank's
         with jax.named_scope(trip_counts.name_of(paces, paces, 1)):
-            return lax.fori_loop(0, jnp.asarray(counts, jnp.int32)[me], matrix, (left, own))
+            return lax.fori_loop(0, mine(counts), matrix, carry)

@@ -17,15 +17,19 @@ own. All others that the same axes spread are dealt out together, those of most 
 least (Graham 1969; so does Shi et al. 2023, arXiv:2309.06497, with the blocks of Shampoo). What is at rest does not
 change, but for arrays of the optimizer that these programs alone read: those of a stack that is dealt out evenly lie
 with its owners, others are spread like the rest of the state and go there and back.
+
+A `cond` that works on several leaves has owners within its branches: nothing is sent for a branch that is not taken.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -33,19 +37,7 @@ from ..collectives.order import Token
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.storage import Storage
-from ..layout.whole_matrices import (
-    Region,
-    UpdateProgram,
-    alike,
-    axes_at_rest,
-    flops_of,
-    follow,
-    in_order,
-    one_matrix,
-    place_of,
-    region_of,
-)
-from ..program import dims as followed
+from ..layout.whole_matrices import Region, UpdateProgram, axes_at_rest, flops_of, in_order, one_matrix, region_of
 from ..program import jaxpr as jx
 from ..text import number
 from .contract import Sent
@@ -54,23 +46,33 @@ from .matrices import Bundle, Kind, MatrixValue
 
 @dataclass(frozen=True)
 class Owners:
-    """How an update runs on whole matrices.
+    """How an update, or a branch of one, runs on whole matrices.
 
     Attributes:
-      program: the update.
-      bundles: matrices that are exchanged at once.
-      order: equations, and bundles by their number, each after what it reads.
+      program: its program.
+      order: each after what it reads: equations, matrices that are exchanged at once, and conditionals, each a pair of
+        its equation and the owners of its branches.
       notes: by path of a leaf: how it is owned, or why it is not.
       states: of the optimizer's arrays, by number, those that are kept for these programs alone.
       repeated: FLOPs on each device of matrices that have no owner.
     """
 
     program: UpdateProgram
-    bundles: tuple[Bundle, ...]
     order: tuple[Any, ...]
     notes: dict[str, str]
     states: dict[int, MatrixValue]
     repeated: int
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        """What is exchanged; of branches by the one that has most FLOPs."""
+        found: list[Bundle] = []
+        for node in self.order:
+            if isinstance(node, Bundle):
+                found.append(node)
+            elif isinstance(node, tuple):
+                found += max(node[1], key=lambda one: one.flops).bundles
+        return found
 
     @property
     def flops(self) -> int:
@@ -95,24 +97,27 @@ class Owners:
             flat[i] = Stored(v.padded, flat[i].dtype, v.spec, leaf)
         return jax.tree.unflatten(tree, flat)
 
-    def __call__(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[Any, Token | None]:
-        """The update's results from its arguments, and the token after its exchanges."""
+    def __call__(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[list[Any], Token | None]:
+        """The program's results from its arguments, and the token after its exchanges."""
         flat = self.program.flat
-        env = dict(zip((*flat.invars, *flat.constvars), (*jax.tree.leaves(args), *flat.consts), strict=True))
-        read = lambda v: v.val if jx.is_literal(v) else env[v]
-        last: jax.Array = jnp.zeros(())
+        env = dict(zip((*flat.invars, *flat.constvars), (*args, *flat.consts), strict=True))
+        read = lambda v: jnp.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]
+        last = jnp.zeros(())
         for node in self.order:
-            if not isinstance(node, int):
+            if isinstance(node, Bundle):
+                values = [kind.read(env) for kind in node.kinds]
+                if token is None:  # one after the other, as each needs memory; on CPU the token sees to that
+                    values, last = lax.optimization_barrier((values, last))
+                made, token = node(values, mesh, token)
+                env.update(made)
+                last = next(iter(made.values())).ravel()[0]
+            elif isinstance(node, tuple):
+                (eqn, branches), (which, *operands) = node, map(read, node[0].invars)
+                outs, token = lax.switch(which, [functools.partial(one, mesh) for one in branches], token, *operands)
+                env.update(zip(eqn.outvars, outs, strict=True))
+            else:
                 env.update(zip(node.outvars, jx.bind(node, [read(v) for v in node.invars]), strict=True))
-                continue
-            values = [kind.read(env) for kind in self.bundles[node].kinds]
-            if token is None:  # one after the other, as each needs memory; on CPU the token sees to that
-                values, last = lax.optimization_barrier((values, last))
-            made, token = self.bundles[node](values, mesh, token)
-            last = made[0][0].ravel()[0]
-            for kind, row in zip(self.bundles[node].kinds, made, strict=True):
-                env.update(kind.written(row))
-        return jax.tree.unflatten(jax.tree.structure(self.program.out), [read(v) for v in flat.outvars]), token
+        return [read(v) for v in flat.outvars], token
 
 
 def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) -> Owners:
@@ -124,138 +129,126 @@ def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) 
       sharded: whether the optimizer's state carries the axes of ZeRO.
       mesh: the step's.
     """
-    dealer = _Dealer(program, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)
-    notes: dict[int, str] = {}
-    repeated: dict[int, int] = {}  # FLOPs of what has no owner
-    kinds: list[tuple[tuple[str, ...], Kind]] = []
-    for leaf in sorted(program.products):
-        region = region_of(program, leaf, dealer.values, dealer.steps)
-        if isinstance(region, str):
-            notes[leaf] = region
-            continue
-        axes, batch = dealer.spread(region), region.batch(dealer.shape(region))
-        repeated[leaf] = -(-flops_of(region.eqns) // dealer.parts(a for d in batch for a in dealer.rest[leaf][d]))
-        beside = next((i for i, (_, kind) in enumerate(kinds) if not batch and dealer.same(kind, region)), None)
-        if beside is not None:
-            kinds[beside] = axes, kinds[beside][1].beside(region)
-        elif axes and (kind := dealer.kind(region, axes)) is not None:
-            kinds.append((axes, kind))
-        elif axes:
-            notes[leaf] = "as the layout keeps it: its program is none of one matrix after another"
-    bundles, pools = [], dict[tuple[str, ...], list[Kind]]()
-    for axes, kind in kinds:
-        ranks = dealer.parts(axes)
-        if kind.count % ranks:
-            pools.setdefault(axes, []).append(kind)
-        else:
-            bundles.append(Bundle((kind,), axes, ranks, (tuple(i * ranks // kind.count for i in range(kind.count)),)))
-    bundles += [_dealt(kinds, axes, dealer.parts(axes)) for axes, kinds in pools.items()]
-    every = [[(kind, region) for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
-    order = in_order(program, [tuple(region for _, region in group) for group in every])
-    if order is None:
-        why = "as the layout keeps it: matrices need one another's updates"
-        notes |= {region.leaf: why for group in every for _, region in group}
-        bundles, every, order = [], [], program.flat.eqns
-    states: dict[int, MatrixValue] = {}
-    for bundle, group in zip(bundles, every, strict=True):
-        for kind, region in group:
-            notes[region.leaf] = str(bundle)
-            del repeated[region.leaf]
-            states |= dealer.states(kind, region)
-    tuned = [leaf.path for leaf in storage.models if leaf.trainable]
-    named = {tuned[i]: why for i, why in notes.items()}
-    return Owners(program, tuple(bundles), order, named, states, sum(repeated.values()))
+    tuned = [leaf for leaf in storage.models if leaf.trainable]
+    return _Dealer(tuned, axes_at_rest(storage, sharded, mesh.shape), mesh.shape).owners(program)
 
 
-def _dealt(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:
-    """Matrices of some kinds, each to the rank with least FLOPs so far."""
-    load, owner = [0] * ranks, [[0] * kind.count for kind in kinds]
-    for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
-        for i in range(kind.count):
-            owner[k][i] = rank = load.index(min(load))
-            load[rank] += max(1, kind.flops)
-    return Bundle(tuple(kinds), axes, ranks, tuple(map(tuple, owner)))
+class _Dealer(NamedTuple):
+    """Deals out matrices: the leaves that an optimizer sees, the axes of their dims at rest, the sizes of axes."""
 
+    leaves: Sequence[Leaf]
+    rest: Sequence[tuple[tuple[str, ...], ...]]
+    sizes: Mapping[str, int]
 
-class _Dealer:
-    """What is asked of an update's values while its matrices are dealt out."""
+    def owners(self, program: UpdateProgram) -> Owners:
+        """Of a program's matrices."""
+        eqns = program.flat.eqns
+        inner = {id(eqns[k]): [self.owners(one) for one in branches] for k, branches in program.branches.items()}
+        notes = {path: why for branches in inner.values() for one in branches for path, why in one.notes.items()}
+        states = {i: v for branches in inner.values() for one in branches for i, v in one.states.items()}
+        alike: list[list[Region]] = []  # leaves without batch dims of one program, and others one by one
+        for leaf in sorted(
+            {i for eqn, dims in zip(eqns, program.products, strict=True) for i in dims if id(eqn) not in inner}
+        ):
+            region = region_of(program, leaf, self.leaves[leaf].shape)
+            if isinstance(region, str):
+                notes[self.leaves[leaf].path] = region
+            elif same := next((one for one in alike if not region.batch and self._same(one[0], region)), None):
+                same.append(region)
+            else:
+                alike.append([region])
+        pools: dict[Any, list[Kind]] = {}
+        for regions in alike:
+            spread = {axis for d in regions[0].mixed for axis in self.rest[regions[0].leaf][d]}
+            axes = tuple(axis for axis in self.sizes if axis in spread)
+            kind = self._kind(program, regions, axes) if axes else None
+            if kind is not None:
+                uneven = kind.count % self._parts(axes)
+                pools.setdefault((axes, None if uneven else regions[0].leaf), []).append(kind)
+            elif axes:
+                notes |= self._named(regions, "as the layout keeps it: its program is none of one matrix after another")
+        bundles = [_bundle(kinds, axes, self._parts(axes)) for (axes, _), kinds in pools.items()]
+        owned = [[region for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
+        order = in_order(eqns, [[eqn for region in group for eqn in region.eqns] for group in owned])
+        if order is None:
+            for group in owned:
+                notes |= self._named(group, "as the layout keeps it: matrices need one another's updates")
+            bundles, owned, order = [], [], eqns
+        for bundle, group in zip(bundles, owned, strict=True):
+            notes |= self._named(group, str(bundle))
+            states |= {i: v for kind in bundle.kinds for i, v in _states(program, kind)}
+        parts = {
+            id(eqn): self._parts(axis for d in region.batch for axis in self.rest[region.leaf][d])
+            for regions in alike
+            for region in regions
+            for eqn in region.eqns
+        }
+        done = {*inner, *(id(eqn) for group in owned for region in group for eqn in region.eqns)}
+        repeated = sum(-(-flops_of([eqn]) // parts.get(id(eqn), 1)) for eqn in eqns if id(eqn) not in done)
+        repeated += sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
+        of = lambda node: (
+            bundles[node] if isinstance(node, int) else (node, inner[id(node)]) if id(node) in inner else node
+        )
+        return Owners(program, tuple(map(of, order)), notes, states, repeated)
 
-    def __init__(
-        self, program: UpdateProgram, rest: Sequence[tuple[tuple[str, ...], ...]], sizes: Mapping[str, int]
-    ) -> None:
-        self.program, self.rest, self.sizes = program, rest, sizes
-        self.values, self.steps = follow(program)
-        flat = program.flat
-        state = flat.invars[2 * len(rest) : -1]
-        made = flat.outvars[len(flat.outvars) - len(state) :]
-        self.state = {v: i for side in (state, made) for i, v in enumerate(side) if not jx.is_literal(v)}
+    def _named(self, regions: Iterable[Region], why: str) -> dict[str, str]:
+        return {self.leaves[region.leaf].path: why for region in regions}
 
-    def parts(self, axes: Iterable[str]) -> int:
+    def _parts(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def shape(self, region: Region) -> tuple[int, ...]:
-        return self.program.flat.invars[region.leaf].aval.shape
+    def _same(self, one: Region, region: Region) -> bool:
+        """Whether two leaves lie alike, and have one program."""
+        return self.rest[one.leaf] == self.rest[region.leaf] and one.alike(region)
 
-    def spread(self, region: Region) -> tuple[str, ...]:
-        """The axes over which a matrix is spread, in the order of the mesh."""
-        spread = {axis for d in region.mixed for axis in self.rest[region.leaf][d]}
-        return tuple(axis for axis in self.sizes if axis in spread)
-
-    def same(self, kind: Kind, region: Region) -> bool:
-        """Whether a matrix is of a kind."""
-        first = kind.regions[0]
-        return self.rest[first.leaf] == self.rest[region.leaf] and alike(first, region)
-
-    def _dims(self, var: Any, region: Region) -> followed.Dims:
-        return dict(self.values.get(var, followed.NOTHING).views).get(region.leaf, ())
-
-    def _is_leafs(self, var: Any, region: Region) -> bool:
-        """Whether a value has the very dims of the leaf."""
-        return self._dims(var, region) == dict(self.program.inputs[region.leaf].views)[region.leaf]
-
-    def kind(self, region: Region, axes: tuple[str, ...]) -> Kind | None:
-        """A stack, or the first of its kind; None where the program of one matrix is not known."""
-        shape, rest = self.shape(region), self.rest[region.leaf]
-        program = one_matrix(region, shape, self.values) if all(self._dims(v, region) for v in region.outs) else None
-        if program is None:
+    def _kind(self, program: UpdateProgram, regions: Sequence[Region], axes: tuple[str, ...]) -> Kind | None:
+        """A stack, or leaves of one shape; None where the program of one matrix is not known."""
+        region, one = regions[0], one_matrix(regions[0])
+        if one is None:
             return None
-        batch = region.batch(shape)
-        first = shape[batch[0]] / self.parts(rest[batch[0]]) if batch else 1
-        stays = bool(batch) and first % self.parts(axes) == 0
-        ins = tuple(self._value(v, region, axes, stays) if self._dims(v, region) else None for v in region.ins)
-        outs = tuple(self._value(v, region, axes, stays) for v in region.outs)
-        count = math.prod(-(-shape[d] // self.parts(rest[d])) for d in batch)
-        return Kind((region,), program, ins, outs, count, flops_of(program.eqns))
+        values = lambda vs: tuple[Any, ...](self._value(program, region, v, axes) for v in vs)
+        each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
+        return Kind(tuple(regions), one, values(region.ins), values(region.outs), each, flops_of(one.eqns))
 
-    def _value(self, var: Any, region: Region, axes: tuple[str, ...], stays: bool) -> MatrixValue:
-        """How a value of a region is kept: as its leaf, with the owners if it `stays`, or along its longest dim."""
-        rest, shape, leaf = self.rest[region.leaf], tuple(var.aval.shape), region.leaf
-        places = {d: place_of(self.values[var], leaf, d) for d in region.batch(self.shape(region))}
-        batch = tuple(place for place in places.values() if place is not None)
-        home = stays and (not self._is_leafs(var, region) or var in self.state)
-        if self._is_leafs(var, region) and not home:
-            return MatrixValue(shape, var.aval.dtype, rest, batch, False, self.sizes)
-        shape = (*shape, 1) if len(batch) == len(shape) else shape
-        at = {place: rest[d] for d, place in places.items()}
-        if home:
-            at[batch[0]] = (*at[batch[0]], *axes)
-        else:
-            at[max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])] = axes
-        own = tuple(at.get(d, ()) for d in range(len(shape)))
+    def _value(self, program: UpdateProgram, region: Region, var: Any, axes: tuple[str, ...]) -> MatrixValue | None:
+        """How a value of a region is kept: as its leaf; with the owners if they are the ranks of even parts of a stack,
+        and no other reads it; or along its longest dim. None of what is no leaf's.
+        """
+        if var not in region.dims:
+            return None
+        own, shape, as_leaf = self.rest[region.leaf], tuple(var.aval.shape), region.as_leaf(var)
+        at = {region.place(var, d) or 0: own[d] for d in region.batch}
+        batch = tuple(at)
+        even = bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *axes)) == 0
+        home = even and (var in program.state or not as_leaf)
+        if home or not as_leaf:
+            shape = (*shape, 1) if len(batch) == len(shape) else shape
+            longest = max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])
+            at |= {batch[0]: (*at[batch[0]], *axes)} if home else {longest: axes}
+            own = tuple(at.get(d, ()) for d in range(len(shape)))
         return MatrixValue(shape, var.aval.dtype, own, batch, home, self.sizes)
 
-    def states(self, kind: Kind, region: Region) -> dict[int, MatrixValue]:
-        """The optimizer's arrays that a region reads and that are not as its leaf, or lie with its owners."""
-        found = {}
-        for var, kept in zip(region.ins, kind.ins, strict=True):
-            if kept is None or var not in self.state or not (kept.home or not self._is_leafs(var, region)):
+
+def _states(program: UpdateProgram, kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
+    """The optimizer's arrays that a kind reads and that are not as their leaf, or lie with its owners."""
+    for region in kind.regions:
+        for var, v in zip(region.ins, kind.ins, strict=True):
+            if v is None or var not in program.state or v.shape != var.aval.shape:
                 continue
-            v = (
-                kept
-                if len(kept.shape) == var.aval.ndim
-                else replace(kept, shape=kept.shape[1:], axes=kept.axes[1:], batch=())
-            )
             padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
-            if v.shape == var.aval.shape and padded < 2:
-                found[self.state[var]] = v
-        return found
+            if padded < 2 and (v.home or not region.as_leaf(var)):
+                yield program.state[var], v
+
+
+def _bundle(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:
+    """As many matrices of one kind to each rank, in order, or one to all; else each to the rank with least FLOPs."""
+    if len(kinds) == 1 and kinds[0].count in (1, each := kinds[0].count // ranks * ranks):
+        numbers = [0] * ranks if kinds[0].count == 1 else range(each)
+        return Bundle(tuple(kinds), axes, ranks, (tuple(map(tuple, np.reshape(numbers, (ranks, -1)).tolist())),))
+    load, owned = [0] * ranks, [[list[int]() for _ in range(ranks)] for _ in kinds]
+    for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
+        for i in range(kind.count):
+            rank = load.index(min(load))
+            owned[k][rank].append(i)
+            load[rank] += max(1, kind.flops)
+    return Bundle(tuple(kinds), axes, ranks, tuple(tuple(map(tuple, of)) for of in owned))

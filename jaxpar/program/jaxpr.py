@@ -241,12 +241,17 @@ def _user_line(source: Any) -> str:
         seen, count = count, 8 * count
 
 
+def user_line(eqn: Any) -> str:
+    """The line of the user's program that an equation comes from, as `where` has it; "" where there is none."""
+    return _user_line(eqn.source_info)
+
+
 def where(eqn: Any) -> str:
     """The line of the user's program that an equation comes from; of what Optax or Flax computes, the one calling it.
 
     Where there is none, the innermost one that is not of JAX; "" for a function of JAX alone.
     """
-    return _user_line(eqn.source_info) or source_info_util.summarize(eqn.source_info)
+    return user_line(eqn) or source_info_util.summarize(eqn.source_info)
 
 
 def _source(eqn: Any, call: Any) -> Any:

@@ -93,7 +93,7 @@ class Step(FirstState, Intake):
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         program = update_program(self.optimizer, storage, as_stacked)
-        products = {} if program is None else {seen[i].path: dims for i, dims in program.products.items()}
+        products = {} if program is None else {seen[i].path: dims for i, dims in program.leaves.items()}
         self.misdirected = astray([(leaf.path, leaf.shape) for leaf in seen], products)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded, mesh)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..localise.context import RULES as CONTEXT_RULES
-from ..localise.context import AttentionMode, choose, split_sequence
+from ..localise.context import AttentionMode, calls, choose, spelled, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
 from ..localise.logits import Logits, chunked
@@ -166,6 +166,9 @@ class Tracing:
     Once a batch has been traced, these say what came of it:
 
       attention_modes: how context ranks attend.
+      attention_taken: attention that the loss spells out and that is taken as `jp.attention`, by its line: which keys
+        count.
+      attention_not_taken: other attention that it spells out, by its line: why.
       experts_gathered: where expert ranks gather experts in place of exchanging tokens, and bytes of all of them.
       experts_fewer: where they do because the tokens would be more, and bytes of those.
       tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
@@ -181,6 +184,8 @@ class Tracing:
     schedule: Schedule | None = None
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
+    attention_taken: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    attention_not_taken: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
@@ -238,7 +243,7 @@ class Tracing:
         sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
         with couplings() as noted:
             whole, out = self._trace_block((variables, rows, key))
-        rolled, loops = roll_loops(whole, families, len(units), self.traced_axes, own)
+        rolled, loops = roll_loops(self._with_attention(whole), families, len(units), self.traced_axes, own)
         positions = self._context_program(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
         local = self._tensor_program(self._expert_program(positions))
         local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
@@ -350,6 +355,23 @@ class Tracing:
             self.momenta.update(momenta)
         return flat, out
 
+    def _with_attention(self, flat: jx.Flat) -> jx.Flat:
+        """A program that calls `jp.attention` where it spells attention out, if that is asked for, or ranks of
+        `context` share a sequence.
+        """
+        fused, shared = self.strategy.kernels == "fused", self.layout.mesh.shape["context"] > 1
+        if not fused and (not shared or self.strategy.attention == "gather"):
+            return flat
+        found = spelled(flat, self.traced_axes)
+        self.attention_taken.update(found.taken)
+        self.attention_not_taken.update(found.not_taken)
+        if fused and not found.taken and not any(calls(flat.eqns)):
+            why = "; ".join(f"that of {line} {why}" for line, why in found.not_taken.items()) or "it spells none out"
+            raise ValueError(
+                f"kernels='fused' is for attention, and the loss has none that a kernel takes: {why}; leave kernels out"
+            )
+        return found.flat
+
     def _context_program(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
         """The program of one context rank; the first `sums` outputs are totals and counts."""
         ranks = self.layout.mesh.shape["context"]
@@ -360,7 +382,7 @@ class Tracing:
         batch = range(before, before + len(jax.tree.leaves(rows)))
         apart = self.layout.storage.cut or (self.schedule is not None and self.schedule.branches)
         branching = self.schedule.kind if apart and self.schedule else ""  # ranks are not in one layer at one time
-        mode = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching)
+        mode = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching, self.attention_not_taken)
         self.attention_modes[mode] = None
         fun = split_sequence(flat, leaves, batch, sums, ranks, mode, CONTEXT_RULES, self.ranks)
         return jx.trace(

@@ -88,7 +88,9 @@ class Update:
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:
         if self.owners is not None and self.owners.bundles:
-            return self.owners(self.layout.mesh, token, params, updates, opt_state, loss)
+            args = jax.tree.leaves((params, updates, opt_state, loss))
+            outs, token = self.owners(self.layout.mesh, token, *args)
+            return jax.tree.unflatten(self.owners.program.tree, outs), token
         try:
             return self.optimizer.update(updates, opt_state, params, value=loss), token
         except TypeError as error:

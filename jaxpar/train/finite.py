@@ -35,13 +35,20 @@ class Finite:
         self.loop, self.skipped, self.rollbacks = loop, 0, 0
         self._scaled, self._times, self._returns = 0.0, 0, 0
 
-    def look(self, number: int, values: Mapping[str, float], suspects: Callable[[], str] = str) -> str:
+    def look(
+        self,
+        number: int,
+        values: Mapping[str, float],
+        suspects: Callable[[], str] = str,
+        explained: Callable[[], str] = str,
+    ) -> str:
         """What is to be told of a step: "" where it was finite.
 
         Args:
           number: of the step.
           values: its metrics.
           suspects: what is wrong with its batch, "" where nothing is; asked where the step is not finite.
+          explained: where it begins; asked where the run ends with it and `on_nonfinite="explain"`.
 
         Raises NotFiniteError where nothing good can come any more.
         """
@@ -59,10 +66,10 @@ class Finite:
         found = suspects()
         because = f": {found}" if found else ""
         if not self._times:
-            raise NotFiniteError(number, self.advice(f"{says}{because}", found))
+            raise NotFiniteError(number, self.advice(f"{says}{because}", found) + explained())
         if self._times >= HOPELESS:
             many = f"the {HOPELESS}th in a row that is not applied"
-            raise NotFiniteError(number, self.advice(f"{says}, {many}{because}", found))
+            raise NotFiniteError(number, self.advice(f"{says}, {many}{because}", found) + explained())
         return f"{says}{because}; it is not applied"
 
     def come_further(self) -> None:

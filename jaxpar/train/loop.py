@@ -14,7 +14,7 @@ from ..step.core import Step
 from ..text import did_you_mean
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
-ON_NONFINITE = ("stop", "skip", "rollback")
+ON_NONFINITE = ("stop", "explain", "skip", "rollback")
 
 # What each of several processes may have in its own way.
 OWN = ("print_every", "quiet", "config", "devices", "coordinator", "processes", "process", "data")
@@ -52,8 +52,9 @@ class Loop:
     changed_data: bool = False
     """go on though the data are no longer those that the run was trained on: files were mended, added or removed"""
     on_nonfinite: str = "stop"
-    """where loss or gradients are NaN or infinite: stop, skip (do not apply that step), or rollback (the weights and
-    the optimizer of the last checkpoint, and on with the batch after; no batch comes twice)"""
+    """where loss or gradients are NaN or infinite: stop, explain (stop, with the equation that made it, its rank and
+    rows), skip (do not apply that step), or rollback (the weights and the optimizer of the last checkpoint, and on with
+    the batch after; no batch comes twice)"""
     check_replicas_every: int | None = None
     """steps between comparisons of what all replicas should have the same of, to the bit; without it: none"""
     quiet: bool = False

@@ -98,7 +98,7 @@ class Trainer:
         self.about = {"seed": self.loop.seed, "rows": self.loop.rows, **(about or {})}
         if self.loop.out is not None and hasattr(data, "fingerprint"):  # for checkpoints; it takes a look at all data
             self.about = {"data": data.fingerprint, **self.about}
-        skips = self.loop.on_nonfinite == "skip"
+        skips = self.loop.on_nonfinite in ("skip", "explain")
         self.step = make_train_step(
             model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips, ids=ids
         )
@@ -220,6 +220,8 @@ class Trainer:
         self._start_clock()
         while self.number < loop.steps:
             stop.last = self.number + 1 == loop.steps
+            if loop.on_nonfinite == "explain":  # the state that a step was not applied to must not go into the next
+                self._report()
             self.state, metrics = self.step(self.state, batch)
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
@@ -352,7 +354,9 @@ class Trainer:
         ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        if told := self.finite.look(number, values, lambda: suspects(batch, self._lookups)):
+        if told := self.finite.look(
+            number, values, lambda: suspects(batch, self._lookups), lambda: self._traced(batch)
+        ):
             self.progress.say(told)
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":
@@ -361,6 +365,13 @@ class Trainer:
         share = {"input_share": min(1.0, self._input.waited / seconds)}
         self.rows = self._input.rows
         self._emit("on_step", {"step": number, **values, **speed, **share})
+
+    def _traced(self, batch: Any) -> str:
+        """Where the last step's NaN begins, whose update has not been applied."""
+        if self.loop.on_nonfinite != "explain":
+            return ""
+        before = dataclasses.replace(self.state, step=self.state.step - 1)
+        return f"\n{self.step.trace_nonfinite(before, batch)}"
 
     def _warn_of_lookups(self, batch: Any) -> None:
         """Warns, once of each leaf, where the loss looks up what is not there, and jax reads something else."""

@@ -78,6 +78,7 @@ def test_calls_within_a_callers_jit_follow_each_other() -> None:
     assert unordered(compiled.as_text()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["zero3", "zero1,microbatches=2", "pipe=2,fsdp=4,microbatches=4", "dp"])
 def test_programs_beside_the_training_step(strategy: str) -> None:
     step, batch = decoder(strategy)

@@ -92,6 +92,7 @@ STRATEGIES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.xdist_group("check")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_keep_their_promises(strategy: str) -> None:
@@ -299,8 +300,8 @@ def pair(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def test_an_optimizer_that_gathers_is_named() -> None:
-    """Muon multiplies matrices that fsdp and tensor share out; within `MultiSteps` they have no owners, and the line of
-    optax that multiplies is in the note.
+    """Muon multiplies matrices that fsdp and tensor share out; as one stack of several leaves they have no owners, and
+    the line of optax that multiplies is in the note.
     """
 
     def value(params: dict[str, jax.Array], batch: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -309,7 +310,17 @@ def test_an_optimizer_that_gathers_is_named() -> None:
     model, batch = jp.Model(init=pair, loss=value), np.ones((8, DIM), np.float32)
     make = lambda optimizer: jp.make_train_step(model, optimizer, "fsdp=4,tensor=2", rules={"a": -1, "b": -2})
     assert check(make(optax.contrib.muon(1e-2)), batch).ok
-    found = {f.what: f for f in check(make(optax.MultiSteps(optax.contrib.muon(1e-2), 2)), batch).broken}
+    muon = optax.contrib.scale_by_muon(weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2))
+    stack = lambda tree: jnp.stack([tree["a"], tree["b"].mT])
+
+    def stacked(grads: Any, state: Any, params: Any = None) -> Any:
+        (a, b), state = muon.update(stack(grads), state, params)
+        return {"a": a, "b": b.mT}, state
+
+    found = {
+        f.what: f
+        for f in check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch).broken
+    }
     assert found.keys() == {"all-gather fsdp", "all-reduce tensor"}
     note = found["all-gather fsdp"].note
     assert "suggested spec" in note
@@ -369,6 +380,9 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         main([*words, "--target", "8xH1000"])
     assert exit_.value.code == 2
     assert "H1000" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--strategy", "zero1", "--overlap"])
+    assert "compiled for CPU has no asynchronous collectives" in capsys.readouterr().err
 
 
 @pytest.mark.cuda_compiler

@@ -15,14 +15,14 @@ import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
-from jaxpar.inspect.plan.line import RESERVE, Line, ranked
+from jaxpar.inspect.plan.line import Line, ranked
 from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
 from jaxpar.inspect.predict.links import Reach, collective_seconds
 from jaxpar.inspect.targets.devices import Target, target
-from jaxpar.inspect.targets.hardware import KINDS, Hardware
+from jaxpar.inspect.targets.hardware import KINDS, RESERVE, Hardware
 from jaxpar.models import named
 from jaxpar.text import WIDTH
 

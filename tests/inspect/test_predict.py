@@ -24,6 +24,7 @@ from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.inspect.targets.devices import target
 from jaxpar.inspect.targets.hardware import KINDS, Hardware
 from jaxpar.models import named
+from jaxpar.text import size
 
 H100 = KINDS["H100"]
 SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for programs of simulated devices
@@ -360,6 +361,33 @@ def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
         predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", link_bandwidth=None))
     with pytest.raises(ValueError, match=r"new has no peak for float32 \(tf32\)"):
         predict(text, step, batch, dataclasses.replace(SIMULATED, kind="new", peaks={}))
+
+
+def test_a_program_that_does_not_fit_says_so_first(predicted: Any) -> None:
+    """It printed seconds like any other."""
+    found, text, step, batch = predicted
+    assert found.fits
+    assert "fit" not in str(found)
+    assert predict(text, step, batch, SIMULATED).fits is None  # a text says nothing of memory
+    small = dataclasses.replace(found, usable=found.memory - 1)
+    assert small.fits is small.json()["fits"] is False
+    first, second, *_ = str(small).splitlines()
+    assert first.startswith(f"does not fit: it takes {size(found.memory)} of a device, and may take ")
+    assert "ms a step" in second
+
+
+@pytest.mark.cuda_compiler
+def test_b200s_are_upper_bounds() -> None:
+    """Six published runs took 1.2 to 1.4 times as long: what is known of their matmuls is the best shape alone."""
+    found, model = target("2xB200"), named("llama-tiny", layers=2)
+    step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=found.devices)
+    batch = model.example(2, 32)
+    prediction = predict(step.compile(batch), step, batch, found.hardware)
+    products = [line for line in prediction.lines() if "TFLOP/s" in line]
+    assert products
+    assert all("an upper bound" in line for line in products)
+    assert "rows/s (upper bound)" in str(prediction).splitlines()[0]
+    assert prediction.notes[0].startswith("B200's speeds are upper bounds: matmuls run at the best shape")
 
 
 def test_a_program_of_gpus_is_not_predicted_for_tpus() -> None:

@@ -31,6 +31,7 @@ def one_device(stacked: bool, dropout: float) -> OneDevice:
     return OneDevice(others.decoder(stacked, dropout))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stacked", "dropout", "strategy"),
     [

@@ -31,6 +31,7 @@ def one_device(dropout: float, stacked: bool) -> OneDevice:
     return OneDevice(others.haiku_decoder(dropout, stacked))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dropout", "stacked", "strategy"),
     [

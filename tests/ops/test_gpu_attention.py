@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -163,3 +164,19 @@ def test_logits_of_a_plain_loss_are_never_whole() -> None:
     program = step.compile(model.config.example(1, 131_072))
     assert "16384,128256]" not in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < 11.8e9
+
+
+def test_attention_that_is_spelled_out_is_fused_on_request() -> None:
+    """Flax's attention, whose scores of all positions are kept for the backward, and by cuDNN."""
+    model = jp.from_nnx(
+        lambda rngs: nnx.MultiHeadAttention(2, 128, decode=False, rngs=rngs),
+        lambda net, batch: jnp.square(net(batch["x"], mask=nnx.make_causal_mask(batch["x"][..., 0]))).mean(),
+    )
+    batch, devices = {"x": jax.ShapeDtypeStruct((2, 1024, 128), jnp.bfloat16)}, target("2xH100").devices
+    programs = [
+        jp.make_train_step(model, optax.sgd(0.1), f"precision=bf16,kernels={kernels}", mesh=devices[:1]).compile(batch)
+        for kernels in ("own", "fused")
+    ]
+    assert ["__cudnn$fmha" in program.as_text() for program in programs] == [False, True]
+    own, fused = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    assert own - fused > 2 * 2 * 1024 * 1024 * 2  # the weights of two rows and two heads, in bfloat16

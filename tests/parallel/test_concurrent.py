@@ -20,6 +20,7 @@ from jaxpar.inspect.expected import expected
 BATTERY = pytest.mark.battery
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "cell",
     [
@@ -34,6 +35,7 @@ def test_tensor_and_sequence(cell: Cell) -> None:
     tensor_cells.check_cell(cell)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("cells", "name", "text"),
     [

@@ -135,6 +135,7 @@ def blocks(name: str, replicas: int, microbatches: int) -> tuple[int, int]:
     return 1, 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "strategy", "microbatches", "remat"), cells())
 def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     model, batch = entry(name).model, entry(name).batch
@@ -244,6 +245,7 @@ def tuned(optimizer: str) -> Any:
     return one_device().train(OPTIMIZERS[optimizer](), jax.random.key(0), padded()[1], STEPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize(
     ("optimizer", "strategy"),
@@ -271,6 +273,7 @@ def test_optimizer(optimizer: str, strategy: str) -> None:
         assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
@@ -285,6 +288,7 @@ def test_low_precision(strategy: str, precision: str) -> None:
     assert report.ok, report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,microbatches=2", "zero3"])
 def test_gradients_reduced_in_the_compute_dtype(strategy: str) -> None:
     model, batch = entry("function").model, entry("function").batch

@@ -60,6 +60,7 @@ def params() -> list[jax.Array]:
     return [jax.random.normal(k, (LAYERS, *s)) / 2 for k, s in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize(("frozen", "at_once"), [(-1, -1), (0, 2), (4, 1)])
 def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) -> None:
@@ -122,6 +123,7 @@ def sent(strategy: str, kind: str) -> int:
     return sum(n for key, n in written.items() if key[0] == kind)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "gathers", "scatters"),
     [

@@ -1,6 +1,6 @@
 """Solvers of other packages inside a loss, as under plain `jit`: lineax, optimistix, diffrax, on primitives of Equinox.
 
-None of them is a dependency: without `pip install optimistix diffrax` these tests are skipped.
+None of them is a dependency: `make test` installs them, and without them these tests are skipped.
 """
 
 from collections.abc import Callable

@@ -108,6 +108,25 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(
             (1, 0), (2, 0), (3, 0), (5, 1), (6, 1), (7, 1), (8, 1)]  # fmt: skip
 
 
+def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
+    """Of the state of before: the run has gone no further, while the step before was still waited for."""
+
+    def data(start: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(start), start + 1):
+            yield {**batch, "x": batch["x"] * (1e30 if number == 4 else 1)}  # whose square is no float32
+
+    seen: list[int] = []
+    hook = jp.Hook(on_step=lambda _, metrics: seen.append(int(metrics["step"])))
+    made = trainer(tmp_path, [hook], data, strategy="ddp", on_nonfinite="explain", steps=8)
+    with pytest.raises(
+        FloatingPointError, match=r"(?s)^step 4: .*\nstep 4: the loss is not finite: .* makes inf at .*\.py"
+    ) as error:
+        made.run()
+    assert seen == [1, 2, 3]
+    assert "the last checkpoint in" in str(error.value)
+    assert "every row of every block brings it" in str(error.value)
+
+
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finite, "HOPELESS", 2)
     options = {"strategy": "single", "steps": 20, "save_every": 2}

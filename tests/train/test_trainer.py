@@ -74,6 +74,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float]
 # -- stop, kill, resume ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
     number: signal.Signals, code: int, unbroken: Any, tmp_path: Path, capsys: pytest.CaptureFixture

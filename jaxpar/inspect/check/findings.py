@@ -6,6 +6,7 @@
     as written   the collectives of the jaxpr are the closed form's, exactly
     as compiled  the compiled program's have the closed form's bytes, within 1%, and nothing large stands beside them
     tensor       its ranks compute with their parts of the weights, and gather none
+    overlap      where it is asked for: what layers send is under way while others are computed (`overlap.py`)
 
 `promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
 """
@@ -23,34 +24,44 @@ from ..compiled.compiler_remarks import unread
 from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
+from ..targets.hardware import Hardware
 from ..transfers import rehearse
+from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
 
 
-def check(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Proof:
+def check(
+    step: Step, batch: Any, compiled: jax.stages.Compiled | None = None, overlap: bool | Hardware = False
+) -> Proof:
     """Whether the training step does what its strategy promises, for a batch of these shapes. Nothing runs.
 
     Args:
       step: from `make_train_step`.
       batch: arrays or `jax.ShapeDtypeStruct`, as for `step.compile`.
       compiled: the program that will run, where it is at hand; else it is compiled, and jit finds it afterwards.
+      overlap: whether what layers send is hidden behind kernels too, by predicted seconds of the devices' kind; or the
+        numbers of a kind that the table lacks. For GPUs alone, which need not be there.
 
-    Raises ValueError where the batch's rows do not fit the strategy, and for TPUs, whose programs are not read;
-    `Proof.require` raises it for what is broken.
+    Raises ValueError where the batch's rows do not fit the strategy, for TPUs, whose programs are not read, and with
+    `overlap` for CPUs, whose programs have no asynchronous collectives, and for `server=True`, which sends between
+    programs; `Proof.require` raises it for what is broken.
     """
     step.check(batch)
     if why := unread(step.mesh.devices.flat[0].platform):
         raise ValueError(
             f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
         )
+    hardware = overlap if isinstance(overlap, Hardware) else hardware_of(step) if overlap else None
     if isinstance(step, ServerStep):
         findings = list(_server(step, batch))
     else:
         compiled = compiled or step.compile(batch)
         findings = [*_state(step, batch, compiled), *_layers(step, batch)]
-        findings += _collectives(step, batch, compiled.as_text() or "")
+        program = Executable(compiled.as_text() or "", step.mesh)
+        findings += _collectives(step, batch, program)
+        findings += hidden(step, batch, program, hardware) if hardware else ()
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
@@ -122,10 +133,10 @@ def _layers(step: Step, batch: Any) -> Iterator[Finding]:
         yield Finding("layers", f"{len(sliced)} leaves, one layer", each, each)
 
 
-def _collectives(step: Step, batch: Any, text: str) -> Iterator[Finding]:
+def _collectives(step: Step, batch: Any, program: Executable) -> Iterator[Finding]:
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, [Executable(text, step.mesh)], jaxpr)
+    yield from _compiled(step, closed, [program], jaxpr)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 

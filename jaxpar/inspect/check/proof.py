@@ -16,9 +16,11 @@ class Finding:
     """One promise, and what was found.
 
     Attributes:
-      part: what of a step: "state", "arguments", "layers", "as written", "as compiled", "tensor", "exchanges".
+      part: what of a step: "state", "arguments", "layers", "as written", "as compiled", "tensor", "overlap" or
+        "exchanges".
       what: the array, or the kind and axes of a collective.
-      promised, found: bytes per device and step; of layers and of what is gathered without a promise, of one execution.
+      promised, found: bytes per device and step; of layers and of what is gathered without a promise, of one execution;
+        of overlap those that are sent, and that are sent while kernels run.
       verdict: "ok"; "MISSING": a promised sharding or collective is not there; "UNPROMISED": there is more.
       note: where something is wrong, what it is and what to try; else what was allowed for.
       moves: of a collective that the compiler's partitioner has for the update, each: what it moves, and what would

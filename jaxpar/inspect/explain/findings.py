@@ -156,6 +156,10 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
             f"idle {float(schedule.bubble):.1%} of the time."
         )
+    for line, keys in step.tracing.attention_taken.items():
+        yield f"{line}: attention that is spelled out, {keys}, is taken as jp.attention."
+    for line, why in step.tracing.attention_not_taken.items():
+        yield f"{line}: attention that is spelled out stays so, since it {why}."
     for mode in step.tracing.attention_modes:
         yield f"context={step.mesh.shape['context']}: attention by {mode.name}, since {mode.why}."
     for place, one in step.tracing.logits.items():

@@ -1,10 +1,10 @@
 """Programs that jaxpar did not make: what anything that `jax.jit` lowers holds, sends, and takes."""
 
 from .program import Argument as Argument
+from .program import JittedMemory as JittedMemory
 from .promises import Promises as Promises
 from .promises import check as check
 from .report import JittedExplanation as JittedExplanation
-from .report import JittedMemory as JittedMemory
 from .report import explain as explain
 from .report import predict as predict
 from .sites import Site as Site

@@ -42,6 +42,23 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class JittedMemory:
+    """What one device holds, in bytes, as `memory_analysis()` has it.
+
+    Attributes:
+      arguments, outputs, temporaries: of the program.
+      taken_over: of the outputs, what takes over the memory of donated arguments.
+      total: arguments, outputs and temporaries, what is taken over counted once.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    taken_over: int
+    total: int
+
+
+@dataclass(frozen=True)
 class JittedProgram:
     """A compiled program, read.
 
@@ -51,7 +68,7 @@ class JittedProgram:
       mesh: of its devices, in its order; one axis, `devices`, where none is known.
       hosts: for each place in the mesh the host of its device; None where it is not known.
       platform, kind: of the devices, "gpu" and "NVIDIA H100 80GB HBM3"; kind "" where only a text is known.
-      stats: `memory_analysis()`; None of a text.
+      memory: of one device; None of a text.
       arguments: its arrays, but those that it does not read; None of a text, which has their shards alone.
       target: that was compiled for; None: the arguments' own devices.
       names: an entry parameter's name in the text -> the argument's path, where the two differ.
@@ -64,7 +81,7 @@ class JittedProgram:
     hosts: tuple[int, ...] | None
     platform: str
     kind: str
-    stats: Any
+    memory: JittedMemory | None
     arguments: tuple[Argument, ...] | None
     target: Target | None
     names: dict[str, str]
@@ -147,7 +164,7 @@ def _read(
         hosts=None if devices is None else tuple(hosts_of(devices).ravel().tolist()),
         platform=platform,
         kind=kind,
-        stats=None if compiled is None else compiled.memory_analysis(),
+        memory=None if compiled is None else _memory(compiled.memory_analysis()),
         arguments=None if compiled is None else tuple(_arguments(compiled, paths)),
         target=target,
         names=names,
@@ -158,6 +175,11 @@ def _read(
 def _platform_of(text: str) -> str:
     """Of whose compiler a text is, by what only its programs have: arrays in tiles, or kernels in queues."""
     return "tpu" if re.search(r":T\(\d+", text) else "gpu" if '"operation_queue_id"' in text else "cpu"
+
+
+def _memory(found: Any) -> JittedMemory:
+    parts = [getattr(found, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")]
+    return JittedMemory(*parts, total=sum(parts[:3]) - parts[3])
 
 
 def _shardings(compiled: Any) -> list[Any]:

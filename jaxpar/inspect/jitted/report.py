@@ -19,28 +19,11 @@ from ..predict import predict as predict_step
 from ..predict.prediction import timed
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
-from .program import Argument, JittedProgram, program_of
+from .program import Argument, JittedMemory, JittedProgram, program_of
 from .sites import Site, sites_of
 
 LARGE = 1_000_000  # bytes of which is said that they are copies, or not donated
 _LISTED = 8
-
-
-@dataclass(frozen=True)
-class JittedMemory:
-    """What one device holds, in bytes, as `memory_analysis()` has it.
-
-    Attributes:
-      arguments, outputs, temporaries: of the program.
-      taken_over: of the outputs, what takes over the memory of donated arguments.
-      total: arguments, outputs and temporaries, what is taken over counted once.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    taken_over: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -183,17 +166,14 @@ def _timed(program: JittedProgram, rows: int = 0, flops: float | None = None) ->
         of_target = f"{target.kind} devices have no peaks and bandwidths"
         wrong = of_target if not target.hardware.peaks else f"the program is compiled for {program.platform.upper()}s"
         raise ValueError(f"{wrong}, and nothing can be predicted; give the function, and target='8xH100'")
-    found = timed(program.executable, program.hosts, target.hardware, rows, flops, program.platform)
+    memory = program.memory and program.memory.total
+    found = timed(program.executable, program.hosts, target.hardware, rows, flops, program.platform, memory)
     return dataclasses.replace(found, notes=(*found.notes, *program.notes))
 
 
 def explained(program: JittedProgram, prediction: Prediction | None = None) -> JittedExplanation:
     """A program that was read, explained."""
     ledger, costs = Ledger.of(program.executable), Costs.of(program.executable)
-    memory = None
-    if program.stats is not None:
-        parts = [getattr(program.stats, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")]
-        memory = JittedMemory(*parts, total=sum(parts[:3]) - parts[3])
     across = None
     if program.hosts is not None:
         hosts = program.hosts
@@ -203,14 +183,14 @@ def explained(program: JittedProgram, prediction: Prediction | None = None) -> J
         name=program.name,
         devices=program.devices,
         axes={axis: n for axis, n in program.mesh.shape.items() if n > 1},
-        memory=memory,
+        memory=program.memory,
         costs=costs,
         ledger=ledger,
         across=across,
         sites=sites_of(program),
         arguments=program.arguments,
         prediction=prediction,
-        remarks=tuple(_remarks(program, memory, ledger, costs)),
+        remarks=tuple(_remarks(program, program.memory, ledger, costs)),
     )
 
 

@@ -9,8 +9,6 @@ from ...strategy import Strategy
 from ...text import size
 from .estimates import Estimate
 
-# Of a device's memory, for what is in no program: CUDA's context, NCCL's buffers, fragmentation. Ours, not measured.
-RESERVE = 0.08
 # Of the published runs that were set aside, eight of ten took so many times what was predicted (docs/predict.md).
 ERROR = (0.94, 1.09)
 UNSEEN = (0.72, 1.24)  # and of the fifteen that were written down before they were predicted, twelve

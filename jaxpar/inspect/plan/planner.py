@@ -35,11 +35,11 @@ from ..predict.prediction import predict
 from ..predict.slots import searched
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
-from ..targets.hardware import KINDS
+from ..targets.hardware import KINDS, RESERVE
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
-from .line import RESERVE, Line, ranked
+from .line import Line, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
 from .ranking import Plan
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import WIDTH, number, size
-from .line import ERROR, RESERVE, UNSEEN, Line
+from ..predict.efficiency import UPPER_BOUND
+from ..targets.hardware import RESERVE
+from .line import ERROR, UNSEEN, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)
 _SCALARS = 1000  # bytes: collectives that send less are of norms and the like
@@ -183,6 +185,8 @@ def _left(plan: Plan) -> Iterator[str]:
     if any(line.fits and line.memory["total"] > _JAX_TAKES * plan.memory for line in plan.lines):
         share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}"
         yield _fill(f"JAX takes {_JAX_TAKES:.0%} of the memory; beyond, set {share}.", 2)
+    if any(line.prediction.get("upper_bound") for line in plan.lines):
+        yield _fill(f"{plan.lines[0].prediction['hardware']}: all speeds are upper bounds; {UPPER_BOUND}.", 2)
     if plan.interrupted:
         yield "Interrupted: ranked is what was compiled until then."
 

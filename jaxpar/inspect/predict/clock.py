@@ -25,6 +25,7 @@ class Part:
       flops, bytes: computed; read and written, or of a collective sent by the device.
       axes: of a collective.
       way: of a collective, "link" or "network".
+      asynchronous: of a collective: kernels may run beside it.
       reason: of the time of one execution.
     """
 
@@ -40,6 +41,7 @@ class Part:
     bytes: int = 0
     axes: tuple[str, ...] = ()
     way: str = ""
+    asynchronous: bool = False
 
     @property
     def collective(self) -> bool:
@@ -167,7 +169,8 @@ class Clock:
         if start.name not in self._parts:
             way = Reach.of(start, self.hosts)
             self._seconds[start.name], reason = collective_seconds(start.kind, start.bytes, way, self.hardware)
-            self._parts[start.name] = Part(start.name, start.source, start.kind, reason, axes=start.axes, way=way.name)
+            on = {"axes": start.axes, "way": way.name, "asynchronous": not start.waits}
+            self._parts[start.name] = Part(start.name, start.source, start.kind, reason, **on)
         part = self._parts[start.name]
         part.executions += times
         part.seconds += times * self._seconds[start.name]

@@ -32,13 +32,20 @@ from ..compiled.kernels import Kernel
 from ..compiled.products import Product
 from ..targets.hardware import Hardware
 
+_BEST = "the best shape, an upper bound"
+# By the median of six published runs on B200s (docs/predict.md).
+UPPER_BOUND = (
+    "matmuls run at the best shape that anybody measured, attention at an H100's share of the peak; six published runs "
+    "took 1.2 to 1.4 times as long"
+)
+
 # The share of its peak that a GPU sustains in large matmuls; the peak has the boost clock, power allows less.
 _SUSTAINED = {
     ("A100", "bf16"): (257 / 312, "he"),
     ("H100", "bf16"): (720 / 989.4, "semi"),
     ("H100", "fp8"): (1280 / 1979, "semi"),
-    ("B200", "bf16"): (1745 / 2250, "mamf, the best shape"),
-    ("B200", "fp8"): (3432.5 / 4500, "mamf, the best shape"),
+    ("B200", "bf16"): (1745 / 2250, f"mamf, {_BEST}"),
+    ("B200", "fp8"): (3432.5 / 4500, f"mamf, {_BEST}"),
 }
 _ASSUMED = 720 / 989.4, "assumed, as H100"
 
@@ -92,6 +99,11 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
     return (seconds, "; ".join(why for _, why in each)) if seconds >= moved else (moved, reason)
 
 
+def is_upper_bound(hardware: Hardware) -> bool:
+    """Whether what is known of this kind's matmuls is their best shape alone."""
+    return _BEST in _sustained(_family(hardware), "bf16")[1]
+
+
 def busy_share(hardware: Hardware) -> float:
     """What is left of a device's speed to a kernel beside which a collective runs."""
     cores = _cores(hardware)
@@ -114,7 +126,8 @@ def _product_seconds(product: Product, hardware: Hardware) -> tuple[float, str]:
         sustained, quantized = product.full_flops / (peak * share), quantized_seconds(product, peak, hardware)
         seconds = max(sustained, quantized)
         if quantized > sustained:
-            share, source = product.full_flops / (peak * quantized), "tiles, xla"
+            bound = ", an upper bound" * is_upper_bound(hardware)
+            share, source = product.full_flops / (peak * quantized), f"tiles, xla{bound}"
         what = f"{product.batch} x " * (product.batch > 1) + f"{product.m}x{product.n}x{product.k}"
     return seconds, f"{product.dtype} {what} at {share:.1%} of {peak / 1e12:.0f} TFLOP/s ({source})"
 
@@ -144,7 +157,8 @@ def _attention_share(product: Product, hardware: Hardware) -> tuple[float, str]:
         # Not measured with a mask, nor at head_dim 256: as much slower than without as forward.
         unmasked = float(np.interp(at, np.log2(_LENGTHS), _BACKWARD[min(head, 128)]))
         speed = unmasked * speeds[product.causal] / speeds[False]
-    return speed / _FA3_PEAK, "fa3" if _family(hardware) == "H100" else "fa3, assumed as H100"
+    bound = ", an upper bound" * is_upper_bound(hardware)
+    return speed / _FA3_PEAK, "fa3" if _family(hardware) == "H100" else f"fa3, assumed as H100{bound}"
 
 
 def _peak(product: Product, hardware: Hardware) -> tuple[str, float]:

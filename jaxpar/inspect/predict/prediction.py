@@ -24,12 +24,14 @@ import jax
 from ...machines import hosts_of
 from ...model.batches import rows_of
 from ...step.core import Step
+from ...text import size
 from ..compiled.compiler_remarks import remarks, unread
 from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
-from ..targets.hardware import Hardware
+from ..compiled.memory import program_memory
+from ..targets.hardware import RESERVE, Hardware
 from .clock import Clock, Part
-from .efficiency import LEAST, MOST, SLOWEST
+from .efficiency import LEAST, MOST, SLOWEST, UPPER_BOUND, is_upper_bound
 
 WIDTH = 100
 
@@ -58,6 +60,9 @@ class Prediction:
       overflow: seconds that a step takes longer, at most, where a dropless mixture's tokens find no slot in their
         experts' buffers. They are not in `seconds`: none are needed while no expert gets more than 1.25 times the mean
         load of each rank's tokens. All of them are, where all tokens choose the experts of one rank.
+      memory: bytes of a device that the program takes; None where only its text was given.
+      usable: bytes of a device that a program may take, all but `RESERVE`; None where not known.
+      upper_bound: the hardware's rates are those of the best shape that anybody measured, so that a step takes longer.
     """
 
     seconds: float
@@ -75,6 +80,14 @@ class Prediction:
     parts: tuple[Part, ...]
     notes: tuple[str, ...]
     overflow: float = 0.0
+    memory: int | None = None
+    usable: int | None = None
+    upper_bound: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device has room for the program; None where that is not known."""
+        return None if self.memory is None or self.usable is None else self.memory <= self.usable
 
     @property
     def rows_per_second(self) -> float:
@@ -111,7 +124,7 @@ class Prediction:
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        derived = {name: getattr(self, name) for name in ("rows_per_second", "mfu", "hfu", "by_kind")}
+        derived = {name: getattr(self, name) for name in ("fits", "rows_per_second", "mfu", "hfu", "by_kind")}
         parts = [dataclasses.asdict(part) | {"axes": list(part.axes)} for part in self.parts]
         return plain | derived | {"parts": parts, "notes": list(self.notes), "interval": list(self.interval)}
 
@@ -128,7 +141,12 @@ class Prediction:
         between = f" ({1e3 * least:.1f} to {1e3 * most:.1f})" if least < most else ""
         step = f"{1e3 * self.seconds:.1f} ms a step{between}"
         speed = f", {self.rows_per_second:.2f} rows/s" if self.rows else ""
-        head = f"{self.devices} x {self.hardware}: {step}{speed}"
+        bound = " (upper bound)" * self.upper_bound
+        head = f"{self.devices} x {self.hardware}: {step}{speed}{bound}"
+        if self.fits is False:
+            taken, usable = size(self.memory or 0), size(self.usable or 0)
+            fault = f"does not fit: it takes {taken} of a device, and may take {usable}; the program below cannot run"
+            head = f"{textwrap.fill(fault, WIDTH)}\n{head}"
         shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
         shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
         shares.append(f"collectives {1e3 * self.hidden:.1f} ms hidden, {1e3 * self.exposed:.1f} ms exposed")
@@ -173,16 +191,25 @@ def predict(
             f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
             "has not; print(step.explain(batch)) says what they hold and send"
         )
+    memory = program_memory(compiled)["total"] if isinstance(compiled, jax.stages.Compiled) else None
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
     hosts = hosts_of(step.mesh.devices).ravel().tolist()
-    return timed(compiled, hosts, hardware, rows_of(batch), model_flops, platform)
+    return timed(compiled, hosts, hardware, rows_of(batch), model_flops, platform, memory)
 
 
 def timed(
-    compiled: Executable, hosts: Sequence[int], hardware: Hardware, rows: int, model_flops: float | None, platform: str
+    compiled: Executable,
+    hosts: Sequence[int],
+    hardware: Hardware,
+    rows: int,
+    model_flops: float | None,
+    platform: str,
+    memory: int | None,
 ) -> Prediction:
-    """The same of any program; `hosts`: for each place in its mesh the host of its device."""
+    """The same of any program; `hosts`: for each place in its mesh the host of its device. `memory`: what it takes of
+    a device, None where that is not known.
+    """
     alone = len(hosts) == 1
     least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
     clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
@@ -190,6 +217,7 @@ def timed(
     worst = seconds
     if clock.overflows:
         worst = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
+    bound = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
     said = remarks(Costs.of(compiled), platform)
     kernels = [part for part in clock.parts if not part.collective]
     sent = [part for part in clock.parts if part.collective]
@@ -208,6 +236,9 @@ def timed(
         devices=len(hosts),
         hardware=hardware.kind,
         parts=tuple(clock.parts),
-        notes=(*clock.notes, *said),
+        notes=(*bound, *clock.notes, *said),
         overflow=worst - seconds,
+        memory=memory,
+        usable=None if hardware.memory_bytes is None else int((1 - RESERVE) * hardware.memory_bytes),
+        upper_bound=bool(bound),
     )

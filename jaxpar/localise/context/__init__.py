@@ -2,6 +2,8 @@
 
 from . import neighbours as neighbours
 from .attention_mode import AttentionMode as AttentionMode
+from .attention_mode import calls as calls
 from .attention_mode import choose as choose
 from .localiser import split_sequence as split_sequence
 from .rules import RULES as RULES
+from .spelled import spelled as spelled

@@ -8,8 +8,9 @@ usp        ulysses in groups of ranks, a ring of the groups  where c does not di
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ...ops.context import usp_bytes
@@ -77,8 +78,17 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
             yield Call(options, query, key, jx.where(eqn), eqn.invars[0].aval.dtype.itemsize)
 
 
-def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: str = "") -> AttentionMode:
+def choose(
+    asked: str,
+    eqns: Sequence[Any],
+    ranks: int,
+    tensor: int,
+    schedule: str = "",
+    not_taken: Mapping[str, str] = MappingProxyType({}),
+) -> AttentionMode:
     """The attention mode of a program on `ranks` context ranks, where `tensor` ranks share the heads.
+
+    `not_taken` is attention that the program spells out otherwise than `spelled.py` takes it, by line: why.
 
     `schedule` is that of a pipeline whose ranks run different operations at one time: no ring there, since XLA lets all
     devices of a program meet in a collective-permute, whichever of them exchange something.
@@ -90,11 +100,14 @@ def choose(asked: str, eqns: Sequence[Any], ranks: int, tensor: int, schedule: s
     if asked == "gather":
         return GATHER
     if not free:
-        why = f"that of {found[0].line} {found[0].hinders}" if found else "the loss calls no jp.attention"
+        why = "the loss calls no jp.attention and spells none out"
+        if others := {call.line: call.hinders for call in found} | dict(not_taken):
+            line = next(iter(others))
+            why = f"that of {line} {others[line]}"
         if asked != "auto":
             raise ValueError(
-                f"attention={asked!r} is for self-attention by jp.attention without a mask of its own, and {why}; use "
-                "causal=, window= and segment_ids= of jp.attention, or attention='gather'"
+                f"attention={asked!r} is for attention whose keys are hidden by their positions or by ids alone, and "
+                f"{why}; use causal=, window= and segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
     divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))

@@ -63,6 +63,7 @@ def battery() -> list[tuple[str, str]]:
     return [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "text"),
     [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],

@@ -44,6 +44,7 @@ def test_covering_array_is_small() -> None:
     assert len(CHOSEN) + len(FIRST) <= 20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cell", cells())
 def test_cell(cell: Cell) -> None:
     check_cell(cell)

@@ -1,0 +1,9 @@
+"""Where NaN and infinity begin: the equation, and of a step the microbatch, the rank and the rows."""
+
+from .replay import Nonfinite as Nonfinite
+from .replay import NonfiniteError as NonfiniteError
+from .replay import trace_step as trace_step
+from .search import Brought as Brought
+from .search import Fault as Fault
+from .search import Operand as Operand
+from .search import trace_nonfinite as trace_nonfinite

@@ -1,0 +1,290 @@
+"""A step that was not finite, computed again on one device: a block of rows at a time, until the block is found.
+
+A block is one replica's rows of one microbatch, with its key: the same under every layout. The loss's own program runs
+on it, plainly; nothing of the strategy is in it but the dtypes, the blocks and the loss's scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+from ...cpu_compiler import cpu_options
+from ...layout.state import State
+from ...model.batches import rows_of
+from ...model.model import is_replicated
+from ...model.paths import name_of
+from ...step.checks import check_state
+from ...step.core import Step
+from ...step.gradients import block_key
+from ...text import few
+from .search import Fault, search
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """Where a step's NaN or infinity begins; print it.
+
+    Attributes:
+      step: the number of the step, from 1.
+      what: "forward", "backward", "mean" (the loss's count is zero), "sum" (blocks are finite, and their sum is not),
+        or "" where the replay is finite.
+      fault: the equation, of the first block that is not finite; None for a sum, and where every equation by itself is
+        finite.
+      blocks: (microbatch, replica) of each block that is not finite, in the order of their rows.
+      rank: that of the first such block: its replica's place along the mesh axes that share rows.
+      rows: those of that block which bring it each by itself, as numbers of the global batch; None where they cannot be
+        told apart, as the loss takes all rows.
+      block_rows: the numbers of all rows of that block.
+      of: what the sum is of: "the loss", or "the gradients of" a parameter.
+      of_blocks: how many blocks there are.
+    """
+
+    step: int
+    what: str
+    fault: Fault | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    rank: str = ""
+    rows: tuple[int, ...] | None = None
+    block_rows: range = range(0)
+    of: str = ""
+    of_blocks: int = 1
+
+    def __str__(self) -> str:
+        if not self.what:
+            return (
+                f"step {self.step}, computed again block by block, is finite: what spoils it is rounding in a fused "
+                "kernel or a sum over ranks, or a device; try step.check_replicas(state)"
+            )
+        if self.what == "sum":
+            return (
+                f"step {self.step}: every block is finite, and the sum of {self.of} over all, or its square, overflows"
+            )
+        phase = {"forward": "the loss", "backward": "the gradient, of a finite loss,", "mean": "the loss's mean"}
+        fault = (
+            self.fault or "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
+        )
+        lines = [f"step {self.step}: {phase[self.what]} is not finite: {fault}"]
+        if self.what == "mean":
+            return f"{lines[0]}\n  the count of the loss is 0 over all rows: give no batch that is masked throughout"
+        microbatch, replica = self.blocks[0]
+        many = f"{len(self.blocks)} of {self.of_blocks} blocks are not finite"
+        if self.rows is None:
+            lines.append(f"microbatch {microbatch}, of all ranks together, as the loss takes all rows; {many}")
+            return "\n  ".join(lines)
+        place = f"microbatch {microbatch}, rank {replica}{f' ({self.rank})' if self.rank else ''}"
+        lines.append(f"{place}, {_rows(self.block_rows)} of the batch; {many}")
+        if self.fault is not None and self.fault.brought is None:
+            lines.append(self._whose())
+        return "\n  ".join(lines)
+
+    def _whose(self) -> str:
+        """Whether the batch or the parameters bring it."""
+        assert self.rows is not None
+        if not self.rows:
+            return "no row brings it by itself"
+        if len(self.rows) < len(self.block_rows) or len(self.blocks) < self.of_blocks:
+            return f"the batch brings it: {_rows(self.rows)}{', each' * (len(self.rows) > 1)} by itself"
+        return "every row of every block brings it: the parameters or the loss, not the batch"
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    return f"row{'s' * (len(numbers) > 1)} {few(list(map(str, numbers)), 8)}"
+
+
+class NonfiniteError(FloatingPointError):
+    """That a step was not finite: where it begins is `found`. `state` is that of before, but for its number."""
+
+    def __init__(self, found: Nonfinite, state: State):
+        super().__init__(str(found))
+        self.found, self.state = found, state
+
+
+def trace_step(step: Step, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
+    """See `TrainStep.trace_nonfinite`."""
+    check_state(state)
+    return Replay(step, state, batch, device or step.mesh.local_devices[0]).found()
+
+
+class Replay:
+    """The mathematics of a step, block by block on one `device`.
+
+    Attributes:
+      loss, grads: once all blocks are finite, the step's loss, and the gradients of what is trained, by path.
+    """
+
+    def __init__(self, step: Step, state: State, batch: Any, device: jax.Device):
+        self.step, self.device, self.number = step, device, int(state.step) + 1
+        traced = step.traced(batch)
+        self.coupled, policy = traced.program.coupled, step.policy
+        self.n, self.m, models = step.replicas, step.strategy.microbatches, step.layout.storage.models
+        here = lambda x: jax.device_put(x, device)
+        flat = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
+        self.params = [here(_whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
+        self.paths, self.tuned = [p.path for p in models], [i for i, p in enumerate(models) if p.trainable]
+        self.loss, self.grads = 0.0, dict[str, jax.Array]()
+        self.reads: dict[tuple[int, int], Any] = {}  # the variables that each block reads
+        self.tree = step.layout.storage.model_tree
+        self.variables = jax.tree.map(lambda x: here(_whole(x)), state.variables)
+        self.key = here(_whole(state.key))
+        self.batch = jax.tree.map(_whole, step.place(batch))
+        self.each = rows_of(self.batch) // (self.n * self.m)
+        self.scale = 1.0 if state.scale is None else float(state.scale.scale)
+        options = cpu_options(device.platform)
+        self._total: Any = jax.jit(self.total, compiler_options=options)
+        self._gradients: Any = jax.jit(self.gradients, compiler_options=options)
+
+    # -- the mathematics of a block ------------------------------------------------------------------------------------
+
+    def total(self, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> tuple[Any, Any, Any]:
+        """The loss's total and count of a block, and new variables; where the loss takes all rows, of the blocks of all
+        replicas, [replicas, rows, ...].
+        """
+        model, tree = self.step.model_def, jax.tree.unflatten(self.tree, params)
+
+        def block(rows: Any, key: Any) -> tuple[Any, Any, Any]:
+            sums, new = model.call(tree, variables, rows, key, ("rows",) * self.coupled)
+            return sums["loss"].total, sums["loss"].count, new
+
+        if not self.coupled:
+            return block(rows, key)
+        axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, rows, is_leaf=is_replicated)
+        total, count, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(rows, key)
+        return total.sum(), count.sum(), jax.tree.map(lambda x: x[0], new)
+
+    def gradients(self, seed: Any, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> list[Any]:
+        """Those of the leaves that are trained, of a block's total times `seed`."""
+
+        def total(tuned: list[Any]) -> Any:
+            whole = dict(enumerate(params)) | dict(zip(self.tuned, tuned, strict=True))
+            return self.total([whole[i] for i in range(len(params))], variables, rows, key)[0]
+
+        _, pull = jax.vjp(total, [params[i] for i in self.tuned])
+        return pull(seed)[0]
+
+    # -- the search ----------------------------------------------------------------------------------------------------
+
+    def found(self) -> Nonfinite:
+        """Forwards first, then backwards, then what is made of all blocks."""
+        blocks = [(i, r) for i in range(self.m) for r in range(1 if self.coupled else self.n)]
+        bad, totals, counts, held = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
+        for i, r in blocks:
+            self.reads[i, r] = held
+            total, count, new = self._total(*self.inputs(i, r))
+            totals, counts = totals + np.float32(total), counts + float(count)
+            bad += [(i, r)] * (not np.isfinite(float(total)))
+            if (i, r + 1) not in blocks and not self.step.strategy.deferred_batch_norm:
+                held = new  # of the next microbatch
+        if bad:
+            alone = lambda args: not np.isfinite(float(self._total(*args)[0]))
+            return self.explained("forward", lambda *args: self.total(*args)[0], bad, len(blocks), alone)
+        if not counts:
+            divided = lambda *args: self.total(*args)[0] / self.total(*args)[1]
+            return Nonfinite(self.number, "mean", self.searched(divided, self.inputs(*blocks[0])))
+        if not np.isfinite(totals):
+            return Nonfinite(self.number, "sum", of="the loss")
+        self.loss = float(totals) / counts
+        seed = jax.device_put(np.float32(self.scale / counts), self.device)
+        sums: list[Any] = [0.0] * len(self.tuned)
+        of_block = lambda args: self._gradients(seed, *args)
+        for block in blocks:
+            grads = of_block(self.inputs(*block))
+            bad += [block] * (not _all_finite(grads))
+            dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.tuned]
+            sums = [total + g.astype(dtype) for total, g, dtype in zip(sums, grads, dtypes, strict=True)]
+        if bad:
+            backward = functools.partial(self.gradients, seed)
+            alone = lambda args: not _all_finite(of_block(args))
+            return self.explained("backward", backward, bad, len(blocks), alone)
+        unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
+        self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
+        if not np.isfinite(float(optax.tree.norm(unscaled))):
+            largest = max(
+                self.grads, key=lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
+            )
+            return Nonfinite(self.number, "sum", of=f"the gradients of {largest}")
+        return Nonfinite(self.number, "")
+
+    def explained(
+        self,
+        what: str,
+        fun: Callable[..., Any],
+        bad: list[tuple[int, int]],
+        many: int,
+        alone: Callable[[Any], bool],
+    ) -> Nonfinite:
+        """The equation in the first block that is not finite, and the rows that bring it."""
+        i, r = bad[0]
+        args = self.inputs(i, r)
+        fault = self.searched(fun, args)
+        said = Nonfinite(self.number, what, fault, tuple(bad), self.rank(r), of_blocks=many)
+        if self.coupled:
+            return said
+        params, variables, rows, key = args
+        begin = (r * self.m + i) * self.each
+        repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row], x.shape))
+        by_itself = [begin + row for row in range(self.each) if alone((params, variables, repeated(row), key))]
+        shared = [f"batch leaf {name_of(path)}" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
+        in_row = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(shared))
+        if fault is not None and (brought := fault.brought) is not None and in_row(brought.name):
+            place = (begin + brought.place[0], *brought.place[1:])  # of the whole batch
+            fault = replace(fault, brought=replace(brought, place=place))
+        return replace(said, fault=fault, rows=tuple(by_itself), block_rows=range(begin, begin + self.each))
+
+    def searched(self, fun: Callable[..., Any], args: Any) -> Fault | None:
+        """See `search.search`; inputs by the names that the user knows."""
+        _, variables, rows, _ = args
+        named = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in _leaves(tree)]
+        names = [f"parameter {path}" for path in self.paths]
+        names += [*named("variable", variables), *named("batch leaf", rows), "the key"]
+        return search(fun, names, *args)
+
+    def inputs(self, i: int, r: int) -> tuple[Any, Any, Any, Any]:
+        """Parameters, variables, rows and key of a block; where the loss takes all rows, of those of all replicas."""
+        key, begin = functools.partial(block_key, self.key, self.number - 1), (r * self.m + i) * self.each
+        if self.coupled:
+            rows = _by_row(self.batch, lambda x: x.reshape(self.n, self.m, self.each, *x.shape[1:])[:, i])
+            keys = jax.vmap(lambda r: key(r * self.m + i))(jnp.arange(self.n))
+        else:
+            rows = _by_row(self.batch, lambda x: x[begin : begin + self.each])
+            keys = key(r * self.m + i)
+        return self.params, self.reads[i, r], jax.device_put(rows, self.device), keys
+
+    def rank(self, replica: int) -> str:
+        """A replica's place along the axes that share rows, and of several processes its own: "data=1, fsdp=3"."""
+        axes, mesh = self.step.tracing.axes, self.step.mesh
+        at = dict(zip(axes, map(int, np.unravel_index(replica, tuple(axes.values()))), strict=True)) if axes else {}
+        said = [f"{axis}={place}" for axis, place in at.items()]
+        if jax.process_count() > 1:
+            device = mesh.devices[tuple(at.get(axis, 0) for axis in mesh.axis_names)]
+            said.append(f"process {device.process_index}")
+        return ", ".join(said)
+
+
+def _by_row(batch: Any, fun: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(lambda x: x if is_replicated(x) else fun(x), batch, is_leaf=is_replicated)
+
+
+def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+
+
+def _whole(x: Any) -> Any:
+    """An array on this host, of all hosts' parts."""
+    if not isinstance(x, jax.Array):
+        return x
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+
+
+def _all_finite(tree: Any) -> bool:
+    return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))

@@ -1,0 +1,426 @@
+"""Attention as a program spells it out: scores of queries and keys, a softmax over keys, a product with values.
+
+It is known by its dataflow, in whatever spelling, and `jp.attention` takes its place, so that it can go round a ring,
+by Ulysses, or by a fused kernel. What is between scores and softmax may scale them, and hide keys by their positions
+(`hidden.py`) and ids: causal, a window behind the query, segments. All else hinders it, and is named with its line.
+
+    product of queries and keys --> times a number, mask --> softmax --> product with values
+    [B, T, K, G, h] [B, S, K, h]    [B, K, G, T, S]                      [B, S, K, h]
+
+Dims: B rows, T query positions, S key positions, K key heads, G query heads of each, h head_dim.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from ...ops.attention import attention
+from ...program import jaxpr as jx
+from ...program.walk import CUSTOM, called
+from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of, ones_dropped
+
+
+class Dim(NamedTuple):
+    """A dim of more than one element: "t", "s" and "h" as above, ("b", n) of rows and heads, ("g", d) of groups."""
+
+    name: Any
+    size: int
+
+
+Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is, merged; none of one element
+_SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce_precision")
+
+
+@dataclass(frozen=True)
+class SpelledAttention:
+    """One attention that a program spells out.
+
+    Attributes:
+      last: the equation of its product with values, whose result `run` computes.
+      arrays: the variables of queries, keys, values and, or not, segment ids.
+      run: of their values, the result of `last`.
+      what: which keys count, for people.
+    """
+
+    last: Any
+    arrays: tuple[Any, ...]
+    run: Callable[..., jax.Array]
+    what: str
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """A program, and the attention that it spelled out.
+
+    Attributes:
+      flat: the program with `jp.attention` in place of what is taken; itself where nothing is.
+      taken: which keys count, by the line of each that is taken.
+      not_taken: what hinders it, by the line of each other.
+    """
+
+    flat: jx.Flat
+    taken: dict[str, str] = field(default_factory=dict)
+    not_taken: dict[str, str] = field(default_factory=dict)
+
+
+def spelled(flat: jx.Flat, axes: Mapping[str, int]) -> Spelled:
+    """What a program spells out, found and taken; `axes` are those of the mesh that it may name."""
+    noted = Spelled(flat)
+    scope = Scope(flat.eqns, dict(zip(flat.constvars, flat.consts, strict=True)))
+    _note(scope, noted)
+    if not noted.taken:
+        return noted
+
+    def run(*values: Any) -> list[Any]:
+        return _run(scope, flat.outvars, {**scope.consts, **dict(zip(flat.invars, values, strict=True))})
+
+    new, _ = jx.trace(run, *map(_type, flat.invars), axes=dict(axes))
+    return replace(noted, flat=replace(new, eqns=jx.live(new.eqns, new.outvars)))
+
+
+def _note(scope: Scope, noted: Spelled) -> None:
+    """Of a program and those that it holds, what is taken and what is not."""
+    for one in _in(scope, noted.not_taken):
+        noted.taken[jx.where(one.last)] = one.what
+    for eqn in scope.eqns:
+        for inner in _inner(eqn, scope).values():
+            _note(inner, noted)
+
+
+def _run(scope: Scope, outvars: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+    """A program's results, with `jp.attention` in place of what it spells out; what that leaves unread is dead."""
+    found = {id(one.last): one for one in _in(scope, {})}
+    read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+    for eqn in scope.eqns:
+        with jx.source_info_of(eqn):
+            if (one := found.get(id(eqn))) is not None:
+                outs = [one.run(*map(read, one.arrays))]
+            else:
+                changes = {name: _replaced(eqn.params[name], inner) for name, inner in _inner(eqn, scope).items()}
+                outs = jx.bind(eqn, list(map(read, eqn.invars)), **changes)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, outvars))
+
+
+def _inner(eqn: Any, scope: Scope) -> dict[str, Scope]:
+    """The programs of an equation that may be rewritten, by parameter: bodies of scans, and what is rematerialised."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        body, constants = params["jaxpr"], len(jx.scan_parts(eqn).consts)
+    elif name in CUSTOM or (body := called(eqn)) is None:
+        return {}
+    else:
+        constants = len(eqn.invars)
+    key = next(key for key in params if params[key] is body)
+    closed = body if hasattr(body, "consts") else jec.ClosedJaxpr(body, ())
+    if key not in scope.inner.setdefault(id(eqn), {}):
+        flat = jx.flatten(closed)
+        outer = dict(zip(flat.invars[:constants], eqn.invars, strict=False))
+        consts = dict(zip(flat.constvars, flat.consts, strict=True))
+        scope.inner[id(eqn)][key] = Scope(flat.eqns, consts, scope, outer, flat)
+    return scope.inner[id(eqn)]
+
+
+def _replaced(program: Any, scope: Scope) -> Any:
+    """A jaxpr parameter, open or closed, with `jp.attention` in place of what it spells out."""
+    flat, noted = scope.flat, Spelled(scope.flat)
+    _note(scope, noted)
+    if not noted.taken:
+        return program
+
+    def run(*values: Any) -> list[Any]:
+        return _run(scope, flat.outvars, {**scope.consts, **dict(zip(flat.invars, values, strict=True))})
+
+    closed = jax.make_jaxpr(run)(*map(_type, flat.invars))
+    if hasattr(program, "consts"):
+        return closed
+    opened, consts = jx.opened(closed)
+    assert not consts, "what is rematerialised closes over no array"
+    return opened
+
+
+def _type(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+
+
+def _in(scope: Scope, hindered: dict[str, str]) -> list[SpelledAttention]:
+    """Every attention of a program, not of those that it holds."""
+    found = []
+    for eqn in scope.eqns:
+        if eqn.primitive.name != "dot_general":
+            continue
+        for side in (0, 1):
+            try:
+                if (weights := _weights(eqn.invars[side], scope)) is not None:
+                    found.append(_attention(eqn, side, weights, scope))
+            except Hindered as why:
+                hindered[jx.where(eqn)] = str(why)
+    return found
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A softmax: of which scores, along which of their dims, and the equations from its result to a product."""
+
+    scores: Any
+    dim: int
+    after: tuple[Any, ...]
+
+
+def _weights(atom: Any, scope: Scope) -> _Weights | None:
+    """The softmax that an operand of a product is, moved and cast; None where it is none. Raises Hindered."""
+    after: list[Any] = []
+    while (eqn := scope.made(atom)) is not None and _moves(eqn):
+        after.append(eqn)
+        atom = eqn.invars[0]
+    if eqn is None:
+        return None
+    if (found := _softmax(eqn, scope)) is not None:
+        return _Weights(*found, tuple(reversed(after)))
+    if eqn.primitive.name in ("mul", "div", "select_n"):
+        wide = [x for x in eqn.invars if not jx.is_literal(x) and x.aval.shape == eqn.outvars[0].aval.shape]
+        if any((found := _weights(x, scope)) and _score_chain(found.scores, scope) for x in wide):
+            raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does")
+    return None
+
+
+def _softmax(eqn: Any, scope: Scope) -> tuple[Any, int] | None:
+    """The scores, and the dim, of which an equation computes a softmax; None where it computes something else."""
+    if eqn.primitive.name != "div":
+        return None
+    over, total = (_behind(x, scope) for x in eqn.invars)
+    if over is None or total is None or over.primitive.name != "exp" or total.primitive.name != "reduce_sum":
+        return None
+    (dim, *others), shifted = total.params["axes"], scope.made(over.invars[0])
+    if others or _behind(total.invars[0], scope) is not over or shifted is None or shifted.primitive.name != "sub":
+        return None
+    scores, shift = shifted.invars
+    varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
+    if varies or jx.is_literal(scores) or len(scores.aval.shape) != len(eqn.outvars[0].aval.shape):
+        return None
+    return scores, int(dim)
+
+
+def _behind(atom: Any, scope: Scope) -> Any:
+    """The equation of a value behind casts, and behind what only brings dims of one element or repeats along them."""
+    while (eqn := scope.made(atom)) is not None:
+        if eqn.primitive.name not in (*_SAME, "broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+            return eqn
+        if ones_dropped(eqn.invars[0].aval.shape) != ones_dropped(eqn.outvars[0].aval.shape) and (
+            eqn.primitive.name != "broadcast_in_dim"
+        ):
+            return eqn
+        atom = eqn.invars[0]
+    return None
+
+
+def _along(atom: Any, dim: int, scope: Scope) -> bool:
+    """Whether a value may vary along a dim of the scores."""
+    while not jx.is_literal(atom) and atom.aval.shape and atom.aval.shape[dim] != 1:
+        eqn = scope.made(atom)
+        if eqn is None or eqn.primitive.name not in (*_SAME, "stop_gradient", "broadcast_in_dim"):
+            return True
+        if eqn.primitive.name == "broadcast_in_dim":
+            dims, shape = [int(d) for d in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape
+            return dim in dims and shape[dims.index(dim)] != 1
+        atom = eqn.invars[0]
+    return False
+
+
+def _moves(eqn: Any) -> bool:
+    """Whether an equation only casts a value, or moves, merges and splits its dims."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        dims = [*map(int, eqn.params["broadcast_dimensions"])]
+        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
+        return bool(dims) and same and dims == sorted(dims)
+    return name in (*_SAME, "transpose", "reshape", "squeeze", "expand_dims")
+
+
+def _moved(eqn: Any, names: Names) -> Names:
+    """The names of the dims of such an equation's result, from its operand's. Raises Hindered."""
+    if eqn.primitive.name == "transpose":
+        return tuple(names[int(d)] for d in eqn.params["permutation"])
+    if eqn.primitive.name in _SAME:
+        return names
+    rest, moved = [dim for dims in names for dim in dims], list[tuple[Dim, ...]]()
+    for n in eqn.outvars[0].aval.shape:
+        taken = []
+        while math.prod(dim.size for dim in taken) < n and rest:
+            taken.append(rest.pop(0))
+        if math.prod(dim.size for dim in taken) != n:
+            raise Hindered(eqn, "cuts dims of scores elsewhere than they were")
+        moved.append(tuple(taken))
+    return tuple(moved)
+
+
+def _score_chain(atom: Any, scope: Scope) -> tuple[Any, list[tuple[Any, int]]] | None:
+    """The product of queries and keys behind scores, and the equations from it to them, each with its operand."""
+    if jx.is_literal(atom) or (eqn := scope.made(atom)) is None:
+        return None
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return eqn, []
+    operands = {"mul": (0, 1), "div": (0,), "add": (0, 1), "sub": (0,), "select_n": (1, 2)}.get(name, (0,))
+    for i in operands if len(eqn.invars) > max(operands) else ():
+        x = eqn.invars[i]
+        small = jx.is_literal(x) or math.prod(x.aval.shape) != math.prod(atom.aval.shape)
+        if not small and (behind := _score_chain(x, scope)) is not None:
+            return behind[0], [*behind[1], (eqn, i)]
+    return None
+
+
+@dataclass
+class _Scores:
+    """What becomes of scores on the way to their softmax: the names of their dims, and by what they are scaled."""
+
+    names: Names
+    scope: Scope
+    scale: float = 1.0
+    seen: Seen = ALL
+    hiding: list[float] = field(default_factory=list)  # what is added to scores of hidden keys, or put in their place
+
+    def pass_through(self, eqn: Any, operand: int) -> None:
+        """Raises Hindered."""
+        name, other = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
+        if _moves(eqn):
+            self.names = _moved(eqn, self.names)
+        elif name in ("mul", "div"):
+            by = number_of(self._of(other, eqn), eqn)
+            by = by if name == "mul" else 1 / by
+            if by <= 0:
+                raise Hindered(eqn, f"scales scores by {by:g}")
+            self.scale, self.hiding = self.scale * by, [x * by for x in self.hiding]
+        elif name in ("add", "sub"):
+            match self._of(other, eqn):
+                case Constant(_):  # of which a softmax knows nothing
+                    pass
+                case Either(seen, yes, no):
+                    self._hide(seen, no - yes if name == "add" else yes - no)
+                case _:
+                    raise Hindered(eqn, "adds a bias to scores")
+        elif name == "select_n":
+            match self._of(eqn.invars[0], eqn):
+                case Either(seen, yes, no) if {yes, no} == {0, 1}:
+                    seen = seen if yes == operand - 1 else seen.complement(eqn)
+                    self._hide(seen, number_of(self._of(eqn.invars[3 - operand], eqn), eqn))
+                case _:
+                    raise Hindered(eqn, "chooses scores by what is no function of positions or ids")
+        else:
+            raise Hindered(eqn, f"computes {name} of scores")
+
+    def _hide(self, seen: Seen, by: float) -> None:
+        self.seen, self.hiding = self.seen & seen, [*self.hiding, by]
+
+    def _of(self, atom: Any, eqn: Any) -> Any:
+        label = lambda dims: (dims[0].name if dims[0].name in ("t", "s") and len(dims) == 1 else "b") if dims else None
+        labels = tuple(map(label, self.names))
+        return describe(atom, labels if not jx.is_literal(atom) and atom.aval.shape else (), self.scope, eqn)
+
+
+def _numbers(eqn: Any) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+    """The dims that each operand of a product sums, and those that both share, in their order."""
+    summed, shared = ([[*map(int, dims)] for dims in pair] for pair in eqn.params["dimension_numbers"])
+    return (summed[0], summed[1]), (shared[0], shared[1])
+
+
+def _named(product: Any, at: int) -> tuple[Names, Names]:
+    """The names of the dims of queries and of keys, which are operand `at` of their product. Raises Hindered.
+
+    Of what both share, rows come before heads.
+    """
+    summed, shared = _numbers(product)
+    query, key = (product.invars[i].aval.shape for i in (1 - at, at))
+    free = lambda i, shape: [d for d, n in enumerate(shape) if n != 1 and d not in summed[i] + shared[i]]
+    of_q, of_k = free(1 - at, query), free(at, key)
+    if len(summed[0]) != 1 or len(of_k) != 1:
+        raise Hindered(product, "has keys of more or fewer dims than rows, positions, heads and features")
+    alike = of_q if len(of_q) == 1 else [d for d in of_q if query[d] == key[of_k[0]]]
+    if len(alike) != 1 or len(of_q) > 2 or len(shared[0]) > 2:
+        raise Hindered(
+            product, f"has queries {list(query)} and keys {list(key)}, whose positions and heads do not show"
+        )
+    order = sorted(range(len(shared[0])), key=lambda n: shared[1 - at][n])
+    name: list[dict[int, Any]] = [{}, {}]
+    for i, positions in ((1 - at, {d: ("g", d) for d in of_q} | {alike[0]: "t"}), (at, {of_k[0]: "s"})):
+        name[i] = positions | {summed[i][0]: "h"} | {shared[i][n]: ("b", rank) for rank, n in enumerate(order)}
+    names = lambda i, shape: tuple((Dim(name[i][d], n),) if n != 1 else () for d, n in enumerate(shape))
+    return names(1 - at, query), names(at, key)
+
+
+def _of_product(eqn: Any, operands: Sequence[Names]) -> Names:
+    """The names of a product's dims, from those of its operands."""
+    summed, shared = _numbers(eqn)
+    rest = lambda i: [x for d, x in enumerate(operands[i]) if d not in summed[i] + shared[i]]
+    return (*(operands[0][d] for d in shared[0]), *rest(0), *rest(1))
+
+
+def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> SpelledAttention:
+    """The attention that ends in a product, of weights that are operand `side` and of values. Raises Hindered."""
+    if (behind := _score_chain(weights.scores, scope)) is None:
+        raise Hindered(last, "weighs values by a softmax of what is no product of two")
+    product, chain = behind
+    at = 0 if _is_keys(product, chain, weights) else 1
+    of_q, of_k = _named(product, at)
+    scores = _Scores(_of_product(product, (of_k, of_q) if at == 0 else (of_q, of_k)), scope)
+    for eqn, operand in chain:
+        scores.pass_through(eqn, operand)
+    if any(by > HIDING for by in scores.hiding):
+        raise Hindered(last, f"hides keys by {max(scores.hiding):g}, which is above {HIDING:g}")
+    of_p = scores.names
+    for eqn in weights.after:
+        of_p = _moved(eqn, of_p)
+
+    query, key, value = product.invars[1 - at], product.invars[at], last.invars[1 - side]
+    summed, shared = _numbers(last)
+    there = dict(zip((*shared[1 - side], *summed[1 - side]), (*shared[side], *summed[side]), strict=True))
+    of_v: Names = tuple(
+        (of_p[there[d]] if d in there else (Dim("h", n),)) if n != 1 else () for d, n in enumerate(value.aval.shape)
+    )
+    wanted = [*itertools.chain(*_of_product(last, (of_p, of_v) if side == 0 else (of_v, of_p)))]
+    own = {*itertools.chain(*of_q)}
+    over = [dim.name for dim in scores.names[weights.dim]]
+    if over != ["s"] or [dim.name for d in summed[side] for dim in of_p[d]] != ["s"] or {*of_v} != {*of_k}:
+        raise Hindered(last, "weighs values that do not go with the keys, head by head")
+    if {*wanted} != own or len(wanted) != len(own):
+        raise Hindered(last, "has a result with other dims than its queries")
+    sizes = {dim.name: dim.size for dim in (*own, *itertools.chain(*of_k))}
+    causal, window, ids = scores.seen.options(sizes["t"], sizes["s"], last)
+    groups = [name for name in sizes if name[0] == "g"]
+    rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
+    scale, result = scores.scale, last.outvars[0].aval
+
+    def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
+        """[B, positions, heads, h]: dims of these names, in each of the four."""
+        at = {dims[0].name: d for d, dims in enumerate(names) if dims}
+        flat = [at[name] for dims in order for name in dims]
+        rest = [d for d in range(x.ndim) if d not in flat]
+        return jnp.transpose(x, (*rest, *flat)).reshape([math.prod(sizes[name] for name in dims) for dims in order])
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
+        q = laid(query, of_q, rows, ["t"], heads + groups, ["h"])
+        k, v = (laid(x, names, rows, ["s"], heads, ["h"]) for x, names in ((key, of_k), (value, of_v)))
+        segments = [jnp.broadcast_to(x.reshape(-1, sizes["t"]), q.shape[:2]) for x in ids]
+        options = {"causal": causal, "window": window, "segment_ids": next(iter(segments), None), "scale": scale}
+        out = attention(q.astype(v.dtype), k.astype(v.dtype), v, **options)
+        mine = [*rows, "t", *heads, *groups, "h"]
+        out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(dim.name) for dim in wanted])
+        return out.reshape(result.shape).astype(result.dtype)
+
+    which = [*(["causal"] if causal else []), *([f"window={window}"] if window else []), *(["segments"] if ids else [])]
+    return SpelledAttention(last, (query, key, value, *ids), run, ", ".join(which) or "all keys")
+
+
+def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: _Weights) -> bool:
+    """Whether the first operand of a product is the keys: whether the softmax is over a dim of it. Raises Hindered."""
+    mark = lambda i: tuple((Dim(i, n),) if n != 1 else () for n in product.invars[i].aval.shape)
+    names = _of_product(product, (mark(0), mark(1)))
+    for eqn, _ in chain:
+        names = _moved(eqn, names) if _moves(eqn) else names
+    return [dim.name for dim in names[weights.dim]] == [0]

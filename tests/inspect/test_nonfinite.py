@@ -1,0 +1,194 @@
+"""NaN's line: planted faults are found where they stand, under every strategy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import planted
+import pytest
+
+import jaxpar as jp
+from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError
+from jaxpar.inspect.nonfinite.replay import Replay
+
+# One fault for each strategy in every run of the tests; all of them for each in the battery.
+SOME = dict(
+    zip(
+        planted.STRATEGIES,
+        ("softmax_of_all_masked", "derivative_of_sqrt_at_0", "bad_custom_vjp", "log_behind_where",
+         "inf_in_a_row", "nan_parameter"),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def spoilt(name: str, strategy: str, light: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """A step, its state, and the batch that is not finite."""
+    model = planted.model(name, mixing=not light)
+    step = jp.make_train_step(model, optax.sgd(0.1), planted.STRATEGIES[strategy], **options)
+    state = step.init(jax.random.key(0))
+    if planted.FAULTS[name][0] == "params":
+        state = step.with_params(state, step.params(state) | {"w": jnp.float32(jnp.nan)})
+    return step, state, planted.batch(name)
+
+
+def check(name: str, found: Nonfinite, step: Any) -> None:
+    """That the planted line is named, with the rank, the microbatch and the row."""
+    fault = found.fault
+    assert fault is not None, found
+    assert f"planted.py:{planted.line_of(name)}:" in fault.line, str(found)
+    where = planted.FAULTS[name][0]
+    if where == "layer":
+        ((_, number, layers),) = fault.loops[:1]
+        assert number < layers == planted.LAYERS
+    if where == "params":
+        assert str(fault.brought) == "parameter w holds nan"
+        assert len(found.blocks) == step.replicas * step.strategy.microbatches
+        return
+    each = planted.ROWS // (step.replicas * step.strategy.microbatches)
+    replica, microbatch = divmod(planted.ROW // each, step.strategy.microbatches)
+    assert found.blocks == ((microbatch, replica),)
+    assert found.rows == (planted.ROW,), str(found)
+    if where == "batch":
+        assert str(fault.brought) == f"batch leaf s holds inf at [{planted.ROW}]"
+
+
+@pytest.mark.parametrize("strategy", planted.STRATEGIES)
+def test_a_planted_line_is_named(strategy: str) -> None:
+    step, state, batch = spoilt(name := SOME[strategy], strategy, light=strategy != "expert")
+    check(name, step.trace_nonfinite(state, batch), step)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("strategy", planted.STRATEGIES)
+@pytest.mark.parametrize("name", planted.FAULTS)
+def test_every_planted_line_is_named_where_a_step_comes_to_it(name: str, strategy: str) -> None:
+    step, state, batch = spoilt(name, strategy, trace_nonfinite=True)
+    if planted.FAULTS[name][0] != "params":
+        state, metrics = step(state, planted.batch(name, bad=False))
+        assert metrics["finite"]
+    with pytest.raises(FloatingPointError) as error:
+        step(state, batch)
+    check(name, error.value.found, step)  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_state_of_before() -> None:
+    step, state, batch = spoilt(name := "log_of_0", "pipe zb-h1", light=True, trace_nonfinite=True)
+    state, _ = step(state, planted.batch(name, bad=False))
+    before = jax.tree.map(np.asarray, step.params(state))
+    with pytest.raises(NonfiniteError) as error:
+        step(state, batch)
+    check(name, error.value.found, step)
+    said = str(error.value)
+    assert said.startswith("step 2: the loss is not finite: log makes -inf at ")
+    assert "\n  microbatch 1, rank 2 (data=2), rows 10, 11 of the batch; 1 of 8 blocks are not finite" in said
+    assert "\n  the batch brings it: row 11 by itself" in said
+    after = step.params(error.value.state)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), before, after)))
+    state, metrics = step(error.value.state, planted.batch(name, bad=False))
+    assert metrics["finite"]
+    assert step.trace_nonfinite(state, planted.batch(name, bad=False)).what == ""
+    with pytest.raises(ValueError, match="within a jit of your own"):
+        jax.jit(step)(state, batch)
+
+
+def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, dict[str, np.ndarray]]:
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "mask": np.ones(16, np.float32)}
+    return jp.Model(lambda key: {"w": jax.random.normal(key, shape)}, loss), batch
+
+
+def traced(model: jp.Model, strategy: str, batch: Any) -> Nonfinite:
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy)
+    return step.trace_nonfinite(step.init(jax.random.key(0)), batch)
+
+
+def test_what_blocks_make_together_is_named() -> None:
+    """The count of a masked batch, the sum of gradients, and a loss that takes the rows of all."""
+
+    def masked(p: Any, b: Any, key: Any) -> jp.Mean:
+        return jp.Mean(((b["x"] @ p["w"]) ** 2 * b["mask"][:, None]).sum(), b["mask"].sum())
+
+    model, batch = mean_squares(masked)
+    found = traced(model, "ddp", {**batch, "mask": np.zeros(16, np.float32)})
+    assert (found.what, found.fault.operands[1].high) == ("mean", 0)  # type: ignore[union-attr]
+    assert "reduce_sum at" in str(found)
+    assert "the count of the loss is 0 over all rows" in str(found)
+
+    def huge(p: Any, b: Any, key: Any) -> jp.Mean:
+        return jp.Mean(1e38 * (p["w"] * b["mask"]).sum(), b["mask"].sum() / 16)  # 2e38 for a block
+
+    found = traced(jp.Model(lambda key: {"w": jnp.float32(0)}, huge), "ddp", batch)
+    assert (found.what, found.of) == ("sum", "the gradients of w")
+
+    def coupled(p: Any, b: Any, key: Any) -> jax.Array:
+        every = jp.all_rows(b["x"] @ p["w"])
+        return jnp.square(b["x"] @ p["w"] / every.min()).mean()  # where one row of all is nought
+
+    model, batch = mean_squares(coupled)
+    batch["x"] = np.abs(batch["x"])
+    batch["x"][3] = 0
+    model = jp.Model(lambda key: {"w": jax.random.uniform(key, (4, 4)) + 0.1}, model.loss)
+    found = traced(model, "fsdp", batch)
+    assert found.fault is not None
+    assert found.fault.primitive == "div"
+    assert found.rows is None
+    assert "of all ranks together, as the loss takes all rows" in str(found)
+
+
+def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
+    mask = jnp.where(jnp.arange(4) < 2, 0.0, -jnp.inf)
+    x = jnp.array([1.0, 2.0, 3.0, 4.0])
+    assert jp.trace_nonfinite(lambda x: jax.nn.softmax(x + mask).sum(), x) is None
+    fault = jp.trace_nonfinite(lambda x: jnp.exp(200 * x + mask).sum(), x)
+    assert fault is not None
+    assert (fault.primitive, fault.place, fault.brought) == ("exp", (0,), None)
+    # Of two overflows the one that came first.
+    fault = jp.trace_nonfinite(lambda x: (jnp.exp(30 * x) * jnp.array([1e38, 1, 1, 1])).sum(), x)
+    assert fault is not None
+    assert (fault.primitive, fault.place) == ("exp", (2,))
+    # An infinity that harms nothing is not taken for the one that does.
+    fault = jp.trace_nonfinite(lambda x: jax.nn.softmax(x + jnp.log(jnp.maximum(x - 2, 0))).sum() / (x[0] - 1), x)
+    assert fault is not None
+    assert fault.primitive == "div"
+
+
+def test_branches_and_closed_over_arrays() -> None:
+    held = jnp.array([1.0, jnp.nan])
+    fault = jp.trace_nonfinite(lambda x: (x * held).sum(), jnp.ones(2))
+    assert fault is not None
+    assert str(fault.brought) == "an array that the function closes over holds nan at [1]"
+    branch = lambda x: jax.lax.cond(x.sum() > 0, lambda x: jnp.log(x - 1).sum(), lambda x: x.sum(), x)
+    fault = jp.trace_nonfinite(jax.grad(branch), {"a": jnp.ones(3)}["a"])
+    assert fault is not None
+    assert (fault.primitive, fault.backward) == ("div", True)
+
+
+def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
+    """The loss is 1e3 times what it should be: its first scale of 2^15 is too much, and is halved."""
+    model, batch = mean_squares(lambda p, b, key: 1e3 * jnp.square(b["x"].astype(p["w"].dtype) @ p["w"]).mean())
+    step = jp.make_train_step(model, optax.sgd(1e-6), "single,precision=f16", trace_nonfinite=True)
+    state, metrics = step(step.init(jax.random.key(0)), batch)
+    assert not metrics["finite"]
+    while not metrics["finite"]:
+        state, metrics = step(state, batch)
+    assert int(metrics["skipped"]) > 0
+
+
+def test_the_replay_is_the_steps_mathematics() -> None:
+    """Rows, microbatches, keys, counts and the scale: its loss and gradients are those of the step."""
+
+    def noisy(p: Any, b: Any, key: Any) -> jp.Mean:
+        x = b["x"] * (jax.random.uniform(key, b["x"].shape) > 0.3)
+        return jp.Mean((jnp.square(x @ p["w"]) * b["mask"][:, None]).sum(), b["mask"].sum())
+
+    model, batch = mean_squares(noisy)
+    batch["mask"] = np.random.default_rng(1).uniform(size=16).astype(np.float32)
+    step = jp.make_train_step(model, optax.sgd(0.1), "data=2,fsdp=4,microbatches=2")
+    state = step.init(jax.random.key(0))
+    replay = Replay(step, state, batch, jax.devices()[0])
+    assert replay.found().what == ""
+    loss, grads = step.value_and_grad(state, batch)
+    assert replay.loss == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(replay.grads["w"], grads["w"], rtol=1e-5, atol=1e-6)

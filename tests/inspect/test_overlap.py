@@ -1,0 +1,99 @@
+"""check(overlap=True): what layers send is under way while others are computed, in programs compiled for H100s."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxpar as jp
+from jaxpar.inspect.check import Proof, check
+from jaxpar.inspect.targets import target
+
+LAYERS, DIM = 4, 1024
+SHAPES = {"up": (LAYERS, DIM, 4 * DIM), "down": (LAYERS, 4 * DIM, DIM)}
+ROWS = {"x": jax.ShapeDtypeStruct((2048, 256, DIM), np.float32)}
+
+
+def init(key: jax.Array) -> dict[str, jax.Array]:
+    return {name: 0.01 * jax.random.normal(key, shape) for name, shape in SHAPES.items()}
+
+
+def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+    layer = lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None)
+    return jnp.mean(lax.scan(layer, batch["x"].astype(params["up"].dtype), params)[0] ** 2)
+
+
+def made(strategy: str, devices: Any, **options: Any) -> Any:
+    return jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, mesh=devices, **options)
+
+
+def proved(strategy: str, **slower: float) -> Proof:
+    found = target("16xH100")
+    step = made(f"fsdp=16,precision=bf16,microbatches=2,{strategy}", found.devices)
+    return check(step, ROWS, overlap=dataclasses.replace(found.hardware, **slower) if slower else True)
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.xdist_group("gpu overlap")
+def test_layers_that_are_sent_ahead_are_hidden() -> None:
+    proof = proved("prefetch=1")
+    assert proof.ok, proof
+    hidden = {found.what: found for found in proof.findings if found.part == "overlap"}
+    assert set(hidden) == {"all-gather fsdp 16 x", "reduce-scatter fsdp 8 x"}
+    assert all(0.9 * found.promised <= found.found <= found.promised for found in hidden.values())
+    # A layer in bfloat16 and its gradients in float32, by the ring's share of them, in two microbatches.
+    layer = sum(np.prod(shape[1:]) for shape in SHAPES.values())
+    assert hidden["all-gather fsdp 16 x"].promised == 2 * 2 * LAYERS * 2 * layer * 15 // 16
+    assert hidden["reduce-scatter fsdp 8 x"].promised == 2 * LAYERS * 4 * layer * 15 // 16
+    assert "as predicted for H100" in str(proof)
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.xdist_group("gpu overlap")
+def test_layers_that_wait_where_they_stand_are_named() -> None:
+    """Of several microbatches XLA moves nothing over the iterations by itself."""
+    proof = proved("prefetch=0")
+    assert {(found.part, found.verdict) for found in proof.broken} == {("overlap", "MISSING")}
+    for found in proof.broken:
+        assert found.what in ("all-gather fsdp 8 x", "reduce-scatter fsdp 8 x")
+        assert found.found < 0.9 * found.promised
+        assert "ms a step wait of down, up: " in found.note
+        assert "prefetch=1 sends it" in found.note
+    with pytest.raises(ValueError, match=r"MISSING overlap: all-gather fsdp 8 x, promised .* prefetch=1"):
+        proof.require()
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    step = made("fsdp", jax.devices())
+    with pytest.raises(ValueError, match=r"compiled for CPU has no asynchronous collectives.*target\('16xH100'\)"):
+        check(step, ROWS, overlap=True)
+    with pytest.raises(ValueError, match="compiled for CPU"):
+        made("fsdp", jax.devices(), check="overlap")
+    with pytest.raises(ValueError, match="check='overlaps': use True, False or 'overlap'"):
+        made("fsdp", jax.devices(), check="overlaps")
+    with pytest.raises(ValueError, match=r"overlap with .*server=true.*: a server sends between programs"):
+        check(made("dp", jax.devices()), ROWS, overlap=True)
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.xdist_group("gpu overlap")
+def test_a_slower_network_breaks_the_promise() -> None:
+    proof = proved("prefetch=1", network_bandwidth=5e9)
+    assert {(found.part, found.verdict) for found in proof.broken} == {("overlap", "MISSING")}
+    assert "more rows a device give more to hide it behind, fewer ranks of fsdp" in proof.broken[0].note
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.xdist_group("gpu overlap")
+def test_a_step_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = made("fsdp=2,precision=bf16", target("2xH100").devices, check="overlap")
+    with pytest.raises(ValueError, match="MISSING overlap"):
+        step.compile({"x": jax.ShapeDtypeStruct((2, 256, DIM), np.float32)})
+    monkeypatch.setattr("jaxpar.inspect.check.overlap.KINDS", {})
+    with pytest.raises(ValueError, match=r"NVIDIA H100 80GB HBM3 is none of .*kinds.load\(file\)"):
+        made("fsdp=2", target("2xH100").devices, check="overlap")

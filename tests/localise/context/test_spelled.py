@@ -1,0 +1,348 @@
+"""Attention that a loss spells out, in the spellings of many models, is taken as `jp.attention`: the same mathematics,
+and no scores of all positions. What cannot be taken is named with its line.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import context_cells as cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxpar as jp
+from jaxpar.localise.context import calls, spelled
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.walk import visit
+
+B, T, H, K, D = 2, 14, 4, 2, 8  # rows, positions, heads, key heads, features of a head
+LEAST = -1e9
+soft = functools.partial(jax.nn.softmax, axis=-1)
+Spelling = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+
+
+def weighed(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def triangle() -> jax.Array:
+    return jnp.tril(jnp.ones((T, T), bool))
+
+
+def where_minus_inf(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(D)
+    return weighed(soft(jnp.where(triangle(), s, -jnp.inf)), v)
+
+
+def added_by_a_mask_of_ones(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k) + (1 - jnp.tril(jnp.ones((T, T)))) * LEAST), v)
+
+
+def added_upper_triangle(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bshd->bhts", q * D**-0.5, k)
+    return weighed(soft(s + jnp.triu(jnp.full((T, T), -jnp.inf), 1)), v)
+
+
+def heads_first_and_own_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    s, i = q @ k.swapaxes(-1, -2) / np.sqrt(D), jnp.arange(T)
+    s = jnp.where(i[:, None] < i[None, :], jnp.finfo(s.dtype).min, s)
+    p = jnp.exp(s - s.max(-1, keepdims=True))
+    return (p / p.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
+
+
+def rows_and_heads_in_one_dim(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q, k, v = (x.transpose(0, 2, 1, 3).reshape(B * H, T, D) for x in (q, k, v))
+    s = jnp.where(jnp.tril(jnp.ones((T, T))) == 0, LEAST, lax.batch_matmul(q, k.swapaxes(1, 2)) * D**-0.5)
+    return lax.batch_matmul(soft(s), v).reshape(B, H, T, D).transpose(0, 2, 1, 3)
+
+
+def window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((j <= i) & (i - j < 5), scores(q, k), LEAST)), v)
+
+
+def window_by_what_it_hides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((j > i) | (i - j >= 3), LEAST, scores(q, k))), v)
+
+
+def grouped_by_reshape(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v, i = k[:, :, :K], v[:, :, :K], jnp.arange(T)
+    s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k) * D**-0.5
+    p = soft(jnp.where((i[:, None] >= i)[None, None, None], s, -1e30))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, H, D)
+
+
+def grouped_by_repeat(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (jnp.repeat(x[:, :, :K], H // K, 2) for x in (k, v))
+    return where_minus_inf(q, k, v)
+
+
+def one_key_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * D**-0.5
+    return jnp.einsum("bhts,bsd->bthd", soft(jnp.where(triangle(), s, LEAST)), v[:, :, 0])
+
+
+def jax_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def jax_grouped_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k[:, :, :K], v[:, :, :K], mask=triangle()[None, None])
+
+
+def jax_window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+
+
+def jax_bias_that_is_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, bias=jnp.where(triangle(), 0.0, -1e10)[None, None])
+
+
+def flax_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))))
+
+
+def keys_on_the_left(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s, i = jnp.einsum("bshd,bthd->bhst", k, q) * D**-0.5, jnp.arange(T)
+    p = jax.nn.softmax(jnp.where(i[:, None] <= i, s, LEAST), axis=-2)
+    return jnp.einsum("bhst,bshd->bthd", p, v)
+
+
+def mapped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one = lambda q, k, v: soft(jnp.where(triangle(), q @ k.T * D**-0.5, LEAST)) @ v
+    return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+
+
+def mask_of_numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(np.tril(np.ones((T, T), bool)), scores(q, k), LEAST)), v)
+
+
+def slice_of_a_longer_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As transformers writes GPT-2."""
+    m = lax.dynamic_slice(jnp.tril(jnp.ones((1, 1, 32, 32), bool)), (0, 0, 0, 0), (1, 1, T, T))
+    s = scores(q, k)
+    bias = lax.select(jnp.broadcast_to(m, s.shape) > 0, jnp.full(s.shape, 0.0), jnp.full(s.shape, -1e4))
+    return weighed(soft(s + bias), v)
+
+
+def rematerialised(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.checkpoint(where_minus_inf)(q, k, v)
+
+
+def in_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The mask comes from outside of the loop."""
+    mask = triangle()
+    layer = lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), LEAST)), v), None)
+    return lax.scan(layer, q, length=2)[0]
+
+
+def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)  # integers that are no function of positions
+    seen = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
+    return weighed(soft(jnp.where(seen, scores(q, k), LEAST)), v)
+
+
+def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k)), v)
+
+
+TAKEN: dict[Spelling, str] = {
+    where_minus_inf: "causal",
+    added_by_a_mask_of_ones: "causal",
+    added_upper_triangle: "causal",
+    heads_first_and_own_softmax: "causal",
+    rows_and_heads_in_one_dim: "causal",
+    window: "causal, window=5",
+    window_by_what_it_hides: "causal, window=3",
+    grouped_by_reshape: "causal",
+    grouped_by_repeat: "causal",
+    one_key_head: "causal",
+    jax_causal: "causal",
+    jax_grouped_with_a_mask: "causal",
+    jax_window: "causal, window=4",
+    jax_bias_that_is_a_mask: "causal",
+    flax_with_a_mask: "causal",
+    keys_on_the_left: "causal",
+    mapped: "causal",
+    mask_of_numpy: "causal",
+    slice_of_a_longer_mask: "causal",
+    rematerialised: "causal",
+    in_a_loop: "causal",
+    segments: "causal, segments",
+    all_keys: "all keys",
+}
+
+
+def arrays() -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(B, T, H, D)), jnp.float32) for _ in range(4)]
+
+
+def named(fun: Any) -> str:
+    return fun.__name__
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Any, Any]]:
+    """Of every spelling: values and gradients as it is, and as it is taken. One program, since each compiles."""
+    *given, cotangent = arrays()
+
+    def taken(fun: Spelling) -> Spelling:
+        flat = spelled(jx.trace(fun, *given)[0], {}).flat
+        return lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
+
+    def pulled(fun: Spelling) -> Any:
+        out, pull = jax.vjp(fun, *given)
+        return out, *pull(cotangent)
+
+    return jax.jit(lambda: {fun.__name__: (pulled(fun), pulled(taken(fun))) for fun in TAKEN})()
+
+
+@pytest.mark.xdist_group("spelled")
+@pytest.mark.parametrize("fun", TAKEN, ids=named)
+def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None:
+    found = spelled(jx.trace(fun, *arrays()[:3])[0], {})
+    assert list(found.taken.values()) == [TAKEN[fun]]
+    assert not found.not_taken
+    assert len(list(calls(found.flat.eqns))) == 1
+    left = [eqn for eqn, _ in visit(found.flat.eqns, lambda eqn: eqn.primitive.name not in ("jit", "pjit"))]
+    assert "exp" not in {eqn.primitive.name for eqn in left}
+    for wanted, got in zip(*results[fun.__name__], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * float(jnp.abs(wanted).max()))
+
+
+def alibi(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where(j <= i, scores(q, k) - (i - j) * 0.1, LEAST)), v)
+
+
+def soft_cap(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), jnp.tanh(scores(q, k)) * 5, LEAST)), v)
+
+
+def both_sides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((i - j < 4) & (j - i < 4), scores(q, k), LEAST)), v)
+
+
+def padding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A query of which all keys are hidden sees their mean here, and nothing by `jp.attention`."""
+    return weighed(soft(jnp.where((k[:, :, 0, 0] > 0)[:, None, None], scores(q, k), LEAST)), v)
+
+
+def hidden_a_little(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), scores(q, k), -5.0)), v)
+
+
+def hidden_less_by_a_scale(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), scores(q, k), -2e4) * 0.1), v)
+
+
+def future(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Hides what it should show; the last query sees no key."""
+    return weighed(soft(jnp.where(triangle(), LEAST, scores(q, k))), v)
+
+
+def dropped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, H, T, T))
+    return weighed(jnp.where(keep, soft(scores(q, k)) / 0.9, 0), v)
+
+
+def of_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jax.nn.softmax(scores(q, k), axis=-2), v)
+
+
+def two_kinds_of_ids(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one, other = (jnp.cumsum(x[:, :, 0, 0] > 0.5, axis=1) for x in (q, k))
+    return weighed(soft(jnp.where(one[:, None, :, None] == other[:, None, None, :], scores(q, k), LEAST)), v)
+
+
+NOT_TAKEN: dict[Spelling, str] = {
+    alibi: "adds a bias to scores",
+    soft_cap: "computes tanh of scores",
+    both_sides: r"lets query i see keys from i - 3 to i - -3",
+    padding: "no function of positions and no ids",
+    hidden_a_little: "hides keys by -5, which is above -10000",
+    hidden_less_by_a_scale: "hides keys by -2000, which is above -10000",
+    future: "lets query i see keys from i - -1 to i - -inf",
+    dropped: "computes div of weights, as dropout does",
+    of_queries: "weighs values that do not go with the keys",
+    two_kinds_of_ids: "ids that are not the same",
+}
+
+
+@pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
+def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
+    flat = jx.trace(fun, *arrays()[:3])[0]
+    found = spelled(flat, {})
+    assert found.flat is flat
+    assert not found.taken
+    ((line, why),) = found.not_taken.items()
+    assert re.search(NOT_TAKEN[fun], why)
+    assert "test_spelled.py" in line
+
+
+def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    over = jnp.exp(scores(q, k))
+    return weighed(over / (1 + over.sum(-1, keepdims=True)), v)
+
+
+def linear(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.where(triangle(), scores(q, k), 0), v)
+
+
+@pytest.mark.parametrize("fun", [one_more_in_the_sum, linear], ids=named)
+def test_what_is_no_softmax_over_keys_is_no_attention(fun: Spelling) -> None:
+    assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}).taken
+
+
+CELLS = (
+    ("loop", "context=4,data=2,attention=ring"),
+    ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
+    ("encoder_decoder", "context=4,attention=ulysses"),
+    ("spelled_out", "pipe=2,context=2,data=2,microbatches=2,schedule=zb-h1,attention=ulysses"),
+    ("spelled_out", "context=8,attention=usp"),
+    ("spelled_out", "fsdp=4,microbatches=2,kernels=fused"),
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "text"), CELLS)
+def test_it_goes_by_any_way(name: str, text: str) -> None:
+    cells.check_cell(name, text)
+
+
+def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys() -> None:
+    step = jp.make_train_step(cells.built("spelled_out"), cells.SGD, "context=4,attention=ring", jax.devices()[:4])
+    shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
+    local = cells.LENGTH // 4
+    assert (4, local, cells.HEADS, cells.DIM // cells.HEADS) in shapes  # a rank's own queries
+    assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
+    assert not [shape for shape in shapes if shape[1:] == (cells.LENGTH, cells.HEADS, cells.DIM // cells.HEADS)]
+    assert "is taken as jp.attention" in str(step.explain(cells.batch_of(4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("context=4,attention=ring", r"context_cells.py:\d+.* (computes|adds) .*; use causal=.* or attention='gather'"),
+        ("fsdp=4,kernels=fused", r"kernels='fused' is for attention, .*context_cells.py:\d+.*; leave kernels out"),
+    ],
+)
+def test_what_is_not_taken_is_refused_with_its_line(text: str, message: str) -> None:
+    step = jp.make_train_step(cells.built("alibi"), cells.SGD, text, jax.devices()[:4])
+    with pytest.raises(ValueError, match=message):
+        step.trace(cells.batch_of(4))
+    advised = text.replace("ring", "gather").replace(",kernels=fused", "")
+    jp.make_train_step(cells.built("alibi"), cells.SGD, advised, jax.devices()[:4]).trace(cells.batch_of(4))
