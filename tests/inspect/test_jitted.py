@@ -276,6 +276,8 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
     assert prediction.seconds == pytest.approx(prediction.compute + prediction.exposed)
     assert prediction.devices == 16
     assert "rows/s" not in str(prediction)
+    alone = jp.predict(lambda x: x @ x, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), target="1xH100")
+    assert alone.flops == 2 * 4096**3
     text = jax.jit(jnp.sin).lower(1.0).compile().as_text()
     with pytest.raises(ValueError, match="the program is compiled for CPUs, and nothing can be predicted"):
         jp.predict(text, target="1xH100")
