@@ -312,6 +312,8 @@ def test_arguments_that_are_none_unread_or_bound() -> None:
     found = jp.explain(functools.partial(jax.jit(step), x), {"none": None, "x": x}, jnp.ones(3))
     assert [x.path for x in found.arguments] == ["bound", "given['x']"]
     assert jp.explain(functools.partial(step, x), {"none": None, "x": x}, x).arguments[0].path == "given['x']"
+    assert jp.explain(lambda: None).arguments == ()
+    assert jp.explain(lambda x: logical(x, mesh_of(), "fsdp"), jnp.ones((8, 8))).axes == AXES
     static = jax.jit(lambda x, n: x * n, static_argnums=1)
     assert jp.explain(static, x, 3).arguments == jp.explain(static, x, 3, target="cpu:8").arguments[:1]
 

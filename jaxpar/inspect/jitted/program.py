@@ -120,16 +120,17 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
         return _read(compiled.as_text() or "", compiled, paths, mesh or moved, target, names)
     lowered = as_given(fn, args)
     compiled = getattr(lowered, "lowered", lowered).compile()
-    infos = compiled.args_info[0]  # without static arguments, wherever they were
-    shapes = lambda tree: jax.tree.map(lambda x: getattr(x, "shape", ()), tree)
+    text, infos = compiled.as_text() or "", compiled.args_info[0]  # without static arguments, wherever they were
+    shapes = lambda tree: [getattr(x, "shape", ()) for x in jax.tree.leaves(tree)]
     dynamic = [
         places
         for places in itertools.combinations(range(len(args)), len(infos))
         if all(shapes(args[at]) == shapes(info) for at, info in zip(places, infos, strict=True))
     ]
     paths = paths_of(fn, infos, dynamic[0]) if len(dynamic) == 1 else None
-    mesh = mesh or _mesh_of(compiled) or _widest(meshes_of(fn, args))
-    return _read(compiled.as_text() or "", compiled, paths, mesh, None, {})
+    if mesh is None and (mesh := _mesh_of(compiled)) is None and devices_of(text) > 1:
+        mesh = _widest(meshes_of(fn, args))
+    return _read(text, compiled, paths, mesh, None, {})
 
 
 def _read(
@@ -152,7 +153,8 @@ def _read(
     if compiled is None:
         platform, kind = _platform_of(text), "" if devices is None else devices.flat[0].device_kind
     else:
-        own = np.array([*_shardings(compiled)[0].device_set])
+        shardings = _shardings(compiled)
+        own = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
         devices = own if devices is None and count == 1 else devices
         platform, kind = own[0].platform, own[0].device_kind
     if why := unread(platform):
