@@ -166,6 +166,12 @@ def test_what_is_gathered_only_to_be_cut_is_named() -> None:
     for spec in (("fsdp", "tensor"), (("fsdp", "tensor"),), (None, "fsdp")):
         assert jp.check(step, place(*spec)).ok
 
+    def looked_up(x: jax.Array, at: jax.Array) -> jax.Array:  # cut, at an index of the program's own
+        return jax.lax.dynamic_slice_in_dim(logical(x, mesh), at, 8)
+
+    found = jp.explain(looked_up, place("fsdp"), 3)
+    assert [(site.kind, site.involuntary) for site in found.sites] == [("all-gather", False)]
+
 
 def test_forms_of_a_program_say_the_same(found: Any) -> None:
     fn, *args = step_of(mesh_of())

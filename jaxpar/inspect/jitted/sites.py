@@ -4,6 +4,7 @@ XLA's partitioner writes a collective for an operation whose operands lie otherw
 that operation. Compilers combine several into one: there each operand has a line of its own.
 """
 
+import math
 import os
 import re
 import sys
@@ -171,14 +172,30 @@ class _Reader:
 
     def _by_place(self, block: str, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
         """Whether what cuts a result does so by the device's own place, and not by an index of the program's."""
-        level, seen = [x for user in users.get(i.name, ()) for x in user.operands if x != i.name], set[str]()
+        after, seen = [i.name], set[str]()
+        while after:
+            name = after.pop()
+            for user in users.get(name, ()):
+                if any(self._from_place(block, x) for x in user.operands if x != name):
+                    return True
+                if user.name not in seen and user.opcode in (_SAME - {"dynamic-slice"} | {"fusion"}):
+                    seen.add(user.name)
+                    after += [user.name] if user.opcode != "fusion" or not self._slices(user) else []
+        return False
+
+    def _slices(self, fusion: Instruction) -> bool:
+        return any(x.opcode == "dynamic-slice" for called in fusion.called for x in self.module.computations[called])
+
+    def _from_place(self, block: str, name: str) -> bool:
+        """Whether a scalar is computed from the number of the device."""
+        level, seen = [name], set[str]()
         while level:
-            found = [self._made[block][x] for x in level if x in self._made[block]]
+            found = [x for name in level if (x := self._made[block].get(name)) is not None and not _is_wide(x)]
             if any(x.opcode == "partition-id" for x in found):
                 return True
             seen.update(level)
-            level = [x for one in found for x in one.operands if x not in seen]
-        return any(self._by_place(block, users, user) for user in users.get(i.name, ()))
+            level = [name for x in found for name in x.operands if name not in seen]
+        return False
 
     def _argument(self, block: str, name: str) -> str:
         """The argument that a value is, or a part of which it is; "" of what was computed."""
@@ -231,7 +248,7 @@ class _Reader:
 
 def _is_wide(i: Instruction) -> bool:
     """Whether it is more than a scalar or a table of the compiler's."""
-    return i.opcode != "constant" and any(dims for _, dims in arrays(i.shape))
+    return i.opcode != "constant" and any(math.prod(dims) > 1 for _, dims in arrays(i.shape))
 
 
 def _of_library(file: str) -> bool:
