@@ -140,7 +140,7 @@ class _Moved:
             case NamedSharding():
                 kind = value.memory_kind
                 return NamedSharding(self(value.mesh), value.spec, memory_kind=None if kind == "device" else kind)
-            case jec.ClosedJaxpr():
+            case jec.ClosedJaxpr() if value.jaxpr is not value:  # newer jax has one class for both
                 jaxpr, consts = opened(value)
                 return jec.ClosedJaxpr(self(jaxpr), list(map(_uncommitted, consts)))
             case jec.Jaxpr():
