@@ -162,7 +162,9 @@ def _held(name: str, x: Any, at: dict[str, int], leaves: Sequence[Any]) -> follo
 
 
 def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, frozenset[int]]]:
-    """The leaves whose own dims an equation multiplies or factorises, and along which; a sum of squares is neither."""
+    """The leaves that an equation multiplies or factorises, or factors of theirs, and along which of their own dims; a
+    sum of squares is neither.
+    """
     name = eqn.primitive.name
     found: list[tuple[int, frozenset[int]]] = []
     for side, x in enumerate(ins):
@@ -176,9 +178,8 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
                 at = [d for d in range(len(dims)) if free and contracted[0] and d not in batch[side]]
             elif name in PRODUCTS:
                 at = range(len(dims))
-            sources = frozenset(p.dim for d in at for p in dims[d] if p.source == i and p.size > 1)
-            if sources:
-                found.append((i, sources))
+            if parts := [p for d in at for p in dims[d] if p.size > 1]:
+                found.append((i, frozenset(p.dim for p in parts if p.source == i)))
     return found
 
 
