@@ -93,7 +93,9 @@ class Nonfinite:
             return "no row brings it by itself"
         if len(self.rows) < len(self.block_rows) or len(self.blocks) < self.of_blocks:
             return f"the batch brings it: {_rows(self.rows)}{', each' * (len(self.rows) > 1)} by itself"
-        return "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
+        return (
+            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
+        )
 
 
 def _rows(numbers: Sequence[int]) -> str:
