@@ -105,9 +105,10 @@ class Strategy:
       prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
         reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
         computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
-        step gathers and reduces one layer more than it needs. "auto" is 1 with several microbatches that ZeRO shards
-        across hosts, and no pipeline: of one microbatch XLA's GPU compiler moves collectives over the iterations by
-        itself, and within a host they hide in their own.
+        step gathers and reduces one layer more than it needs. A pipeline does so from tick to tick, under `1f1b` with
+        one chunk. "auto" is 1 with several microbatches that ZeRO shards across hosts, and no pipeline: of one
+        microbatch XLA's GPU compiler moves collectives over the iterations by itself, and within a host they hide in
+        their own.
 
       kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
         keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
@@ -214,11 +215,9 @@ class Strategy:
             raise ValueError(
                 f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
-        if self.prefetch == 1 and (self.pipe != 1 or self.server):
-            where = (
-                "slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server has no shards"
-            )
-            raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {where}; use prefetch=0, or leave it out")
+        if self.prefetch == 1 and self.server:
+            why = "a server has no shards; use prefetch=0, or leave it out"
+            raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {why}")
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(

@@ -93,11 +93,16 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     """Bytes of weights and of gradients that a device's loops over layers hold beside those of the layer that runs,
     since they gather ahead and reduce behind; nothing is compiled.
     """
-    if step.schedule is not None or step.strategy.server:
+    schedule = step.schedule
+    if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0
     loss = step.traced(batch)
+    main = loss.program.main
+    if schedule is not None and (main is None or main.length <= schedule.ranks):
+        return 0, 0
     whole = _Whole(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
-    flights = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves).values()
+    found = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves)
+    flights = [flight for at, flight in found.items() if schedule is None or loss.program.pieces[at] is main]
     size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])
 

@@ -160,9 +160,12 @@ class Stack:
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
 
-    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight) -> InFlight:
-        """What is in flight after a forward whose backward does not run: the first layer is next again."""
-        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, self._first))
+    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight, back: bool = False) -> InFlight:
+        """What is in flight after a forward whose backward does not run: the first layer is next again. Or, to go
+        `back` behind a backward whose forward ran before, the last.
+        """
+        number = self.length - 1 - self._first if back else self._first
+        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, number))
 
     def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
         """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
@@ -183,10 +186,11 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
         flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
         """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
         of the `stash`, in which that then is. With what is in flight before it, all layers' alone, a third result is
-        what is after.
+        what is after: the last layer's weights, for a backward, or for a forward `again` the first one's.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
@@ -197,7 +201,7 @@ class Stack:
             (carry, buffers, early), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
             full = self._fetched(access, leaves, self.slices, start + number, early)
-            early = early and self._refetched(access, leaves, early, number + self._step)
+            early = early and self._refetched(access, leaves, early, self._next(number + self._step, again))
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
             else:
@@ -229,10 +233,12 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
         flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
         """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
         linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure. With what is in
-        flight before it, a third result is what is after.
+        flight before it, a third result is what is after: the first layer's weights, or for a backward `again` the last
+        one's.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
@@ -258,7 +264,8 @@ class Stack:
             if flight is not None:
                 late = [x is not None for x in flight.gradients]
                 totals = add(totals, flight.gradients, jnp.mod(number + self._step, self.length))
-                early = self._refetched(access, leaves, flight.weights, number - self._step, reads)
+                following = self._next(number - self._step, again)
+                early = self._refetched(access, leaves, flight.weights, following, reads)
                 flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
                 ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
@@ -371,6 +378,10 @@ class Stack:
     def _step(self) -> int:
         """From the number of a layer to that of the next one forwards."""
         return -1 if self.reverse else 1
+
+    def _next(self, number: Any, again: bool) -> Any:
+        """The layer that comes after one; beyond the end, the one there, or `again` the one at the other end."""
+        return jnp.mod(number, self.length) if again else number
 
     def _refetched(
         self,

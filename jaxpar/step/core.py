@@ -28,6 +28,7 @@ from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
 from ..layout.whole_matrices import update_program
+from ..machines import leaves_host
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
@@ -39,7 +40,7 @@ from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
-from .refusals import check_cut
+from .refusals import check_cut, check_prefetch
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -87,6 +88,8 @@ class Step(FirstState, Intake):
         sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, stages), parts, experts)
         others = looks_stacked(flat) | mixed | {path: split[path] for path in split.found}
         storage = make_leaves(params, trainable, sharing, split, mixed, others)
+        if schedule is not None:
+            check_prefetch(schedule, strategy, storage.cut)
         if schedule is not None and storage.cut:
             check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)
@@ -241,7 +244,12 @@ class Step(FirstState, Intake):
                 # XLA takes options of whole programs alone.
                 compiler_options=None
                 if inside
-                else compiler_options(self.mesh, SHARDS, self.strategy.turns > 1 or self.strategy.prefetch == 1),
+                else compiler_options(
+                    self.mesh,
+                    SHARDS,
+                    as_written=self.strategy.turns > 1 or self.strategy.prefetch == 1,
+                    ahead=self.strategy.prefetches(leaves_host(self.mesh, SHARDS)),
+                ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
                 check_reached(run.trace(self.abstract_state(), batch).jaxpr)
