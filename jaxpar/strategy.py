@@ -31,6 +31,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots", "twice"),
+    "offload": ("none", "activations"),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
@@ -98,6 +99,9 @@ class Strategy:
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
         second reads; with "twice", as "layer", each of them recomputes.
+      offload: what waits in the host's memory: "activations", what each layer of a layer stack leaves for its backward,
+        beside which other layers compute (ZeRO-Offload, Ren et al. 2021, moves states; here it is what `remat` keeps,
+        with "layer" the layers' inputs alone). On CPUs, which have one memory, nothing moves. Not for pipelines.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
@@ -137,6 +141,7 @@ class Strategy:
     precision: str = "f32"
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
+    offload: str = "none"
     logits: str | int = "auto"
     prefetch: str | int = "auto"
 
@@ -213,6 +218,12 @@ class Strategy:
                 "slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server has no shards"
             )
             raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {where}; use prefetch=0, or leave it out")
+        if self.offload != "none" and (self.pipe != 1 or self.server):
+            where = "stages keep it in slots on their device" if self.pipe != 1 else "a server's replicas keep it"
+            raise ValueError(
+                f"offload={self.offload!r} with {self._text(skip='offload')}: {where}; use remat='layer', or data or "
+                "fsdp in their place"
+            )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:
                 raise ValueError(

@@ -24,7 +24,9 @@ class Memory:
     Attributes:
       params, grads, optimizer: at rest, as the layout stores them; a server's gradients are those of all replicas.
       saved: what the forward of one microbatch leaves for its backward, as traced (compilers may keep less); of a
-        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries.
+        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries, or with
+        `offload` in the host's memory.
+      host: of the compiled program in the host's memory, for each device.
       arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
         the temporaries, or where programs follow each other among arguments and outputs.
       total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
@@ -35,6 +37,7 @@ class Memory:
     grads: int
     optimizer: int
     saved: int
+    host: int
     program: str
     arguments: int
     outputs: int
@@ -69,7 +72,8 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
         "outputs": found.output_size_in_bytes,
         "temporaries": found.temp_size_in_bytes,
     }
-    return parts | {"program": name, "total": sum(parts.values()) - found.alias_size_in_bytes}
+    total = sum(parts.values()) - found.alias_size_in_bytes
+    return parts | {"program": name, "total": total, "host": found.host_temp_size_in_bytes}
 
 
 class _Whole:

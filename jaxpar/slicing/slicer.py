@@ -40,6 +40,7 @@ class Slicing:
       remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
       sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
         its backward, but gathered again.
+      offload: whether what layers of a stack leave for their backwards goes to the host.
     """
 
     params: Sequence[Any]
@@ -48,6 +49,7 @@ class Slicing:
     axes: Mapping[str, int] = field(default_factory=dict)
     remat: Any = "none"
     sequence: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
         how.remat == "twice",
     )
     outputs = (*parts.carry_out, *parts.ys)
-    return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
+    return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse, how.offload)
 
 
 def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:

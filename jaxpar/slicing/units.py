@@ -5,6 +5,7 @@ the differentiated function: otherwise each would leave a copy of the weights am
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 
 from ..program import jaxpr as jx
@@ -172,6 +174,19 @@ class Saved:
 
     values: list[Any]
     forward: Forward
+
+    def on_host(self) -> "Saved":
+        """The same in the host's memory; scalars and keys stay. On CPUs, which have one memory, it is an identity: a
+        `device_put` of the trace, and nothing in the program.
+        """
+        moves = lambda x: x.ndim > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        move = lambda x: jax.device_put(x, jax.memory.Space.Host) if moves(x) else x
+        return dataclasses.replace(self, values=list(map(move, self.values)))
+
+    def at(self, number: jax.Array) -> "Saved":
+        """Of what all layers left, that of one, on the device."""
+        one = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in self.values]
+        return dataclasses.replace(self, values=[jax.device_put(x, jax.memory.Space.Device) for x in one])
 
 
 def _kind(*arrays: Sequence[Any]) -> Any:

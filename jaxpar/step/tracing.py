@@ -247,7 +247,8 @@ class Tracing:
             shared = len(units) + len(jax.tree.leaves(variables))
             sums = len(jax.tree.leaves(out[0]))
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
-        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+        remat, sequence, offload = self.strategy.remat, self.strategy.sequence, self.strategy.offload != "none"
+        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, offload)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))

@@ -20,6 +20,7 @@ _MEMORY = {
     "grads": "gradients",
     "optimizer": "optimizer state",
     "saved": "saved activations",
+    "host": "on the host",
     "program": "program",
     "arguments": "  arguments",
     "outputs": "  outputs",
@@ -199,7 +200,9 @@ def text(found: Explanation) -> str:
 def _memory(found: Explanation) -> str:
     rows = [["memory", *found.memory]]
     for name, label in _MEMORY.items():
-        values = (getattr(m, name) for m in found.memory.values())
+        values = [getattr(m, name) for m in found.memory.values()]
+        if name == "host" and not any(values):
+            continue
         rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
     return table(rows, "<" + ">" * len(found.memory))
 
