@@ -1,5 +1,6 @@
 """make_train_step: a model, an optimizer and a strategy make a step, which can also show what it holds and sends."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from .inspect.check import check_rows as _check_rows
 from .inspect.check.replicas import checksums, differing
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
+from .inspect.remat import settle
 from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
 from .layout.state import State
@@ -33,6 +35,7 @@ from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
 from .step.server import ServerStep
+from .step.tracing import Traced
 from .strategy import PER_RANK, Strategy, as_strategy
 
 
@@ -145,6 +148,7 @@ class TrainStep(Step):
         self._agreement = Agreement(self)
         self._proven: set[Any] = set()
         self._saves: dict[Any, Checkpoints] = {}
+        self._settled: dict[Any, TrainStep] = {}
 
     def __repr__(self) -> str:
         kinds = next(iter({device.device_kind for device in self.mesh.devices.flat}))
@@ -250,6 +254,29 @@ class TrainStep(Step):
             self._prove(batch, compiled)
         return compiled
 
+    def traced(self, batch: Any) -> Traced:
+        """The loss as the program of one microbatch on one device: see `Step.traced`."""
+        return Step.traced(self.settled(batch), batch)
+
+    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+        return Step._function(self.settled(placed), name, batch, inside)
+
+    def settled(self, batch: Any) -> "TrainStep":
+        """This step; with remat="auto" the one that has chosen what becomes of what layers leave of a batch of these
+        shapes, arrays or `jax.ShapeDtypeStruct`, which compiles up to six programs.
+
+        Raises ValueError where none of them fits the budget: what holds the memory, and the nearest budget that does.
+        """
+        if self.strategy.remat != "auto" or self.tracing.choices:
+            return self
+        kind = kind_of(shapes := self.shapes(batch))
+        if kind not in self._settled:
+            trial = copy.copy(self)
+            trial.proves = False  # what is chosen is proven, and not what was tried
+            self._settled[kind] = settle(trial, shapes)
+        return self._settled[kind]
+
     def explain(self, batch: Any) -> Explanation:
         """What the training step holds and sends per device: print it, or take `.json()`. Nothing runs.
 
@@ -259,7 +286,7 @@ class TrainStep(Step):
         Args:
           batch: as for `compile`.
         """
-        return _explain(self, self.shapes(batch) if self.rows == "host" else batch)
+        return _explain(self.settled(batch), self.shapes(batch) if self.rows == "host" else batch)
 
     def check_replicas(self, state: State) -> None:
         """Raise ValueError where two devices that should hold the same of an array do not, to the bit; it names the

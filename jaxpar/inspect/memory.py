@@ -76,16 +76,18 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     return parts | {"program": name, "total": total, "host": found.host_temp_size_in_bytes}
 
 
-class _Whole:
+class WholeAccess:
     """An `Access` to leaves that are whole already."""
 
     def __init__(self, sends: Callable[[int], tuple[bool, bool]] | None = None):
         self.sends = sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        """The leaf."""
         return value
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """Its gradient."""
         return cotangent
 
 
@@ -105,7 +107,7 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     if step.schedule is not None or step.strategy.server:
         return 0, 0
     loss = step.traced(batch)
-    whole = _Whole(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
+    whole = WholeAccess(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
     flights = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves).values()
     size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])
@@ -134,7 +136,7 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     loss = step.traced(batch)
 
     def tape(leaves: list[Any], *inputs: Any) -> Any:
-        *_, tape = Loss(loss, _Whole(), leaves).forward(*inputs)
+        *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 

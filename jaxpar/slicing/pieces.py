@@ -126,9 +126,9 @@ class Segment:
 class Stack:
     """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
 
-    `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads. With
-    `offload`, what a layer leaves for its backward goes to the host, and comes back while the backward before it runs:
-    XLA makes asynchronous copies of it. A device holds that of two layers, and the last copy is one too many.
+    `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
+    What of a layer waits on the host comes back while the backward before it runs: XLA makes asynchronous copies of it.
+    A device holds that of two layers, and the last copy is one too many.
     """
 
     unit: Unit
@@ -139,7 +139,6 @@ class Stack:
     carry: int
     length: int
     reverse: bool
-    offload: bool = False
 
     def parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Values of the inputs as constants, carry, and what is scanned."""
@@ -208,8 +207,8 @@ class Stack:
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, number, saved.values), None
-            elif saved is not None and self.offload:
-                saved = saved.on_host()
+            elif saved is not None:
+                saved = saved.sent()
             return (after, buffers, early), (outs[self.carry :], saved)
 
         every = (xs, real)
@@ -244,7 +243,7 @@ class Stack:
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
-        fetched = (lambda number: saved.at(jnp.clip(number, 0, self.length - 1))) if self.offload else None
+        fetched = lambda number: None if stash else saved.fetched(jnp.clip(number, 0, self.length - 1))
         noted: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
@@ -252,9 +251,8 @@ class Stack:
             one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
-            one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
-            if fetched is not None:
-                one, ahead = ahead, fetched(number - self._step)
+            one = one.beside(ahead) if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            ahead = fetched(number - self._step)
             reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
             noted[:] = [reads]
             early = flight and pick(reads, flight.weights)
@@ -273,7 +271,7 @@ class Stack:
             return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight, ahead), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        every = (saved if stash is None and not self.offload else None, xs, cotangents[n_carry:], real)
+        every = (saved.here if stash is None else None, xs, cotangents[n_carry:], real)
 
         def result(carry: Any, ct_xs: Any) -> Any:
             ct_carry, ct_consts, totals, flight, _ = carry
@@ -285,8 +283,7 @@ class Stack:
             early = self._refetched(access, leaves, flight.weights, self._first, unread)
             return (*made, dataclasses.replace(flight, weights=early))
 
-        ahead = fetched and fetched(0 if self.reverse else self.length - 1)
-        first = (cotangents[:n_carry], zeros, totals, flight, ahead)
+        first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
         return LayerLoop(layer, first, every, self.length, not self.reverse, result)
 
     def backward_inputs(

@@ -161,7 +161,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`.
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`; `choices`,
+    once there are some, what becomes of what each stack's layers save (`Residuals.kept`).
 
     Once a batch has been traced, these say what came of it:
 
@@ -179,6 +180,7 @@ class Tracing:
     strategy: Strategy
     axes: dict[str, int]
     schedule: Schedule | None = None
+    choices: tuple[str, ...] = ()
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -247,8 +249,10 @@ class Tracing:
             shared = len(units) + len(jax.tree.leaves(variables))
             sums = len(jax.tree.leaves(out[0]))
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
-        remat, sequence, offload = self.strategy.remat, self.strategy.sequence, self.strategy.offload != "none"
-        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, offload)
+        every = "s" if self.strategy.offload == "none" else "h"
+        choice = lambda stack: self.choices[stack] if self.choices else every
+        remat, sequence = self.strategy.remat, self.strategy.sequence
+        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, choice)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
