@@ -264,7 +264,7 @@ class TrainStep(Step):
 
     def settled(self, batch: Any) -> "TrainStep":
         """This step; with remat="auto" the one that has chosen what becomes of what layers leave of a batch of these
-        shapes, arrays or `jax.ShapeDtypeStruct`, which compiles up to six programs.
+        shapes, arrays or `jax.ShapeDtypeStruct`; see `inspect/remat.py`, which compiles some programs.
 
         Raises ValueError where none of them fits the budget: what holds the memory, and the nearest budget that does.
         """

@@ -8,7 +8,8 @@ Each value of a layer of a stack is saved (s), computed again (r), or with `offl
     compile   what the compiler's total is beyond the budget, or below it, goes back into "fit"
 
 Seconds are those of products at the share of the peak that large ones reach, and of bytes for all else that is no part
-of another kernel (`predict/efficiency.py`). What is compiled decides; `predict` has its seconds.
+of another kernel (`predict/efficiency.py`). Of the programs that fit the fastest one is taken, as predicted: compilers
+start copies later than they could, so with `offload` choices without the host are compiled too.
 Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174); with transfers to the host: Beaumont
 et al. 2021 (POFO).
 """
@@ -25,12 +26,14 @@ from ..slicing.pieces import Stack
 from ..step.core import Step
 from ..step.tracing import Loss
 from ..text import amount, size
+from .compiled.compiler_remarks import unread
 from .memory import WholeAccess, of_step
 from .predict.efficiency import estimated_seconds
+from .predict.prediction import predict
 from .targets.hardware import KINDS, Hardware
 
 AnyStep = TypeVar("AnyStep", bound=Step)
-_COMPILED = 6  # programs
+_COMPILED = 5  # programs, without the host and with it
 _NEAR = 0.02  # of the budget: a choice that is so near is not tried to be bettered
 WORDS = {"s": "save", "r": "recompute", "h": "host"}
 
@@ -62,7 +65,6 @@ class RematPlan:
       choices: for each stack a letter for each value.
       values: each in words.
       budget, total: bytes of a device, given and as compiled.
-      seconds: that the choice is expected to add to a step.
       compiled: programs that were compiled for it.
     """
 
@@ -70,7 +72,6 @@ class RematPlan:
     values: tuple[ChosenValue, ...]
     budget: int
     total: int
-    seconds: float
     compiled: int
 
 
@@ -117,10 +118,12 @@ class _Stack:
         device = sum(map(_bytes, kept.values)) - host
         forward = sum(self._seconds.values())
         again = sum(self._seconds[id(eqn)] for eqn in kept.again)
-        sent, speed = 0.0, self.hardware.host_bandwidth or 1  # a copy begins once its value is there
+        ended, waits, speed = [0.0, 0.0], 0.0, self.hardware.host_bandwidth or 1
         for v in sorted((v for v, there in zip(kept.values, kept.host, strict=True) if there), key=self._when):
-            sent = max(sent, self._when(v)) + _bytes(v) / speed
-        waits = max(0.0, sent - forward) + max(0.0, host / speed - 2 * forward - again)
+            # A copy begins once its value is there, and XLA has two under way at most: kernels wait for the one before.
+            waits = max(waits, ended[-2] - self._when(v))
+            ended.append(max(ended[-1], waits + self._when(v)) + _bytes(v) / speed)
+        waits = max(waits, ended[-1] - forward) + max(0.0, host / speed - 2 * forward - again)
         held = self.layers * device + min(2, self.layers) * host
         return _Cost(held, self.layers * host, self.layers * self.turns * (again + waits))
 
@@ -147,31 +150,58 @@ class _Stack:
 
 def settle(step: AnyStep, batch: Any) -> AnyStep:
     """The step with the fastest choices whose compiled program fits `strategy.budget`, which are its `remat_plan`.
-    Compiles up to six programs; nothing runs.
+    Compiles up to five programs, with `offload` ten; nothing runs.
 
     Raises ValueError where none fits: by how much, what holds it, and the nearest budget that does.
     """
     stacks, budget = _stacks(step, batch), _budget(step)
-    letters = "srh" if step.strategy.offload != "none" else "sr"
-    room = budget - sum(step.layout.bytes.values())
-    tried: dict[tuple[str, ...], int] = {}
-    for _ in range(_COMPILED):
-        choices = _cheapest(stacks, room, letters)
-        if choices in tried:
-            break
-        tried[choices] = total = _total(step.choosing(choices), batch)
-        if budget * (1 - _NEAR) <= total <= budget or (total <= budget and set("".join(choices)) == {"s"}):
-            break
-        held = sum(cost.device for cost in _costs(stacks, choices))
-        # A miss asks for more than it missed by, or a choice that is no smaller would come again.
-        room = held + min(budget - total, -_NEAR * budget / 4 if total > budget else budget)
-    fitting = [choices for choices, total in tried.items() if total <= budget]
+    tried: dict[tuple[str, ...], _Tried] = {}
+    for letters in ("sr", "srh") if step.strategy.offload != "none" else ("sr",):
+        _fit(step, batch, stacks, budget, letters, tried)
+    fitting = [choices for choices, one in tried.items() if one.total <= budget]
     if not fitting:
         raise ValueError(_refused(step, stacks, tried, budget))
-    seconds = lambda choices: sum(cost.seconds for cost in _costs(stacks, choices))
-    best = min(fitting, key=lambda choices: (seconds(choices), tried[choices]))
+    best = min(fitting, key=lambda choices: (tried[choices].seconds, tried[choices].total))
     values = tuple(value for stack, choice in zip(stacks, best, strict=True) for value in stack.described(choice))
-    return step.choosing(best, RematPlan(best, values, budget, tried[best], seconds(best), len(tried)))
+    return step.choosing(best, RematPlan(best, values, budget, tried[best].total, len(tried)))
+
+
+def _fit(
+    step: Step,
+    batch: Any,
+    stacks: Sequence[_Stack],
+    budget: int,
+    letters: str,
+    tried: "dict[tuple[str, ...], _Tried]",
+) -> None:
+    """Compiles the choices of these letters that should fit, until one does and uses what there is."""
+    room = budget - sum(step.layout.bytes.values())
+    for _ in range(_COMPILED):
+        choices = _cheapest(stacks, room, letters)
+        again = choices in tried
+        if not again:
+            tried[choices] = _compiled(step.choosing(choices), batch, stacks, choices)
+        total = tried[choices].total
+        if again or budget * (1 - _NEAR) <= total <= budget or (total <= budget and {*"".join(choices)} == {"s"}):
+            return
+        held = sum(cost.device for cost in _costs(stacks, choices))
+        # A miss asks for more than it missed by, or a choice that is no smaller would come again.
+        room = held + (budget - total if total <= budget else min(budget - total, -_NEAR * budget / 4))
+
+
+class _Tried(NamedTuple):
+    """Bytes of a device as compiled, and seconds of a step as predicted; on CPUs those that choices should add."""
+
+    total: int
+    seconds: float
+
+
+def _compiled(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Tried:
+    compiled, hardware = step.compile(batch), _hardware(step)
+    (memory,) = of_step(step, batch, compiled).values()
+    if hardware is None or unread(step.mesh.devices.flat[0].platform):
+        return _Tried(memory.total, sum(cost.seconds for cost in _costs(stacks, choices)))
+    return _Tried(memory.total, predict(compiled, step, batch, hardware).seconds)
 
 
 def _budget(step: Step) -> int:
@@ -213,10 +243,10 @@ def _costs(stacks: Sequence[_Stack], choices: Sequence[str]) -> list[_Cost]:
 def _cheapest(stacks: Sequence[_Stack], room: float, letters: str) -> tuple[str, ...]:
     """Choices of the least seconds whose bytes are no more than `room`; if none are, of the least bytes."""
 
-    def rank(choices: tuple[str, ...]) -> tuple[float, float, int]:
+    def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:
         costs = _costs(stacks, choices)
         device = sum(cost.device for cost in costs)
-        return max(0.0, device - room), sum(cost.seconds for cost in costs), device
+        return max(0.0, device - room), sum(cost.seconds for cost in costs), sum(cost.host for cost in costs), device
 
     def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
         while True:
@@ -241,14 +271,9 @@ def _near(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> I
             yield (*choices[:at], "".join(other), *choices[at + 1 :])
 
 
-def _total(step: Step, batch: Any) -> int:
-    (memory,) = of_step(step, batch, step.compile(batch)).values()
-    return memory.total
-
-
-def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], int], budget: int) -> str:
-    choices = min(tried, key=lambda choices: tried[choices])
-    total, state = tried[choices], sum(step.layout.bytes.values())
+def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Tried], budget: int) -> str:
+    choices = min(tried, key=lambda choices: tried[choices].total)
+    total, state = tried[choices].total, sum(step.layout.bytes.values())
     left = sum(cost.device for cost in _costs(stacks, choices))
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
