@@ -256,11 +256,11 @@ class TrainStep(Step):
 
     def traced(self, batch: Any) -> Traced:
         """The loss as the program of one microbatch on one device: see `Step.traced`."""
-        return Step.traced(self.settled(batch), batch)
+        return super(TrainStep, self.settled(batch)).traced(batch)
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
-        return Step._function(self.settled(placed), name, batch, inside)
+        return super(TrainStep, self.settled(placed))._function(name, batch, inside)
 
     def settled(self, batch: Any) -> "TrainStep":
         """This step; with remat="auto" the one that has chosen what becomes of what layers leave of a batch of these
