@@ -7,9 +7,11 @@ Each value of a layer of a stack is saved (s), computed again (r), or with `offl
     choose    the least seconds whose bytes fit, by changes of one value or two from three beginnings
     compile   what the compiler's total is beyond the budget, or below it, goes back into "fit"
 
-Seconds are those of products at the share of the peak that large ones reach, and of bytes for all else that is no part
-of another kernel (`predict/efficiency.py`). Of the programs that fit the fastest one is taken, as predicted: compilers
-start copies later than they could, so with `offload` choices without the host are compiled too.
+Seconds are those of products at the share of the peak that large ones reach, of collectives over a host's links, and of
+bytes for all else that is no part of another kernel (`predict/efficiency.py`). Of the programs that fit the fastest one
+is taken, as predicted: compilers start copies later than they could, so with `offload` choices without the host are
+compiled too.
+
 Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174); with transfers to the host: Beaumont
 et al. 2021 (POFO).
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES
 from ..program.residuals import Residuals, cheap
 from ..slicing.pieces import Stack
 from ..step.core import Step
@@ -290,6 +293,8 @@ def _equation_seconds(eqn: Any, hardware: Hardware) -> float:
     if cheap(eqn):
         return 0.0
     moved = sum(_bytes(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+    if jx.communicates([eqn], PRIMITIVES) and hardware.link_bandwidth:  # a ring sends about what it reads and writes
+        return moved / (hardware.link_bandwidth * (hardware.link_efficiency or 1))
     flops = {dtype: 2.0 * count for dtype, (count, _) in jx.matmuls([eqn]).items()}
     return estimated_seconds(flops, moved, hardware)
 
