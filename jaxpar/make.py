@@ -255,12 +255,23 @@ class TrainStep(Step):
         return compiled
 
     def traced(self, batch: Any) -> Traced:
-        """The loss as the program of one microbatch on one device: see `Step.traced`."""
+        """The loss of one microbatch as the program that each device runs, and what it reads; traced once for batches
+        of one shape, and compiled only as `remat="auto"` asks for it.
+
+        Args:
+          batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
+
+        Returns the record `Traced`, all of it abstract: `program` has the loss in pieces, `outputs` the positions of
+        its results, `schedule` and `axes` how a step runs it. Raises ValueError where the strategy cannot run it, or
+        the batch's rows do not fit.
+        """
         return super(TrainStep, self.settled(batch)).traced(batch)
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
-        return super(TrainStep, self.settled(placed))._function(name, batch, inside)
+        step = self
+        if self.strategy.remat == "auto":  # what is placed is global already
+            step = self.settled(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch))
+        return super(TrainStep, step)._function(name, batch, inside)
 
     def settled(self, batch: Any) -> "TrainStep":
         """This step; with remat="auto" the one that has chosen what becomes of what layers leave of a batch of these
