@@ -127,6 +127,8 @@ class Stack:
     """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
 
     `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
+    What of a layer waits on the host comes back while the backward before it runs: XLA makes asynchronous copies of it.
+    A device holds that of two layers, and the last copy is one too many.
     """
 
     unit: Unit
@@ -209,6 +211,8 @@ class Stack:
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, number, saved.values), None
+            elif saved is not None:
+                saved = saved.sent()
             return (after, buffers, early), (outs[self.carry :], saved)
 
         every = (xs, real)
@@ -245,14 +249,16 @@ class Stack:
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
+        fetched = lambda number: None if stash else saved.fetched(jnp.clip(number, 0, self.length - 1))
         noted: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts, totals, flight = carry
+            ct_carry, ct_consts, totals, flight, ahead = carry
             one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
-            one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            one = one.beside(ahead) if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            ahead = fetched(number - self._step)
             reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
             noted[:] = [reads]
             early = flight and pick(reads, flight.weights)
@@ -269,13 +275,13 @@ class Stack:
                 flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
                 ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
-            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight), ct_in[n_const + n_carry :]
+            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight, ahead), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        every = (saved if stash is None else None, xs, cotangents[n_carry:], real)
+        every = (saved.here if stash is None else None, xs, cotangents[n_carry:], real)
 
         def result(carry: Any, ct_xs: Any) -> Any:
-            ct_carry, ct_consts, totals, flight = carry
+            ct_carry, ct_consts, totals, flight, _ = carry
             made = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
             if flight is None:
                 return made
@@ -284,7 +290,7 @@ class Stack:
             early = self._refetched(access, leaves, flight.weights, self._first, unread)
             return (*made, dataclasses.replace(flight, weights=early))
 
-        first = (cotangents[:n_carry], zeros, totals, flight)
+        first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
         return LayerLoop(layer, first, every, self.length, not self.reverse, result)
 
     def backward_inputs(

@@ -1,10 +1,11 @@
 """The step: the one place where model, optimizer, strategy and layout meet. `Step._train` has it in one view."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,16 @@ class Step(FirstState, Intake):
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
+
+    remat_plan: Any = None  # what remat="auto" chose (`inspect/remat.py`)
+
+    def choosing(self, choices: tuple[str, ...], plan: Any = None) -> Self:
+        """This step where `choices` say what becomes of what each stack's layers save (`Residuals.kept`)."""
+        other = copy.copy(self)
+        other.remat_plan = plan
+        other.tracing = replace(self.tracing, choices=choices, _traced={})
+        other.local, other._jitted = replace(self.local, tracing=other.tracing), {}
+        return other
 
     def _home(self) -> Mesh:
         """The mesh on which the state lives."""
