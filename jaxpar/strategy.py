@@ -28,7 +28,7 @@ PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2
 # of m = 4 p negligible
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
-    "precision": ("f32", "bf16", "f16"),
+    "precision": ("f32", "bf16", "f16", "fp8"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", "activations"),
@@ -94,7 +94,8 @@ class Strategy:
         for their backwards as one microbatch of all their rows.
       deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
         microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
-      precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32.
+      precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
+        is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
@@ -241,6 +242,11 @@ class Strategy:
             raise ValueError(
                 f"offload={self.offload!r} with {self._text(skip='offload')}: {where}; use remat='layer', or data or "
                 "fsdp in their place"
+            )
+        if self.server and self.precision == "fp8":
+            raise ValueError(
+                "server=True with precision='fp8': a server's programs are not compiled for FP8 kernels; use ddp, or "
+                "precision='bf16'"
             )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

@@ -104,7 +104,16 @@ def initial(model: Any) -> Any:
     return jax.tree.map(np.asarray, jax.jit(model.create)(jax.random.key(0))[0])
 
 
-def check(step: Any, model: Any, first: Any, batch: Any, steps: int, grads: Any, params: Any) -> None:
+def check(
+    step: Any,
+    model: Any,
+    first: Any,
+    batch: Any,
+    steps: int,
+    grads: Any,
+    params: Any,
+    tolerance: float = TOLERANCE["f32"],
+) -> None:
     """From the parameters `first`: the step's gradients (the momentum after the first of SGD's steps) and parameters
     after some steps against one device's; bytes at rest; the order of the compiled program's collectives; collectives
     of the jaxpr, by kind, axes, dtype, count, bytes.
@@ -122,7 +131,7 @@ def check(step: Any, model: Any, first: Any, batch: Any, steps: int, grads: Any,
     found = differences("gradient", momentum, grads)
     found += differences("parameter", model.unwrap(logical(step, state.params)), params)
     worst = max(found, key=lambda d: d.error)
-    assert worst.error <= TOLERANCE["f32"], worst
+    assert worst.error <= tolerance, worst
 
     closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
     for value in ("count", "bytes"):

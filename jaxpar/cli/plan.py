@@ -39,7 +39,7 @@ class PlanOptions:
     """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """whose state is held and whose update is computed; muon: for the model's hidden matrices, AdamW for all else"""
-    precision: Literal["bf16", "f16", "f32"] = "bf16"
+    precision: Literal["bf16", "f16", "f32", "fp8"] = "bf16"
     """compute dtype of the strategies that are tried"""
     memory: str | None = None
     """of one device, in place of the target's: 40GB"""

@@ -29,24 +29,30 @@ _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
 _ONE_SCATTER = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+# Triton's matmuls multiply float8 in bfloat16; cuBLASLt's are what XLA has otherwise (jax 0.10.2).
+_FP8 = {"xla_gpu_enable_triton_gemm": False}
 _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_pipelined_all_reduce": False}
 
 
 def compiler_options(
-    mesh: jax.sharding.Mesh, axes: Sequence[str], as_written: bool = False, ahead: bool = False
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    as_written: bool = False,
+    ahead: bool = False,
+    fp8: bool = False,
 ) -> dict[str, bool | int | str] | None:
-    """For `jax.jit`, where the mesh has several GPUs. Collectives are combined and moved where groups along
-    `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of
-    `cpu_options`, or None.
+    """For `jax.jit`, where the mesh has several GPUs, or products are in `fp8`. Collectives are combined and moved
+    where groups along `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of `cpu_options`, or
+    None.
 
     `as_written`: no collective is moved over iterations. The loops over layers send ahead themselves; or they stand in
     another, over microbatches, which XLA would pipeline as well, with the gradients of all layers in it, and then
     compute again what it has no room for (seen on jax 0.10.2). `ahead`: they do send ahead.
     """
     platform = mesh.devices.flat[0].platform
-    if platform != "gpu" or mesh.size == 1:
+    if platform != "gpu" or (mesh.size == 1 and not fp8):
         return cpu_options(platform)
-    options: dict[str, bool | int | str] = {**_HIDDEN}
+    options: dict[str, bool | int | str] = {**(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
     if as_written or not leaves_host(mesh, mesh.axis_names):
         options |= _IN_PLACE
     if leaves_host(mesh, axes):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..strategy import Strategy
 
-_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.bfloat16}
 _FIRST_SCALE, _GROWTH, _BACKOFF, _INTERVAL = 2.0**15, 2.0, 0.5, 2000
 
 

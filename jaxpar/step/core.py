@@ -260,6 +260,7 @@ class Step(FirstState, Intake):
                     SHARDS,
                     as_written=self.strategy.turns > 1 or self.strategy.prefetch == 1,
                     ahead=self.strategy.prefetches(leaves_host(self.mesh, SHARDS)),
+                    fp8=self.strategy.precision == "fp8",
                 ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it

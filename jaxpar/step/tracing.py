@@ -20,6 +20,7 @@ from ..localise.context import RULES as CONTEXT_RULES
 from ..localise.context import AttentionMode, calls, choose, spelled, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
+from ..localise.fp8 import Fp8Products, chosen, in_fp8, of_blocks
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
@@ -174,6 +175,7 @@ class Tracing:
       experts_fewer: where they do because the tokens would be more, and bytes of those.
       tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
       logits: which of a cross-entropy are made in chunks.
+      fp8: what became of the products of each leaf under precision="fp8".
       momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
     """
@@ -192,6 +194,7 @@ class Tracing:
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    fp8: dict[str, Fp8Products] = field(default_factory=dict, compare=False, repr=False)
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
@@ -237,6 +240,7 @@ class Tracing:
         localise    localise/tensor/    the equations of one tensor rank, on its parts of the weights
         chunk       localise/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
         double      slicing/            the equations of each concurrent microbatch beside those of the others
+        quantise    localise/fp8/       products of layers' weights in float8
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """
@@ -254,6 +258,8 @@ class Tracing:
             shared = len(units) + len(jax.tree.leaves(variables))
             sums = len(jax.tree.leaves(out[0]))
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
+        if self.strategy.precision == "fp8":
+            local = self._fp8_program(rolled, local)
         every = "s" if self.strategy.offload == "none" else "h"
         choice = lambda stack: self.choices[stack] if self.choices else every
         remat, sequence = self.strategy.remat, self.strategy.sequence
@@ -423,6 +429,18 @@ class Tracing:
         self.gathered.update(gathered)
         warn_no_rule(gathered, self.ranks)
         return local
+
+    def _fp8_program(self, rolled: jx.Flat, flat: jx.Flat) -> jx.Flat:
+        """A program of one device with products in FP8: those that are chosen in the whole program, `rolled`."""
+        alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
+        leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
+        found = chosen(rolled, leaves, self.layout.policy.compute)
+        own, there = in_fp8(flat, [path for path, _ in leaves], [path for path, one in found.items() if not one.why])
+        lost = "this layout's program has no product of it and the data that could be followed"
+        self.fp8.update(
+            (path, one if one.why or path in there else replace(one, why=lost)) for path, one in found.items()
+        )
+        return own
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""

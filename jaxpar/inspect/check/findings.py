@@ -5,6 +5,7 @@
     layers       what the loss takes layer by layer is fetched, and its gradient reduced, layer by layer
     as written   the collectives of the jaxpr are the closed form's, exactly
     as compiled  the compiled program's have the closed form's bytes, within 1%, and nothing large stands beside them
+    products     those in FP8 are kernels that multiply float8
     tensor       its ranks compute with their parts of the weights, and gather none
     overlap      where it is asked for: what layers send is under way while others are computed (`overlap.py`)
 
@@ -26,6 +27,7 @@ from ..expected import expected
 from ..ledger import Ledger
 from ..targets.hardware import Hardware
 from ..transfers import rehearse
+from .fp8 import products
 from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
@@ -137,6 +139,7 @@ def _collectives(step: Step, batch: Any, program: Executable) -> Iterator[Findin
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled(step, closed, [program], jaxpr)
+    yield from products(step, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 

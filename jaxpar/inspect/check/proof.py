@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...text import WIDTH, heading, size, table
+from ...text import WIDTH, heading, number, size, table
 from .resharding import Move
 
 Verdict = Literal["ok", "MISSING", "UNPROMISED"]
@@ -16,8 +16,8 @@ class Finding:
     """One promise, and what was found.
 
     Attributes:
-      part: what of a step: "state", "arguments", "layers", "as written", "as compiled", "tensor", "overlap" or
-        "exchanges".
+      part: what of a step: "state", "arguments", "layers", "as written", "as compiled", "tensor", "products",
+        "overlap" or "exchanges".
       what: the array, or the kind and axes of a collective.
       promised, found: bytes per device and step; of layers and of what is gathered without a promise, of one execution;
         of overlap those that are sent, and that are sent while kernels run.
@@ -25,6 +25,7 @@ class Finding:
       note: where something is wrong, what it is and what to try; else what was allowed for.
       moves: of a collective that the compiler's partitioner has for the update, each: what it moves, and what would
         spare it.
+      unit: of both numbers; "FLOP" of products in FP8, each once, however often its loop runs.
     """
 
     part: str
@@ -34,6 +35,12 @@ class Finding:
     verdict: Verdict = "ok"
     note: str = ""
     moves: tuple[Move, ...] = ()
+    unit: str = "B"
+
+    @property
+    def amounts(self) -> list[str]:
+        """Promised and found, as text."""
+        return [f"{number(n)}{self.unit}" for n in (self.promised, self.found)]
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ class Proof:
         """Raise ValueError unless all promises are kept, with what was promised, what was found, and what to try."""
         if self.broken:
             lines = [
-                f"{found.verdict} {found.part}: {found.what}, promised {size(found.promised)}, found "
-                f"{size(found.found)}: {found.note}"
+                f"{found.verdict} {found.part}: {found.what}, promised {found.amounts[0]}, found {found.amounts[1]}: "
+                f"{found.note}"
                 for found in self.broken
             ]
             on = f"{self.strategy} on {self.devices}"
@@ -96,7 +103,7 @@ class Proof:
                 sums = (sum(found.promised for found in kept), sum(found.found for found in kept))
                 rows.append([part, f"{len(kept)} arrays", *map(size, sums), "ok"])
                 mine = [found for found in mine if found.verdict != "ok"]
-            rows += [[part, found.what, size(found.promised), size(found.found), found.verdict] for found in mine]
+            rows += [[part, found.what, *found.amounts, found.verdict] for found in mine]
         notes = dict.fromkeys(found.note for found in self.findings if found.verdict == "ok" and found.note)
         wrong = [f"{found.verdict} {found.what}: {found.note}" for found in self.broken]
         said = [textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for text in (*wrong, *notes)]

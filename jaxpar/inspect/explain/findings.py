@@ -175,6 +175,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
             "tokens whose logits are hidden states times a parameter."
         )
+    yield from _in_fp8(step)
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
     for place, nbytes in step.tracing.experts_gathered.items():
@@ -210,6 +211,19 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         most = f"{moved[0].count} x {size(moved[0].bytes)}"
         why = cause(step, moved[0])
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
+
+
+def _in_fp8(step: Step) -> Iterator[str]:
+    """Which products are in FP8, which are not, and why."""
+    found, other = step.tracing.fp8, step.policy.compute.name
+    for why in dict.fromkeys(one.why for one in found.values()):
+        paths = few([path for path, one in found.items() if one.why == why])
+        if why:
+            yield f"Products of {paths} stay in {other}: {why}."
+        else:
+            yield f"Products of {paths} are in FP8, but for those of the gradients of weights, in {other}."
+    if step.strategy.precision == "fp8" and all(one.why for one in found.values()):
+        yield "precision=fp8: no product is in FP8; precision=bf16 is the same."
 
 
 def _prefetched(step: Step, batch: Any) -> Iterator[str]:

@@ -48,7 +48,7 @@ from ..targets.devices import Target
 from ..uses import count
 from .candidates import Splits, powers
 
-_PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32"}
+_PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32", "fp8": "fp8"}  # of fp8 a bound: gradients of weights stay bf16
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Estimator:
         hardware = self.target.hardware
         # What is frozen has no gradient, which is the third.
         passes = 2 + held.trained / held.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
-        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
+        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("bf16" if s.precision == "fp8" else "f32")
         bandwidth = hardware.memory_bandwidth
         assert peak is not None  # `plan` has seen to it
         assert bandwidth is not None

@@ -74,7 +74,7 @@ def plan(
       strategies: these alone are compiled, all of them; else the best of `candidates` by closed forms, and then what
         differs in one choice from the best that was found.
       top: so many are compiled at most.
-      precision: of the candidates: "bf16", "f16" or "f32".
+      precision: of the candidates, all of them: "bf16", "f16", "f32" or "fp8".
       length: positions of a row; gives tokens/s.
       cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
         False: none.

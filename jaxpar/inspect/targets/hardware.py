@@ -146,12 +146,13 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 
     Args:
       device_kind: as `jax.Device.device_kind` has it.
-      precision: of a `Strategy`, "f32" (TF32 on these GPUs), "bf16" or "f16".
+      precision: of a `Strategy`, "f32" (TF32 on these GPUs), "bf16", "f16", or "fp8": as bf16, in which the gradients
+        of weights, the head and attention stay, so that shares of it compare.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989400000000000.0
     """
-    return peaks_of(device_kind).get("tf32" if precision == "f32" else precision)
+    return peaks_of(device_kind).get({"f32": "tf32", "fp8": "bf16"}.get(precision, precision))
 
 
 def _gpu(kind: str, device_kind: str, config: str, **numbers: Any) -> Hardware:

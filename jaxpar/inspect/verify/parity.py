@@ -23,8 +23,11 @@ from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
 from .reference import Reference
 
-TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3}  # relative to a leaf's scale; see `Difference`
-_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10}
+# Relative to a leaf's scale; see `Difference`. Where another order of sums changes bfloat16's last bit, another FP8
+# number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
+# left where all else is computed in float32.
+TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25}
+_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7}
 _MARGIN = 16  # times the rounding that some runs show: theirs is a sample
 _FLOOR = 1e-3  # of the tree's largest element
 # Without a measure of rounding. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of the

@@ -1,7 +1,8 @@
 """One device, plainly: what the strategies are compared with."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import optax
 
 from ...cpu_compiler import cpu_options
 from ...layout.precision import Policy
+from ...localise.fp8 import chosen, in_fp8, of_blocks
 from ...model.batches import check_rows
 from ...model.model import Mean, Model, Replicated
+from ...model.paths import name_of
 from ...program import jaxpr as jx
 from ...program.walk import visit
 from ...step.gradients import block_key
@@ -56,7 +59,7 @@ class Reference:
                 axes = jax.tree.map(lambda x: None if _marked(x) else 0, blocks, is_leaf=_marked)
 
                 def block(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
-                    return self.model.call(params, variables, rows, key, ("rows",))
+                    return self._call(params, variables, rows, key, {"rows": n})
 
                 out, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
                 out, variables = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
@@ -64,9 +67,26 @@ class Reference:
                 whole = jax.tree.map(
                     lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked
                 )
-                out, variables = self.model.call(params, variables, whole, keys[0])
+                out, variables = self._call(params, variables, whole, keys[0])
             sums.append(out["loss"])
         return sum(s.total for s in sums) / sum(s.count for s in sums), variables
+
+    def _call(
+        self, params: Any, variables: Any, rows: Any, key: jax.Array, axes: Mapping[str, int] = MappingProxyType({})
+    ) -> Any:
+        """The model's loss; under FP8 with products of the same layers in it, scaled and rounded alike."""
+        if self.strategy.precision != "fp8":
+            return self.model.call(params, variables, rows, key, tuple(axes))
+        named = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+        loss = lambda params, rest: self.model.call(params, rest[0], rest[1], rest[2], tuple(axes))
+        flat, out = jx.trace(loss, params, (variables, rows, key), axes=dict(axes))
+        alike = of_blocks([(path, x.shape) for path, x in named])
+        leaves = [(path, path in alike) for path, _ in named]
+        found = chosen(flat, leaves, Policy.of(self.strategy).compute)
+        own, _ = in_fp8(flat, [path for path, _ in named], [path for path, one in found.items() if not one.why])
+        run = jx.run(own.eqns, (*own.constvars, *own.invars), own.outvars)
+        outs = run(*own.consts, *(x for _, x in named), *jax.tree.leaves((variables, rows, key)))
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     def _draws(self, params: Any, variables: Any, blocks: Any, keys: jax.Array) -> bool:
         """Whether the loss depends on its key."""

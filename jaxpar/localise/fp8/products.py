@@ -1,0 +1,157 @@
+"""Which products of a program are in FP8: of a layer's weights and what depends on the data."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.extend.core as jec
+
+from ...collectives.edges import EDGES
+from ...layout.families import families
+from ...program import jaxpr as jx
+from ...program.dims import NOTHING, Followed, Follower, source
+from ...program.primitives import PRODUCTS
+from ...program.walk import CUSTOM, programs, visit
+from .product import ScaledProduct, product
+
+SMALLEST = 128  # features: a smaller product takes less time than the kernels that quantise its operands
+MULTIPLE = 16  # of which cuBLASLt needs every dim of an FP8 product; XLA fills up with zeros what a rank has of it
+_DATA = -2  # the mark of what depends on the batch
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """The products of one leaf: `count` of them in the program, a layer's body counting once; `why` they are not in
+    FP8, "" where they are.
+    """
+
+    count: int
+    why: str
+
+
+def of_blocks(leaves: Sequence[tuple[str, Any]]) -> set[str]:
+    """Of a model's leaves, each a path and its shape, those of alike blocks in a row."""
+    return {leaves[i][0] for one in families(leaves, lambda path: False) for row in one.members for i in row}
+
+
+def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dict[str, Fp8Products]:
+    """Which leaves' products are to be in FP8, and why others are not, by path.
+
+    Args:
+      flat: a loss before any axis has cut it, so that all layouts choose alike; its first inputs are parameters.
+      leaves: of each parameter its path, and whether it is one of alike blocks, as which one of three dims or more that
+        a loop scans counts as well.
+      dtype: the compute dtype: what the model computes in another stays.
+    """
+    found, env = _products(flat, len(leaves))
+    loops = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
+    views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
+    scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
+    closed = {id(eqn) for eqn in _within_custom(flat.eqns)}
+    said: dict[str, Fp8Products] = {}
+    for eqn, side, numbers in found:
+        path = leaves[numbers[0]][0]
+        if not any(leaves[i][1] or i in scanned for i in numbers):
+            why = "of no layer of a stack or list"
+        elif id(eqn) in closed:
+            why = "within a function with its own derivative"
+        elif eqn.primitive.name != "dot_general":
+            why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
+        else:
+            why = _unfit(eqn, side, dtype)
+        before = said.get(path, Fp8Products(0, why))
+        said[path] = Fp8Products(before.count + 1, before.why or why)
+    return said
+
+
+def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str]) -> tuple[jx.Flat, set[str]]:
+    """A program with the products of the leaves `fp8` in FP8, and of which it has any.
+
+    Args:
+      flat: the program of one device; its first inputs are parameters with these `paths`.
+    """
+    made, there = {}, set()
+    for eqn, side, numbers in _products(flat, len(paths))[0]:
+        if (path := paths[numbers[0]]) in fp8 and eqn.primitive.name == "dot_general":
+            dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
+            made[id(eqn)] = _equation(eqn, ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path))
+            there.add(path)
+    eqns = tuple(_replaced(eqn, made) for eqn in flat.eqns)
+    return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), there
+
+
+class _Weights(Follower):
+    """Follows parameters through `tensor`'s edges too: a part of one is still of it."""
+
+    def results(self, eqn: Any, ins: Sequence[Followed]) -> list[Followed]:
+        return list(ins) if eqn.primitive.name in EDGES else super().results(eqn, ins)
+
+
+def _products(flat: jx.Flat, leaves: int) -> tuple[list[tuple[Any, int, list[int]]], dict[Any, Followed]]:
+    """The products of what follows from parameters and what depends on the batch: the equation, which operand is the
+    first, of which parameters; and what all variables are.
+    """
+    found: dict[int, tuple[Any, Sequence[Followed]]] = {}
+
+    def note(eqn: Any, ins: Sequence[Followed]) -> frozenset[int]:
+        if eqn.primitive.name in PRODUCTS:
+            found[id(eqn)] = eqn, ins
+        return frozenset()
+
+    env = dict.fromkeys(flat.invars[leaves:], Followed((), frozenset({_DATA})))
+    env |= {v: source(i, v.aval.shape) for i, v in enumerate(flat.invars[:leaves])}
+    _Weights(note, _DATA).follow(flat.eqns, env)
+    products = []
+    for eqn, ins in found.values():
+        sides = [side for side in (0, 1) if ins[side].views and _DATA not in ins[side].marks]
+        if len(sides) == 1 and _DATA in ins[1 - sides[0]].marks:
+            products.append((eqn, sides[0], [i for i, _ in ins[sides[0]].views]))
+    return products, env
+
+
+def _within_custom(eqns: Sequence[Any], inside: bool = False) -> Iterator[Any]:
+    for eqn in eqns:
+        if inside:
+            yield eqn
+        for jaxpr in programs(eqn):
+            yield from _within_custom(jaxpr.eqns, inside or eqn.primitive.name in CUSTOM)
+
+
+def _unfit(eqn: Any, side: int, dtype: Any) -> str:
+    """Why a product is not in FP8; "" where it may be."""
+    (sums, batch), w = eqn.params["dimension_numbers"], eqn.invars[side].aval
+    kept = [d for d in range(w.ndim) if d not in (*sums[side], *batch[side])]
+    k, n = (math.prod(w.shape[d] for d in dims) for dims in (sums[side], kept))
+    if wide := [v.aval.dtype.name for v in eqn.invars if v.aval.dtype != dtype]:
+        return f"the model computes them in {wide[0]}"
+    if min(k, n) < SMALLEST or k % MULTIPLE or n % MULTIPLE:
+        return f"{k} x {n} features: FP8 needs multiples of {MULTIPLE}, from {SMALLEST}"
+    return ""
+
+
+def _equation(eqn: Any, how: ScaledProduct) -> Any:
+    flat, _ = jx.trace(partial(product, how), *(v.aval for v in eqn.invars))
+    (made,) = flat.eqns
+    return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _replaced(eqn: Any, made: Mapping[int, Any]) -> Any:
+    """An equation with those inside it that are `made` anew, by their ids."""
+    if id(eqn) in made:
+        return made[id(eqn)]
+    if not any(id(one) in made for one, _ in visit([eqn])):
+        return eqn
+
+    def inside(value: Any) -> Any:
+        if type(value) is tuple:  # of branches, and no record
+            return tuple(map(inside, value))
+        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
+            return value
+        jaxpr, consts = jx.opened(value)
+        eqns = [_replaced(one, made) for one in jaxpr.eqns]
+        jaxpr = jaxpr.replace(eqns=eqns)
+        return jec.ClosedJaxpr(jaxpr, consts) if hasattr(value, "consts") else jaxpr
+
+    return eqn.replace(params={name: inside(x) for name, x in eqn.params.items()})
