@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .axes import AXES
 from .tables import SCHEDULES, is_schedule
 from .tables.operations import MOST
-from .text import did_you_mean
+from .text import amount, did_you_mean
 
 PRESETS: dict[str, dict[str, Any]] = {
     "single": {"single": True},
@@ -30,7 +30,8 @@ _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
     "reduce": ("f32", "compute"),
-    "remat": ("none", "layer", "dots", "twice"),
+    "remat": ("none", "layer", "dots", "twice", "auto"),
+    "offload": ("none", "activations"),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
@@ -99,16 +100,23 @@ class Strategy:
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
-        second reads; with "twice", as "layer", each of them recomputes.
+        second reads; with "twice", as "layer", each of them recomputes. "auto" chooses for each value that a layer
+        leaves what takes the least time under `budget` (`inspect/remat.py`), with `offload` the host among others.
+      budget: bytes of a device that a step may take with remat="auto", as "70GB", as the compiler counts them; "" is
+        92% of the memory of its kind.
+      offload: what waits in the host's memory: "activations", what each layer of a layer stack leaves for its backward,
+        beside which other layers compute (ZeRO-Offload, Ren et al. 2021, moves states; here it is what `remat` keeps,
+        with "layer" the layers' inputs alone). On CPUs, which have one memory, nothing moves. Not for pipelines.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
       prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
         reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
         computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
-        step gathers and reduces one layer more than it needs. "auto" is 1 with several microbatches that ZeRO shards
-        across hosts, and no pipeline: of one microbatch XLA's GPU compiler moves collectives over the iterations by
-        itself, and within a host they hide in their own.
+        step gathers and reduces one layer more than it needs. A pipeline does so from tick to tick, under `1f1b` with
+        one chunk. "auto" is 1 with several microbatches that ZeRO shards across hosts, and no pipeline: of one
+        microbatch XLA's GPU compiler moves collectives over the iterations by itself, and within a host they hide in
+        their own.
 
       kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
         keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
@@ -143,6 +151,8 @@ class Strategy:
     precision: str = "f32"
     reduce: str = "f32"
     remat: str | Callable[..., bool] = "none"
+    budget: str = ""
+    offload: str = "none"
     logits: str | int = "auto"
     prefetch: str | int = "auto"
     kernels: str = "own"
@@ -215,11 +225,24 @@ class Strategy:
             raise ValueError(
                 f"attention={self.attention!r} says how context ranks attend; give context= a size, or leave it out"
             )
-        if self.prefetch == 1 and (self.pipe != 1 or self.server):
-            where = (
-                "slots of a pipeline gather and reduce where they run" if self.pipe != 1 else "a server has no shards"
+        if self.prefetch == 1 and self.server:
+            why = "a server has no shards; use prefetch=0, or leave it out"
+            raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {why}")
+        if not isinstance(self.budget, str) or (self.budget and amount(self.budget, "B") and self.remat != "auto"):
+            raise ValueError(
+                f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"
             )
-            raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {where}; use prefetch=0, or leave it out")
+        if self.remat == "auto" and (self.pipe != 1 or self.server):
+            raise ValueError(
+                f"remat='auto' with {self._text(skip='remat')}: it chooses for layers that all run forwards and then "
+                "all backwards; use remat='layer' or 'dots'"
+            )
+        if self.offload != "none" and (self.pipe != 1 or self.server):
+            where = "stages keep it in slots on their device" if self.pipe != 1 else "a server's replicas keep it"
+            raise ValueError(
+                f"offload={self.offload!r} with {self._text(skip='offload')}: {where}; use remat='layer', or data or "
+                "fsdp in their place"
+            )
         if self.server and self.precision == "fp8":
             raise ValueError(
                 "server=True with precision='fp8': a server's programs are not compiled for FP8 kernels; use ddp, or "

@@ -12,6 +12,8 @@ since it sees that an iteration writes the layer next to the last one's (`Slice.
 
 XLA pipelines one loop and not the loop over microbatches around it. There, and wherever `Strategy.prefetch` is 1, the
 program itself carries what is in flight from one iteration to the next (`slicing/pieces.py`), and XLA moves nothing.
+There a layer's gradients are one reduce-scatter as well: of three in a row, which XLA takes for equally long as one, it
+leaves two to wait.
 """
 
 import functools
@@ -25,6 +27,7 @@ from ..machines import leaves_host
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
+_ONE_SCATTER = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 # Triton's matmuls multiply float8 in bfloat16; cuBLASLt's are what XLA has otherwise (jax 0.10.2).
 _FP8 = {"xla_gpu_enable_triton_gemm": False}
@@ -32,7 +35,11 @@ _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_p
 
 
 def compiler_options(
-    mesh: jax.sharding.Mesh, axes: Sequence[str], as_written: bool = False, fp8: bool = False
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    as_written: bool = False,
+    ahead: bool = False,
+    fp8: bool = False,
 ) -> dict[str, bool | int | str] | None:
     """For `jax.jit`, where the mesh has several GPUs, or products are in `fp8`. Collectives are combined and moved
     where groups along `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of `cpu_options`, or
@@ -40,7 +47,7 @@ def compiler_options(
 
     `as_written`: no collective is moved over iterations. The loops over layers send ahead themselves; or they stand in
     another, over microbatches, which XLA would pipeline as well, with the gradients of all layers in it, and then
-    compute again what it has no room for (seen on jax 0.10.2).
+    compute again what it has no room for (seen on jax 0.10.2). `ahead`: they do send ahead.
     """
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or (mesh.size == 1 and not fp8):
@@ -50,6 +57,7 @@ def compiler_options(
         options |= _IN_PLACE
     if leaves_host(mesh, axes):
         options |= _COMBINED if as_written else _COMBINED | _PIPELINED
+        options |= _ONE_SCATTER if ahead else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags and _known(name, value)}
 

@@ -25,7 +25,9 @@ class Memory:
     Attributes:
       params, grads, optimizer: at rest, as the layout stores them; a server's gradients are those of all replicas.
       saved: what the forward of one microbatch leaves for its backward, as traced (compilers may keep less); of a
-        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries.
+        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries, or with
+        `offload` in the host's memory.
+      host: of the compiled program in the host's memory, for each device.
       arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
         the temporaries, or where programs follow each other among arguments and outputs.
       total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
@@ -36,6 +38,7 @@ class Memory:
     grads: int
     optimizer: int
     saved: int
+    host: int
     program: str
     arguments: int
     outputs: int
@@ -64,19 +67,22 @@ def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compi
 
 
 def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    return program_memory(compiled) | {"program": name}
+    found: Any = compiled.memory_analysis()
+    return program_memory(compiled) | {"program": name, "host": found.host_temp_size_in_bytes}
 
 
-class _Whole:
+class WholeAccess:
     """An `Access` to leaves that are whole already."""
 
     def __init__(self, sends: Callable[[int], tuple[bool, bool]] | None = None):
         self.sends = sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
+        """The leaf."""
         return value
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """Its gradient."""
         return cotangent
 
 
@@ -93,11 +99,16 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     """Bytes of weights and of gradients that a device's loops over layers hold beside those of the layer that runs,
     since they gather ahead and reduce behind; nothing is compiled.
     """
-    if step.schedule is not None or step.strategy.server:
+    schedule = step.schedule
+    if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0
     loss = step.traced(batch)
-    whole = _Whole(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
-    flights = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves).values()
+    main = loss.program.main
+    if schedule is not None and (main is None or main.length <= schedule.ranks):
+        return 0, 0
+    whole = WholeAccess(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
+    found = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves)
+    flights = [flight for at, flight in found.items() if schedule is None or loss.program.pieces[at] is main]
     size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])
 
@@ -125,7 +136,7 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     loss = step.traced(batch)
 
     def tape(leaves: list[Any], *inputs: Any) -> Any:
-        *_, tape = Loss(loss, _Whole(), leaves).forward(*inputs)
+        *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
         # Of a segment come what it saved and, of an epilogue, its weights.
         return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
 

@@ -133,7 +133,7 @@ def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> Upda
         state, flat, out = traced_update(optimizer, params)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return None  # it asks for what a step has not; the step says so where it is traced
-    if not any(eqn.primitive.name in PRODUCTS or primitives.of(eqn).factorises for eqn, _ in visit(flat.eqns)):
+    if not _multiply(flat.eqns):
         return None
     at = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     own = [followed.source(i, leaf.shape) for i, leaf in enumerate(masters)]
@@ -161,8 +161,15 @@ def _held(name: str, x: Any, at: dict[str, int], leaves: Sequence[Any]) -> follo
     return followed.Followed(((number, (*dims, *rest)),), frozenset({number}))
 
 
+def _multiply(eqns: Iterable[Any]) -> bool:
+    """Whether there is a product or a factorisation among some equations, or inside one, as of `linalg.solve`."""
+    return any(eqn.primitive.name in PRODUCTS or primitives.of(eqn).factorises for eqn, _ in visit(eqns))
+
+
 def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, frozenset[int]]]:
-    """The leaves whose own dims an equation multiplies or factorises, and along which; a sum of squares is neither."""
+    """The leaves that an equation multiplies or factorises, or factors of theirs, and along which of their own dims; a
+    sum of squares is neither.
+    """
     name = eqn.primitive.name
     found: list[tuple[int, frozenset[int]]] = []
     for side, x in enumerate(ins):
@@ -174,11 +181,10 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
                 contracted, batch = eqn.params["dimension_numbers"]
                 free = eqn.outvars[0].aval.ndim > len(batch[0])
                 at = [d for d in range(len(dims)) if free and contracted[0] and d not in batch[side]]
-            elif name in PRODUCTS:
+            elif _multiply([eqn]):
                 at = range(len(dims))
-            sources = frozenset(p.dim for d in at for p in dims[d] if p.source == i and p.size > 1)
-            if sources:
-                found.append((i, sources))
+            if parts := [p for d in at for p in dims[d] if p.size > 1]:
+                found.append((i, frozenset(p.dim for p in parts if p.source == i)))
     return found
 
 
@@ -192,8 +198,8 @@ class Region:
       eqns: in order.
       ins: what they read of others: values of the leaf, scalars and constants.
       outs: what others read of theirs.
-      dims: of each of these that is a value of the leaf, its dims.
-      mixed: the dims of the leaf that have to be whole.
+      dims: of each of these that is a value of the leaf, its dims; what is made and not known is like the leaf, or new.
+      mixed: the dims of the leaf whose indices the equations bring together.
     """
 
     leaf: int
@@ -206,8 +212,9 @@ class Region:
 
     @property
     def batch(self) -> list[int]:
-        """The dims of the leaf along which the program does the same for each index."""
-        return [d for d, n in enumerate(self.shape) if d not in self.mixed and n > 1]
+        """The dims of the leaf along which the program does the same for each index, of all values."""
+        alone = lambda d: d not in self.mixed and all(self.place(v, d) is not None for v in self.dims)
+        return [d for d, n in enumerate(self.shape) if n > 1 and alone(d)]
 
     def as_leaf(self, var: Any) -> bool:
         """Whether a value has the very dims of the leaf."""
@@ -252,7 +259,9 @@ def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Regi
             made.update(eqns[k].outvars)
     within = sorted(chosen)
     ins, outs = read(chosen), [v for k in within for v in eqns[k].outvars if users.get(v, set()) - chosen]
-    dims = {v: views(v)[leaf] for v in (*ins, *outs) if leaf in views(v)}
+    own = dict(followed.source(leaf, shape).views)[leaf]
+    unknown = lambda v: own if v.aval.shape == shape else tuple((followed.DimPart(-1, 0, n),) for n in v.aval.shape)
+    dims = {v: unknown(v) for v in outs} | {v: views(v)[leaf] for v in (*ins, *outs) if leaf in views(v)}
     mixed = frozenset(dim for k in within for i, dim in program.mixed[k] if i == leaf)
     return Region(leaf, shape, tuple(eqns[k] for k in within), tuple(ins), tuple(outs), dims, mixed)
 
@@ -269,15 +278,14 @@ def flops_of(eqns: Iterable[Any]) -> int:
 
 
 def one_matrix(region: Region) -> jx.Flat | None:
-    """A region's program on one matrix: values of the leaf have 1 in the place of each batch dim. None where a batch
-    dim is merged with others, or the program cannot be cut along it.
+    """A region's program on one matrix: values of the leaf have 1 in the place of each batch dim. None where it cannot
+    be cut along one.
     """
     flat: jx.Flat | None = jx.Flat((), (), region.ins, region.outs, region.eqns)
     for d in region.batch:
         at = [region.place(v, d) for v in (*region.ins, *region.outs)]
-        lost = any(v in region.dims and i is None for v, i in zip((*region.ins, *region.outs), at, strict=True))
-        flat = None if lost or flat is None else _cut(flat, at, region.shape[d])
-    return flat if all(v in region.dims for v in region.outs) else None
+        flat = None if flat is None else _cut(flat, at, region.shape[d])
+    return flat
 
 
 def _cut(flat: jx.Flat, at: Sequence[int | None], parts: int) -> jx.Flat | None:

@@ -141,7 +141,8 @@ class Kind:
         """Of each input the values of the leaves; one, where it is none of theirs and the same of all."""
         values = []
         for v, of in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
-            values.append([env[x] if v is None else v.pad(env[x]) for x in (of if v else dict.fromkeys(of))])
+            of = of if v is not None or len({*of}) > 1 else of[:1]
+            values.append([env[x] if v is None else v.pad(env[x]) for x in of])
         return values
 
     def written(self, made: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:

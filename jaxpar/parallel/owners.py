@@ -159,7 +159,8 @@ class _Dealer(NamedTuple):
                 alike.append([region])
         pools: dict[Any, list[Kind]] = {}
         for regions in alike:
-            spread = {axis for d in regions[0].mixed for axis in self.rest[regions[0].leaf][d]}
+            rest, batch = self.rest[regions[0].leaf], regions[0].batch
+            spread = {axis for d, over in enumerate(rest) if d not in batch for axis in over}
             axes = tuple(axis for axis in self.sizes if axis in spread)
             kind = self._kind(program, regions, axes) if axes else None
             if kind is not None:

@@ -7,8 +7,10 @@ with what reads them. What operators with backwards of their own save is counted
 arXiv:2205.05198, section 4.1.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from . import jaxpr as jx
 from . import primitives
@@ -17,6 +19,69 @@ from . import primitives
 def cheap(eqn: Any) -> bool:
     """Whether it is elementwise or moves elements: no sum, no product of matrices, no random numbers."""
     return primitives.of(eqn).cheap
+
+
+class Kept(NamedTuple):
+    """Variables that a forward keeps, whether each waits on the host, and the equations that make of them, and of what
+    is there anyway, all that the backward reads.
+    """
+
+    values: list[Any]
+    host: list[bool]
+    again: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """What a backward reads of its forward, and what is kept of that.
+
+    Attributes:
+      eqns: the forward's equations.
+      inputs: its inputs, without constants.
+      read: the variables that the backward reads.
+      known: those that are there anyway.
+      weights: those that are there if the backward fetches them; what is computed again may read any.
+      saved: those that `residuals_to_save` keeps.
+    """
+
+    eqns: Sequence[Any]
+    inputs: Collection[Any]
+    read: Sequence[Any]
+    known: Collection[Any]
+    weights: Collection[Any]
+    saved: Sequence[Any]
+
+    @functools.cached_property
+    def values(self) -> list[Any]:
+        """Arrays that have a choice: `saved`, and inputs of which these can be computed again. Not what follows from
+        constants alone, which are known or not depending on who traces.
+        """
+        varies = {*self.inputs, *jx.depends(self.eqns, self.inputs)}
+        chosen = [v for v in self.saved if v in varies and v.aval.ndim > 0]
+        return list(dict.fromkeys([*chosen, *self._keep(chosen)[len(self.saved) - len(chosen) :]]))
+
+    def _keep(self, again: Collection[Any]) -> list[Any]:
+        """What is kept where some of `saved` are computed `again`, and last what these need besides: inputs, and what
+        equations with effects return.
+        """
+        if not again:
+            return list(self.saved)
+        there, again = {*self.known, *self.weights}, {*again}
+        keep = [v for v in self.saved if v not in again]
+        effects = {v for eqn in self.eqns if eqn.effects for v in eqn.outvars}
+        eqns = jx.needed(self.eqns, self.read, {*keep, *there, *effects})
+        return [*keep, *(v for v in jx.free(eqns, self.read) if v not in there and v not in keep)]
+
+    def kept(self, choice: str) -> Kept:
+        """What is kept where a letter of `choice` for each of `values`, or one for all, says what becomes of it: "s",
+        saved; "h", sent to the host; "r", computed again where it can be.
+        """
+        letters = choice * len(self.values) if len(choice) == 1 else choice
+        choices = dict(zip(self.values, letters, strict=True))
+        again = [v for v in self.saved if choices.get(v) == "r"]
+        keep, known = self._keep(again), {*self.known, *(self.weights if again else ())}
+        host = [choices.get(v) == "h" for v in keep]
+        return Kept(keep, host, jx.needed(self.eqns, self.read, {*keep, *known}))
 
 
 def residuals_to_save(

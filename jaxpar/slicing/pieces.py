@@ -127,6 +127,8 @@ class Stack:
     """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
 
     `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
+    What of a layer waits on the host comes back while the backward before it runs: XLA makes asynchronous copies of it.
+    A device holds that of two layers, and the last copy is one too many.
     """
 
     unit: Unit
@@ -160,9 +162,12 @@ class Stack:
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
 
-    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight) -> InFlight:
-        """What is in flight after a forward whose backward does not run: the first layer is next again."""
-        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, self._first))
+    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight, back: bool = False) -> InFlight:
+        """What is in flight after a forward whose backward does not run: the first layer is next again. Or, to go
+        `back` behind a backward whose forward ran before, the last.
+        """
+        number = self.length - 1 - self._first if back else self._first
+        return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, number))
 
     def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
         """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
@@ -183,10 +188,11 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
         flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
         """A loop for outputs, and what `backwards` needs of each layer, stacked (None without `grad`); or the buffers
         of the `stash`, in which that then is. With what is in flight before it, all layers' alone, a third result is
-        what is after.
+        what is after: the last layer's weights, for a backward, or for a forward `again` the first one's.
 
         The iterations are those from number `start`. Where `real` [layers] is false, a layer is an
         identity layer: its outputs are its inputs.
@@ -197,7 +203,7 @@ class Stack:
             (carry, buffers, early), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
             full = self._fetched(access, leaves, self.slices, start + number, early)
-            early = early and self._refetched(access, leaves, early, number + self._step)
+            early = early and self._refetched(access, leaves, early, self._next(number + self._step, again))
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
             else:
@@ -205,6 +211,8 @@ class Stack:
             after = outs[: self.carry] if here is None else _where(here, outs[: self.carry], carry)
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, number, saved.values), None
+            elif saved is not None:
+                saved = saved.sent()
             return (after, buffers, early), (outs[self.carry :], saved)
 
         every = (xs, real)
@@ -229,24 +237,28 @@ class Stack:
         real: jax.Array | None = None,
         stash: Stash | None = None,
         flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
         """A loop for `into` with this use's gradients added, one stack for each leaf of the unit, and cotangents of the
         linear inputs. With a `stash`, what the forward saved is there, and `saved` is its structure. With what is in
-        flight before it, a third result is what is after.
+        flight before it, a third result is what is after: the first layer's weights, or for a backward `again` the last
+        one's.
         """
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
         totals, add = self._totals(access, leaves, cotangents[0], into)
+        fetched = lambda number: None if stash else saved.fetched(jnp.clip(number, 0, self.length - 1))
         noted: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts, totals, flight = carry
+            ct_carry, ct_consts, totals, flight, ahead = carry
             one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
-            one = one if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            one = one.beside(ahead) if stash is None else dataclasses.replace(saved, values=stash.at(number))
+            ahead = fetched(number - self._step)
             reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
             noted[:] = [reads]
             early = flight and pick(reads, flight.weights)
@@ -258,17 +270,18 @@ class Stack:
             if flight is not None:
                 late = [x is not None for x in flight.gradients]
                 totals = add(totals, flight.gradients, jnp.mod(number + self._step, self.length))
-                early = self._refetched(access, leaves, flight.weights, number - self._step, reads)
+                following = self._next(number - self._step, again)
+                early = self._refetched(access, leaves, flight.weights, following, reads)
                 flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
                 ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
-            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight), ct_in[n_const + n_carry :]
+            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight, ahead), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        every = (saved if stash is None else None, xs, cotangents[n_carry:], real)
+        every = (saved.here if stash is None else None, xs, cotangents[n_carry:], real)
 
         def result(carry: Any, ct_xs: Any) -> Any:
-            ct_carry, ct_consts, totals, flight = carry
+            ct_carry, ct_consts, totals, flight, _ = carry
             made = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
             if flight is None:
                 return made
@@ -277,7 +290,7 @@ class Stack:
             early = self._refetched(access, leaves, flight.weights, self._first, unread)
             return (*made, dataclasses.replace(flight, weights=early))
 
-        first = (cotangents[:n_carry], zeros, totals, flight)
+        first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
         return LayerLoop(layer, first, every, self.length, not self.reverse, result)
 
     def backward_inputs(
@@ -371,6 +384,10 @@ class Stack:
     def _step(self) -> int:
         """From the number of a layer to that of the next one forwards."""
         return -1 if self.reverse else 1
+
+    def _next(self, number: Any, again: bool) -> Any:
+        """The layer that comes after one; beyond the end, the one there, or `again` the one at the other end."""
+        return jnp.mod(number, self.length) if again else number
 
     def _refetched(
         self,

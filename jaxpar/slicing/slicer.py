@@ -37,9 +37,11 @@ class Slicing:
       own: for each leaf, whether the stages of a pipeline own its layers; empty without a pipeline. The stack with most
         of them is cut into stages, and slices no others; no other stack slices them.
       axes: mesh axes that the program may name, name -> size.
-      remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack.
+      remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack;
+        or "auto", what `choice` says.
       sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
         its backward, but gathered again.
+      choice: from the number of a stack to what becomes of what its layers save (`Residuals.kept`).
     """
 
     params: Sequence[Any]
@@ -48,6 +50,7 @@ class Slicing:
     axes: Mapping[str, int] = field(default_factory=dict)
     remat: Any = "none"
     sequence: bool = False
+    choice: Callable[[int], str] = lambda stack: "s"
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, found[id(eqn)], known, how)
+            piece = _stack(eqn, found[id(eqn)], known, how, number // 2)
             cut = piece if eqn is main else cut
         else:
             defined = {v for e in groups[number] for v in e.outvars}
@@ -227,7 +230,7 @@ def _segment(
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
-def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
+def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing, number: int) -> Stack:
     active = known.active
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
@@ -279,6 +282,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
         tuple(outs),
         tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
         how.remat == "twice",
+        how.choice(number),
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
@@ -286,9 +290,10 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing) -> Stack:
 
 def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:
     """A function whose backward recomputes what it does not keep."""
-    if how.remat == "none" and not how.sequence:
+    saves_all = how.remat in ("none", "auto")
+    if saves_all and not how.sequence:
         return fun
-    keep: Any = jax.checkpoint_policies.everything_saveable if how.remat == "none" else how.remat
+    keep: Any = jax.checkpoint_policies.everything_saveable if saves_all else how.remat
     dots = saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     policy = {"layer": None, "twice": None, "dots": dots}.get(keep, keep)
     if policy is not None:

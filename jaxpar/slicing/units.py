@@ -5,6 +5,7 @@ the differentiated function: otherwise each would leave a copy of the weights am
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import residuals_to_save
+from ..program.residuals import Residuals, residuals_to_save
 from .halves import Halves, merge, pick
 
 
@@ -26,7 +28,8 @@ class Unit:
 
     `shapes` are those of the whole leaves; `moving`, `linear` and `active` say which weights, inputs and outputs carry
     derivatives; `held` which inputs the backward gets too, so that the forward need not save them; `twice` whether each
-    half of a backward recomputes what the forward has not saved.
+    half of a backward recomputes what the forward has not saved; `choice` what becomes of each value that it would save
+    (`Residuals.kept`).
     """
 
     leaves: tuple[int, ...]
@@ -38,6 +41,7 @@ class Unit:
     active: tuple[bool, ...]
     held: tuple[bool, ...]
     twice: bool = False
+    choice: str = "s"
     _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -75,14 +79,16 @@ class Unit:
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
         # Of the weights those that the backward reads in any case: no other is fetched for it.
         known = {*fixed, *pick(self.held, given), *({*mine} & {v for v in residuals if not jx.is_literal(v)})}
-        saved, again = residuals_to_save(flat.eqns, residuals, known, mine)
+        keep, _ = residuals_to_save(flat.eqns, residuals, known, mine)
+        found = Residuals(flat.eqns, flat.invars, residuals, known, mine, keep)
+        saved, host, again = found.kept(self.choice)
         before = [*flat.constvars, *flat.invars]
         run = jx.run(jx.live(flat.eqns, [*flat.outvars[:n], *saved]), before, [*flat.outvars[:n], *saved])
         there = [*fixed, *mine, *pick(self.held, given)]
         recompute = jx.run(again, [*there, *saved], residuals)
         consts = [x for x in flat.consts if not isinstance(x, Tracer)]
         pull = lambda values, weights, held: jax.tree.unflatten(tree, recompute(*consts, *weights, *held, *values))
-        return Forward(n, flat.consts, run, pull)
+        return Forward(n, flat.consts, run, pull, found, tuple(host))
 
     def backward(
         self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]
@@ -155,6 +161,8 @@ class Forward:
       run: `run(*consts, *weights, *inputs)`, outputs and then what is saved.
       pull: `pull(saved, weights, held inputs)`, the vjp function from cotangents of the active outputs to those of the
         weights and of the linear inputs.
+      residuals: what is saved, and what could be.
+      host: which of what is saved waits on the host.
       backwards: the backwards of it that were traced, whole ones and those in halves.
     """
 
@@ -162,6 +170,8 @@ class Forward:
     consts: tuple[Any, ...]
     run: Callable[..., list[Any]]
     pull: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
+    residuals: Residuals
+    host: tuple[bool, ...]
     backwards: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
@@ -172,6 +182,31 @@ class Saved:
 
     values: list[Any]
     forward: Forward
+
+    def sent(self) -> "Saved":
+        """The same with what waits on the host there; scalars and keys stay. On CPUs, which have one memory, it is an
+        identity: a `device_put` of the trace, and nothing in the program.
+        """
+        moves = lambda x: x.ndim > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        pairs = zip(self.values, self.forward.host, strict=True)
+        values = [jax.device_put(x, jax.memory.Space.Host) if host and moves(x) else x for x, host in pairs]
+        return dataclasses.replace(self, values=values)
+
+    @property
+    def here(self) -> "Saved":
+        """The same without what waits on the host: None in its place."""
+        pairs = zip(self.values, self.forward.host, strict=True)
+        return dataclasses.replace(self, values=[None if host else x for x, host in pairs])
+
+    def fetched(self, number: jax.Array) -> list[Any]:
+        """Of what all layers left on the host, that of one, on the device; None in the place of the rest."""
+        fetch = lambda x: jax.device_put(lax.dynamic_index_in_dim(x, number, keepdims=False), jax.memory.Space.Device)
+        return [fetch(x) if host else None for x, host in zip(self.values, self.forward.host, strict=True)]
+
+    def beside(self, fetched: list[Any]) -> "Saved":
+        """What is `here` and what was `fetched`."""
+        pairs = zip(self.values, fetched, strict=True)
+        return dataclasses.replace(self, values=[x if y is None else y for x, y in pairs])
 
 
 def _kind(*arrays: Sequence[Any]) -> Any:

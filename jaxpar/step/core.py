@@ -1,10 +1,11 @@
 """The step: the one place where model, optimizer, strategy and layout meet. `Step._train` has it in one view."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
 from ..layout.whole_matrices import update_program
+from ..machines import leaves_host
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
@@ -39,7 +41,7 @@ from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
-from .refusals import check_cut
+from .refusals import check_cut, check_prefetch
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -87,6 +89,8 @@ class Step(FirstState, Intake):
         sharing = Sharing(shards, Pipe(ranks, strategy.chunks, turns, over, stages), parts, experts)
         others = looks_stacked(flat) | mixed | {path: split[path] for path in split.found}
         storage = make_leaves(params, trainable, sharing, split, mixed, others)
+        if schedule is not None:
+            check_prefetch(schedule, strategy, storage.cut)
         if schedule is not None and storage.cut:
             check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)
@@ -108,6 +112,16 @@ class Step(FirstState, Intake):
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
+
+    remat_plan: Any = None  # what remat="auto" chose (`inspect/remat.py`)
+
+    def choosing(self, choices: tuple[str, ...], plan: Any = None) -> Self:
+        """This step where `choices` say what becomes of what each stack's layers save (`Residuals.kept`)."""
+        other = copy.copy(self)
+        other.remat_plan = plan
+        other.tracing = replace(self.tracing, choices=choices, _traced={})
+        other.local, other._jitted = replace(self.local, tracing=other.tracing), {}
+        return other
 
     def _home(self) -> Mesh:
         """The mesh on which the state lives."""
@@ -244,8 +258,9 @@ class Step(FirstState, Intake):
                 else compiler_options(
                     self.mesh,
                     SHARDS,
-                    self.strategy.turns > 1 or self.strategy.prefetch == 1,
-                    self.strategy.precision == "fp8",
+                    as_written=self.strategy.turns > 1 or self.strategy.prefetch == 1,
+                    ahead=self.strategy.prefetches(leaves_host(self.mesh, SHARDS)),
+                    fp8=self.strategy.precision == "fp8",
                 ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it

@@ -122,6 +122,17 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
         )
 
 
+def check_prefetch(schedule: Schedule, strategy: Strategy, cut: bool) -> None:
+    """Raises ValueError where a pipeline's ticks should send ahead, and do not know which layer is next; `cut`: stages
+    are parts of a program.
+    """
+    if strategy.prefetch == 1 and (cut or not schedule.in_turn):
+        why = (
+            "stages are parts of a program, and no loops over layers" if cut else "not every tick runs the same layers"
+        )
+        raise ValueError(f"prefetch=1 in {strategy}: {why}; use schedule=1f1b with chunks=1 and layers, or prefetch=0")
+
+
 def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], ranks: int) -> None:
     """Raises ValueError where a stage changes a variable that another one reads: they run different microbatches."""
     homes = {v: at for at, piece in enumerate(program.pieces) for v in piece.outputs}
@@ -149,6 +160,11 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
+        )
+    if strategy.offload != "none" and not program.stacks:
+        raise ValueError(
+            f"offload={strategy.offload!r} sends what the layers of a layer stack leave to the host, and the model has "
+            "no stack; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use more microbatches"
         )
 
 

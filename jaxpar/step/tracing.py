@@ -162,7 +162,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`.
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`; `choices`,
+    once there are some, what becomes of what each stack's layers save (`Residuals.kept`).
 
     Once a batch has been traced, these say what came of it:
 
@@ -184,6 +185,7 @@ class Tracing:
     strategy: Strategy
     axes: dict[str, int]
     schedule: Schedule | None = None
+    choices: tuple[str, ...] = ()
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
     attention_taken: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -258,7 +260,10 @@ class Tracing:
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
         if self.strategy.precision == "fp8":
             local = self._fp8_program(rolled, local)
-        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.strategy.sequence)
+        every = "s" if self.strategy.offload == "none" else "h"
+        choice = lambda stack: self.choices[stack] if self.choices else every
+        remat, sequence = self.strategy.remat, self.strategy.sequence
+        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, choice)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))

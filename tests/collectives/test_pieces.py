@@ -75,6 +75,8 @@ def test_gpus_are_told_to_combine_where_an_axis_spans_hosts(
     assert options is not None
     assert options[HIDDEN]
     assert options.get("xla_gpu_all_gather_combine_threshold_bytes") == (2**30 if told else None)
+    ahead = compiler_options(mesh, axes, as_written=True, ahead=True) or {}
+    assert ahead.get("xla_gpu_reduce_scatter_combine_threshold_bytes") == (2**30 if told else None)
     monkeypatch.setenv("XLA_FLAGS", f"--{HIDDEN}=false")  # whoever says so has it so
     assert HIDDEN not in (compiler_options(mesh, axes) or {})
 

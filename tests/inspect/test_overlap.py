@@ -12,6 +12,8 @@ from jax import lax
 
 import jaxpar as jp
 from jaxpar.inspect.check import Proof, check
+from jaxpar.inspect.check.overlap import _promised
+from jaxpar.inspect.predict import Part
 from jaxpar.inspect.targets import target
 
 LAYERS, DIM = 4, 1024
@@ -66,6 +68,26 @@ def test_layers_that_wait_where_they_stand_are_named() -> None:
         assert "prefetch=1 sends it" in found.note
     with pytest.raises(ValueError, match=r"MISSING overlap: all-gather fsdp 8 x, promised .* prefetch=1"):
         proof.require()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "axes", "promised"),
+    [
+        ("fsdp=8", "all-gather", ("fsdp",), "all-gather"),
+        ("fsdp=8,zero=1", "all-gather", ("fsdp",), ""),  # updated parameters, behind the backward
+        ("fsdp=8,zero=1", "reduce-scatter", ("fsdp",), "reduce-scatter"),
+        ("data=8", "all-reduce", ("data",), "all-reduce"),
+        ("data=8", "all-reduce", ("2 of data+tensor",), ""),
+        ("data=8,microbatches=2", "all-to-all", ("expert",), ""),
+        ("data=8,microbatches=2,concurrent=2", "all-to-all", ("expert",), "activations"),
+        ("pipe=2,data=4,microbatches=4", "all-to-all", ("expert",), ""),
+        ("pipe=2,data=4,microbatches=4,schedule=gpipe", "all-to-all", ("expert",), ""),
+        ("pipe=2,data=4,microbatches=4,schedule=1f1b-overlap", "all-to-all", ("expert",), "activations"),
+        ("pipe=2,data=4,microbatches=4,schedule=1f1b-overlap", "collective-permute", ("pipe",), ""),
+    ],
+)
+def test_what_strategies_promise(strategy: str, kind: str, axes: tuple[str, ...], promised: str) -> None:
+    assert _promised(made(strategy, jax.devices()), Part("", "", kind, "", axes=axes)) == promised
 
 
 def test_what_cannot_be_read_is_refused() -> None:

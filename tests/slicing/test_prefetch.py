@@ -116,6 +116,36 @@ def test_one_microbatch_is_as_on_one_device() -> None:
     check(step_of("data=2,fsdp=4,prefetch=1"), IT.model, initial(IT.model), IT.batch, 2, grads, params)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipe=2,fsdp=4,microbatches=4",
+        pytest.param("pipe=2,fsdp=2,data=2,zero=2,microbatches=2", marks=pytest.mark.battery),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*layers in 2 x 1 chunks")
+def test_ticks_of_a_pipeline_are_as_on_one_device(strategy: str) -> None:
+    """Three layers on two ranks, so that one is padding; idle ticks, whose gradients another tick gives, count nothing.
+    From tick to tick a step gathers two layers more, where forwards begin and where they end, and reduces one.
+    """
+    ahead, here = (step_of(f"{strategy},prefetch={n}") for n in (1, 0))
+    blocks = ahead.strategy.microbatches * ahead.replicas
+    one, key = Reference(IT.model, jp.Strategy(single=True), blocks), jax.random.key(0)
+    grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
+    check(ahead, IT.model, initial(IT.model), IT.batch, 2, grads, params)
+    counts = [Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).by("kind", value="count") for step in (ahead, here)]
+    sharded = len([leaf for leaf in ahead.layout.leaves if leaf.path.startswith("layers") and leaf.dim is not None])
+    more = {kind: counts[0][kind] - counts[1][kind] for kind in ("all-gather", "reduce-scatter", "collective-permute")}
+    gathered = 2 * sharded * (ahead.strategy.zero == 3)
+    assert more == {"all-gather": gathered, "reduce-scatter": sharded, "collective-permute": 0}
+
+
+def test_pipelines_whose_ticks_run_other_layers_are_refused() -> None:
+    for more in ("schedule=gpipe", "schedule=zb-h1", "chunks=2", "stages=cut"):
+        with pytest.raises(ValueError, match=r"prefetch=1 in .*; use schedule=1f1b with chunks=1 and layers"):
+            step_of(f"pipe=2,fsdp=4,microbatches=2,{more},prefetch=1")
+
+
 def sent(strategy: str, kind: str) -> int:
     step = step_of(strategy)
     written = Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).by("kind", "axes", "dtype", value="count")
@@ -188,7 +218,6 @@ def test_explain_says_what_is_held_besides() -> None:
     [
         ("fsdp=8,prefetch=2", "prefetch=2 is unknown; use one of auto, 0 or 1"),
         ("fsdp=8,prefetch=true", "prefetch=True is unknown; use one of auto, 0 or 1"),
-        ("pipe=2,fsdp=4,prefetch=1", "prefetch=1 with fsdp=4,pipe=2: slots of a pipeline gather and reduce"),
         (
             "dp,prefetch=1",
             "prefetch=1 with data=-1,server=true: a server has no shards; use prefetch=0, or leave it out",

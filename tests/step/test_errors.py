@@ -69,7 +69,7 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
         ("microbatches=0", ("microbatches=0", "whole number from 1")),
         ("precision=bf61", ("precision='bf61'", "use one of f32, bf16, f16", "did you mean 'bf16'?")),
         ("reduce=bf16", ("reduce='bf16'", "use one of f32, compute")),
-        ("remat=layers", ("remat='layers'", "none, layer, dots, twice or a jax.check", "did you mean 'layer'?")),
+        ("remat=layers", ("remat='layers'", "none, layer, dots, twice, auto or a jax.check", "did you mean 'layer'?")),
         ("server=1", ("server=1", "use True or False")),
         ("sequence=true", ("sequence=True", "give tensor= a size", "leave sequence out")),
         ("sequence=2,tensor=2", ("sequence=2", "use True or False")),

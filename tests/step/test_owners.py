@@ -305,6 +305,26 @@ def test_values_of_several_dtypes() -> None:
     jax.tree.map(close(1e-2), ours.optimizer, theirs.optimizer)  # a unit in the last place of bfloat16 is 2^-8
 
 
+def test_products_of_factors_alone_have_owners() -> None:
+    """As in PSGD, which solves by its factors and random numbers, and no gradient: every device did all of these."""
+    is_matrix = lambda x: x.ndim == 2 and x.shape[0] != LAYERS
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        noise = jax.random.normal(jax.random.key(state[1]), (D,))
+        solved = lambda q: q + jnp.outer(noise, jnp.linalg.solve(q, noise)) if q.shape == (D, D) else q @ q
+        q = jax.tree.map(lambda g, q: [solved(q[0])] if is_matrix(g) else q, grads, state[0])
+        return jax.tree.map(lambda g, q: q[0] @ g if is_matrix(g) else g, grads, q), (q, state[1] + 1)
+
+    start = lambda params: (
+        jax.tree.map(lambda x: [jnp.eye(x.shape[0])] if is_matrix(x) else [0], params),
+        jnp.int32(0),
+    )
+    owned = jp.make_train_step(MODEL, optax.GradientTransformation(start, update), "fsdp").update.owners
+    assert owned is not None
+    assert owned.repeated == 0
+    assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 + 2 * 3
+
+
 def test_a_matrix_alone_is_gathered() -> None:
     """Its owner would send it back, and no other had less to compute."""
     model = jp.Model(

@@ -124,7 +124,7 @@ def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
         made.run()
     assert seen == [1, 2, 3]
     assert "the last checkpoint in" in str(error.value)
-    assert "every row of every block brings it" in str(error.value)
+    assert "no block is finite, and of this one no row by itself" in str(error.value)
 
 
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

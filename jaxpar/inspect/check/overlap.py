@@ -62,9 +62,8 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
     found = predict(program, step, batch, hardware)
     groups: dict[str, list[Part]] = {}
     for part in found.collectives:
-        if part.executions > (1 if step.schedule is not None else step.strategy.turns) and (
-            kind := _promised(step, part)
-        ):
+        again = part.executions > (1 if step.schedule is not None else step.strategy.turns)
+        if again and (kind := _promised(step, part)):
             groups.setdefault(f"{kind} {'+'.join(part.axes)}", []).append(part)
     waits = sum(part.exposed for parts in groups.values() for part in parts)
     note = (
@@ -96,7 +95,7 @@ def _promised(step: Step, part: Part) -> str:
     if part.kind in _PARAMETERS and not axes & {"tensor", "pipe"} and axes & {"data", "fsdp"}:
         # What ZeRO-1 and 2 gather is the updated parameters, behind the backward.
         return part.kind if part.kind != "all-gather" or "params" in rule_of(step.strategy).promise.holds else ""
-    beside = step.strategy.concurrent > 1 or (step.schedule is not None and step.schedule.kind == "1f1b-overlap")
+    beside = step.strategy.concurrent > 1 or (step.schedule is not None and step.schedule.beside)
     return _ACTIVATIONS if beside and "pipe" not in axes else ""
 
 
@@ -127,12 +126,13 @@ def _why(step: Step, part: Part, leaf: str, line: str) -> str:
         how = "nothing is computed between its start and its done"
     else:
         how = "what is computed between its start and its done takes less"
-    if step.schedule is not None:
-        hint = "slots of a pipeline gather and reduce where they run; zero=1 does so once a step"
-    elif _promised(step, part) != _ACTIVATIONS and not step.strategy.prefetches(leaves_host(step.mesh, SHARDS)):
+    ahead = step.strategy.prefetches(leaves_host(step.mesh, SHARDS))
+    if _promised(step, part) == _ACTIVATIONS or ahead:
+        hint = f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
+    elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"
     else:
-        hint = f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
+        hint = "zero=1 sends it once a step, and schedule=1f1b with prefetch=1 beside another layer"
     of = f" of {leaf}" * bool(leaf)
     of += f" at {line}" * bool(line and not line.startswith("jaxpar/"))
     return f"{_ms(part.exposed)} of its {_ms(part.seconds)} a step wait{of}: {how}; {hint}"

@@ -51,11 +51,13 @@ class Proof:
       strategy: as text.
       devices: number and kind, "8 x cpu".
       findings: every promise.
+      own: of a step that jaxpar did not make, whose author promises; `strategy` is its name.
     """
 
     strategy: str
     devices: str
     findings: tuple[Finding, ...]
+    own: bool = False
 
     @property
     def broken(self) -> tuple[Finding, ...]:
@@ -75,7 +77,9 @@ class Proof:
                 f"{found.note}"
                 for found in self.broken
             ]
-            raise ValueError("\n  ".join([f"strategy {self.strategy} on {self.devices} did not take effect:", *lines]))
+            on = f"{self.strategy} on {self.devices}"
+            said = f"{on} does not keep its promises:" if self.own else f"strategy {on} did not take effect:"
+            raise ValueError("\n  ".join([said, *lines]))
 
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers, bytes unrounded."""

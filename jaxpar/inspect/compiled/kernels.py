@@ -25,6 +25,8 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
     "add-dependency get-dimension-size".split()
 )
+_HOST = ":S(5)"  # XLA's number of the host's memory, in a layout
+_COPYING = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand has the new values
 
@@ -87,8 +89,27 @@ class Start:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """A copy between the device's memory and its host's starts.
+
+    Attributes:
+      name: of its instruction; a `Done` waits for it.
+      source: where it comes from, by JAX's names.
+      to_host: else it comes from there.
+      bytes: of one execution.
+      waits: nothing runs beside it.
+    """
+
+    name: str
+    source: str
+    to_host: bool
+    bytes: int
+    waits: bool
+
+
+@dataclass(frozen=True)
 class Done:
-    """The collective `name` must have ended."""
+    """The collective, or the copy, `name` must have ended."""
 
     name: str
 
@@ -115,7 +136,7 @@ class Choice:
     overflow: bool = False
 
 
-Operation = Kernel | Start | Done | While | Choice
+Operation = Kernel | Start | HostCopy | Done | While | Choice
 
 
 def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
@@ -170,6 +191,8 @@ class Executable:
             yield from self._start(i, i, shapes)
         elif i.opcode == "async-start":
             yield from self._asynchronous(i)
+        elif _HOST in "".join((i.shape, *(shapes[x] for x in i.operands))) and i.opcode in _COPYING:
+            yield self._host_copy(i, shapes)
         elif i.opcode == "fusion-start":  # jax 0.12; compute on a stream of its own: as if on this one
             yield self._kernel(dataclasses.replace(i, opcode="fusion"), shapes)
         elif i.opcode.endswith(("-done", "-update")) and i.opcode != "recv-done":
@@ -188,13 +211,20 @@ class Executable:
         elif i.opcode == "call":
             for called in i.called:
                 yield from self._block(called)
-        elif i.opcode not in _FREE and i.opcode not in ("recv", "recv-done"):
+        elif i.opcode not in _FREE and i.opcode not in ("recv", "recv-done") and i.target != "AllocateBuffer":
             yield self._kernel(i, shapes)
 
     def _kernel(self, i: Instruction, shapes: dict[str, str]) -> Kernel:
         found = products(self.module, i, shapes)
         kind = max(found, key=lambda product: product.flops).kind if found else "memory"
         return Kernel(i.name, i.source, kind, _label(i), found, *traffic(self.module, i, shapes), self._computes(i))
+
+    def _host_copy(self, i: Instruction, shapes: dict[str, str]) -> HostCopy:
+        waits = not i.opcode.endswith("-start")
+        called = next((one for name in i.called for one in self.module.computations[name] if one.root), i)
+        kernel = dataclasses.replace(i, opcode="fusion") if i.called else i
+        to_host = _HOST in called.shape.partition("}")[0]  # of a copy's start the result comes first
+        return HostCopy(i.name, i.source, to_host, traffic(self.module, kernel, shapes)[1], waits)
 
     def _computes(self, i: Instruction) -> bool:
         if i.opcode == "fusion":

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ...text import WIDTH, heading, number, size, table
 from ..check.resharding import Move
 from ..ledger import Collective, Ledger
 from ..memory import Memory
+from ..remat import ChosenValue
 from ..transfers import Transfer
 
 _MOVED = 6  # moves that are listed
@@ -20,6 +21,7 @@ _MEMORY = {
     "grads": "gradients",
     "optimizer": "optimizer state",
     "saved": "saved activations",
+    "host": "on the host",
     "program": "program",
     "arguments": "  arguments",
     "outputs": "  outputs",
@@ -83,6 +85,7 @@ class Explanation:
       loops: lists of blocks and stacks of layers: path -> how many layers, whether they are one stack, if not why.
       moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
         spec that would spare it.
+      values: with remat="auto", what becomes of each value that layers leave for their backwards.
       remarks: what a reader of the numbers should know.
     """
 
@@ -101,6 +104,7 @@ class Explanation:
     gathered: dict[str, int]
     loops: dict[str, str]
     moves: tuple[Move, ...]
+    values: tuple[ChosenValue, ...]
     remarks: tuple[str, ...]
 
     @property
@@ -123,6 +127,7 @@ class Explanation:
             "checks": checks,
             "transfers": [dataclasses.asdict(t) for t in self.transfers],
             "moves": [move.json() for move in self.moves],
+            "values": [value._asdict() for value in self.values],
             "remarks": list(self.remarks),
         }
 
@@ -179,6 +184,8 @@ def text(found: Explanation) -> str:
         heading(found.strategy, f"{found.devices}{hosts} ({axes}), {found.parameters:,} parameters"),
         _memory(found),
     ]
+    if found.values:
+        parts.append(_values(found.values))
     if found.flops:
         flops = ", ".join(f"{number(n)}FLOP in {dtype}" for dtype, n in found.flops.items())
         parts.append(f"matrix products of a device and step: {flops}")
@@ -200,9 +207,30 @@ def text(found: Explanation) -> str:
 def _memory(found: Explanation) -> str:
     rows = [["memory", *found.memory]]
     for name, label in _MEMORY.items():
-        values = (getattr(m, name) for m in found.memory.values())
+        values = [getattr(m, name) for m in found.memory.values()]
+        if name == "host" and not any(values):
+            continue
         rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
     return table(rows, "<" + ">" * len(found.memory))
+
+
+def _values(values: Sequence[ChosenValue]) -> str:
+    """Those of 1% or more, all others in one line."""
+    total = sum(value.bytes for value in values)
+    large = [value for value in values if 100 * value.bytes >= total]
+    rows = [["layers leave", "at", "bytes", "choice", "ms"]]
+    rows += [
+        [
+            value.what,
+            value.where.rpartition("/")[2].partition(" ")[0],
+            size(value.bytes),
+            value.choice,
+            f"{1e3 * value.seconds:.2f}",
+        ]
+        for value in large
+    ]
+    rest = sum(value.bytes for value in values) - sum(value.bytes for value in large)
+    return table([*rows, ["smaller ones", "", size(rest), "save", ""]], "<<><>", cut=0)
 
 
 def _moves(found: Explanation) -> dict[str, str]:

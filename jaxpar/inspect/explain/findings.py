@@ -77,6 +77,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         gathered=dict(traced.gathered),
         loops=described(traced.program, storage),
         moves=tuple(moved),
+        values=step.remat_plan.values if step.remat_plan else (),
         remarks=tuple(remarks),
     )
 

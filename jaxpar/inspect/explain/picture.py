@@ -74,12 +74,12 @@ def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar
 
 
 def held(memory: Memory) -> dict[str, int]:
-    """The parts of a device's memory, which add up to the compiler's total: what is traced as saved, but no more than
-    the compiler leaves room for, and the rest.
+    """The parts of a device's memory, which add up to the compiler's total: what is traced as saved, but for what is on
+    the host, and no more than the compiler leaves room for, and the rest.
     """
     parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer}
     room = max(0, memory.total - sum(parts.values()))
-    parts["saved activations"] = min(memory.saved, room)
+    parts["saved activations"] = min(max(0, memory.saved - memory.host), room)
     return parts | {"the rest": room - parts["saved activations"]}
 
 

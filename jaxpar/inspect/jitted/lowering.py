@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...program.walk import is_literal, opened, visit
 from ..targets.devices import Target
@@ -88,8 +88,9 @@ def on_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, M
     donated = {v for v, yes in _each(inputs, params, "donated_invars") if yes}
     own = {v: x.sharding for v, x in zip(jaxpr.invars, arrays, strict=True) if x.sharding is not None}
     places = {v: NamedSharding(to.placed(s.mesh), s.spec) for v, s in (own | asked).items()}
+    alone = NamedSharding(to.mesh, PartitionSpec()) if to.mesh.size == 1 else None  # else nothing says which device
     shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.get(v))
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.get(v, alone))
         for v, x in zip(jaxpr.invars, arrays, strict=True)
     ]
     results = [to(s) if isinstance(s, Sharding) else None for s in params.get("out_shardings", ())]
@@ -139,7 +140,7 @@ class _Moved:
             case NamedSharding():
                 kind = value.memory_kind
                 return NamedSharding(self(value.mesh), value.spec, memory_kind=None if kind == "device" else kind)
-            case jec.ClosedJaxpr():
+            case jec.ClosedJaxpr() if value.jaxpr is not value:  # newer jax has one class for both
                 jaxpr, consts = opened(value)
                 return jec.ClosedJaxpr(self(jaxpr), list(map(_uncommitted, consts)))
             case jec.Jaxpr():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class JittedProgram:
       executable: its operations, whose collectives are over axes of `mesh`.
       mesh: of its devices, in its order; one axis, `devices`, where none is known.
       hosts: for each place in the mesh the host of its device; None where it is not known.
-      platform, kind: of the devices, "gpu" and "NVIDIA H100 80GB HBM3"; "" where they are not known.
+      platform, kind: of the devices, "gpu" and "NVIDIA H100 80GB HBM3"; kind "" where only a text is known.
       memory: of one device; None of a text.
       arguments: its arrays, but those that it does not read; None of a text, which has their shards alone.
       target: that was compiled for; None: the arguments' own devices.
@@ -119,16 +120,17 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
         return _read(compiled.as_text() or "", compiled, paths, mesh or moved, target, names)
     lowered = as_given(fn, args)
     compiled = getattr(lowered, "lowered", lowered).compile()
-    infos = compiled.args_info[0]  # without static arguments, wherever they were
-    shapes = lambda tree: jax.tree.map(lambda x: getattr(x, "shape", ()), tree)
+    text, infos = compiled.as_text() or "", compiled.args_info[0]  # without static arguments, wherever they were
+    shapes = lambda tree: [getattr(x, "shape", ()) for x in jax.tree.leaves(tree)]
     dynamic = [
         places
         for places in itertools.combinations(range(len(args)), len(infos))
         if all(shapes(args[at]) == shapes(info) for at, info in zip(places, infos, strict=True))
     ]
     paths = paths_of(fn, infos, dynamic[0]) if len(dynamic) == 1 else None
-    mesh = mesh or _mesh_of(compiled) or _widest(meshes_of(fn, args))
-    return _read(compiled.as_text() or "", compiled, paths, mesh, None, {})
+    if mesh is None and (mesh := _mesh_of(compiled)) is None and devices_of(text) > 1:
+        mesh = _widest(meshes_of(fn, args))
+    return _read(text, compiled, paths, mesh, None, {})
 
 
 def _read(
@@ -148,9 +150,13 @@ def _read(
                 "arguments NamedShardings, or mesh=."
             )
     devices = mesh.devices if isinstance(mesh, Mesh) else np.array(target.devices) if target is not None else None
-    if devices is None and compiled is not None and count == 1:
-        devices = np.array([*_shardings(compiled)[0].device_set])
-    platform, kind = ("", "") if devices is None else (devices.flat[0].platform, devices.flat[0].device_kind)
+    if compiled is None:
+        platform, kind = _platform_of(text), "" if devices is None else devices.flat[0].device_kind
+    else:
+        shardings = _shardings(compiled)
+        own = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
+        devices = own if devices is None and count == 1 else devices
+        platform, kind = own[0].platform, own[0].device_kind
     if why := unread(platform):
         raise ValueError(f"{why}; compile it for GPUs, as target='8xH100', or for CPU devices")
     return JittedProgram(
@@ -166,6 +172,11 @@ def _read(
         names=names,
         notes=tuple(notes),
     )
+
+
+def _platform_of(text: str) -> str:
+    """Of whose compiler a text is, by what only its programs have: arrays in tiles, or kernels in queues."""
+    return "tpu" if re.search(r":T\(\d+", text) else "gpu" if '"operation_queue_id"' in text else "cpu"
 
 
 def _memory(found: Any) -> JittedMemory:

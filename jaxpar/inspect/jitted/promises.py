@@ -77,7 +77,7 @@ def check(
     if not promises.involuntary:
         sent = sum(site.sent for site in again)
         findings.append(_finding("involuntary", "full rematerialization", 0, sent, few(list(map(str, again)), _LINES)))
-    return Proof(found.name, found.devices, tuple(findings))
+    return Proof(found.name, found.devices, tuple(findings), own=True)
 
 
 def _axes(axes: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ def _timed(program: JittedProgram, rows: int = 0, flops: float | None = None) ->
     assert program.hosts is not None
     if not target.hardware.peaks or program.platform != "gpu":
         of_target = f"{target.kind} devices have no peaks and bandwidths"
-        wrong = of_target if not target.hardware.peaks else f"the program is compiled for {program.kind} devices"
+        wrong = of_target if not target.hardware.peaks else f"the program is compiled for {program.platform.upper()}s"
         raise ValueError(f"{wrong}, and nothing can be predicted; give the function, and target='8xH100'")
     memory = program.memory and program.memory.total
     found = timed(program.executable, program.hosts, target.hardware, rows, flops, program.platform, memory)

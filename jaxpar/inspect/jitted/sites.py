@@ -4,6 +4,7 @@ XLA's partitioner writes a collective for an operation whose operands lie otherw
 that operation. Compilers combine several into one: there each operand has a line of its own.
 """
 
+import math
 import os
 import re
 import sys
@@ -32,10 +33,10 @@ Said = tuple[str, str, str, tuple[int, ...], bool]  # of a site, from its source
 
 @dataclass(frozen=True)
 class Site:
-    """The collectives of one kind, axes, line and argument. Bytes are per device and step, as in `Collective`.
+    """The collectives of one kind, axes, line and array. Bytes are per device and step, as in `Collective`.
 
     Attributes:
-      kind, axes: as in `Collective`.
+      kind, axes, dtype: as in `Collective`.
       count: executions; None in a loop of unknown length.
       bytes: their buffers; `sent`: what a device puts on the wire of them; `hidden`: of that, what is sent while
         something is computed.
@@ -49,6 +50,7 @@ class Site:
 
     kind: str
     axes: tuple[str, ...]
+    dtype: str
     count: int | None
     bytes: int
     sent: int
@@ -60,7 +62,7 @@ class Site:
     involuntary: bool
 
     def __str__(self) -> str:
-        of = f" of {self.argument or list(self.shape)}"
+        of = f" of {self.argument or f'{self.dtype}{list(self.shape)}'}"
         at = f" at {self.source}" if self.source else ", of a line that the compiler does not say"
         why = f" for {self.operation}" if self.operation else ""
         again = ", gathered whole only to be cut anew (involuntary full rematerialization)" if self.involuntary else ""
@@ -79,9 +81,9 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
     for one in collectives(program.executable.operations, Nesting()):
         for dtype, nbytes, said in reader.operands(one):
             if dtype == one.dtype:  # an instruction has an entry for each of its dtypes
-                groups.setdefault((one.kind, one.axes, *said), []).append((one, nbytes))
+                groups.setdefault((one.kind, one.axes, dtype, *said), []).append((one, nbytes))
     found = []
-    for (kind, axes, *said), same in groups.items():
+    for (kind, axes, dtype, *said), same in groups.items():
         counts = {id(one): one.count for one, _ in same}.values()  # of an instruction once, whatever its operands
         each = [(one, nbytes * (1 if one.count is None else one.count)) for one, nbytes in same]
         wire = [(one, round(nbytes * on_the_wire(kind, one.ranks or 1))) for one, nbytes in each]
@@ -89,6 +91,7 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
             Site(
                 kind,
                 axes,
+                dtype,
                 None if None in counts else sum(n or 0 for n in counts),
                 sum(nbytes for _, nbytes in each),
                 sum(sent for _, sent in wire),
@@ -169,14 +172,30 @@ class _Reader:
 
     def _by_place(self, block: str, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
         """Whether what cuts a result does so by the device's own place, and not by an index of the program's."""
-        level, seen = [x for user in users.get(i.name, ()) for x in user.operands if x != i.name], set[str]()
+        after, seen = [i.name], set[str]()
+        while after:
+            name = after.pop()
+            for user in users.get(name, ()):
+                if any(self._from_place(block, x) for x in user.operands if x != name):
+                    return True
+                if user.name not in seen and user.opcode in (_SAME - {"dynamic-slice"} | {"fusion"}):
+                    seen.add(user.name)
+                    after += [user.name] if user.opcode != "fusion" or not self._slices(user) else []
+        return False
+
+    def _slices(self, fusion: Instruction) -> bool:
+        return any(x.opcode == "dynamic-slice" for called in fusion.called for x in self.module.computations[called])
+
+    def _from_place(self, block: str, name: str) -> bool:
+        """Whether a scalar is computed from the number of the device."""
+        level, seen = [name], set[str]()
         while level:
-            found = [self._made[block][x] for x in level if x in self._made[block]]
+            found = [x for name in level if (x := self._made[block].get(name)) is not None and not _is_wide(x)]
             if any(x.opcode == "partition-id" for x in found):
                 return True
             seen.update(level)
-            level = [x for one in found for x in one.operands if x not in seen]
-        return any(self._by_place(block, users, user) for user in users.get(i.name, ()))
+            level = [name for x in found for name in x.operands if name not in seen]
+        return False
 
     def _argument(self, block: str, name: str) -> str:
         """The argument that a value is, or a part of which it is; "" of what was computed."""
@@ -229,7 +248,7 @@ class _Reader:
 
 def _is_wide(i: Instruction) -> bool:
     """Whether it is more than a scalar or a table of the compiler's."""
-    return i.opcode != "constant" and any(dims for _, dims in arrays(i.shape))
+    return i.opcode != "constant" and any(math.prod(dims) > 1 for _, dims in arrays(i.shape))
 
 
 def _of_library(file: str) -> bool:

@@ -93,7 +93,9 @@ class Nonfinite:
             return "no row brings it by itself"
         if len(self.rows) < len(self.block_rows) or len(self.blocks) < self.of_blocks:
             return f"the batch brings it: {_rows(self.rows)}{', each' * (len(self.rows) > 1)} by itself"
-        return "every row of every block brings it: the parameters or the loss, not the batch"
+        return (
+            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
+        )
 
 
 def _rows(numbers: Sequence[int]) -> str:
@@ -207,9 +209,8 @@ class Replay:
         unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
         self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
         if not np.isfinite(float(optax.tree.norm(unscaled))):
-            largest = max(
-                self.grads, key=lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
-            )
+            size = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
+            largest = max(self.grads, key=size)
             return Nonfinite(self.number, "sum", of=f"the gradients of {largest}")
         return Nonfinite(self.number, "")
 
@@ -232,7 +233,7 @@ class Replay:
         begin = (r * self.m + i) * self.each
         repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row], x.shape))
         by_itself = [begin + row for row in range(self.each) if alone((params, variables, repeated(row), key))]
-        shared = [f"batch leaf {name_of(path)}" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
+        shared = [f"batch leaf {name_of(path)}/" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
         in_row = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(shared))
         if fault is not None and (brought := fault.brought) is not None and in_row(brought.name):
             place = (begin + brought.place[0], *brought.place[1:])  # of the whole batch

@@ -1,10 +1,10 @@
-"""The clock of a prediction: a program walked in the order of its schedule, on two streams; see `predict`."""
+"""The clock of a prediction: a program walked in the order of its schedule, on its streams; see `predict`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...program import trip_counts
-from ..compiled.kernels import Choice, Done, Kernel, Operation, Start, While, of_ranks
+from ..compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, of_ranks
 from ..targets.hardware import Hardware
 from .efficiency import busy_share, kernel_seconds, peak_of
 from .links import Reach, collective_seconds
@@ -12,19 +12,19 @@ from .links import Reach, collective_seconds
 
 @dataclass
 class Part:
-    """One kernel or collective of a program, over all its executions in a step.
+    """One kernel, collective or copy to or from the host, over all its executions in a step.
 
     Attributes:
       name: of its instruction in HLO.
       source: where it comes from, by JAX's names.
-      kind: of the `Kernel`, or of the `Collective`.
+      kind: of the `Kernel`, or of the `Collective`; "copy to host", "copy from host".
       executions: per step.
       seconds: in which it runs, `slowed` included.
       slowed: seconds more than it would take without collectives beside it.
-      exposed: of a collective the seconds in which it runs and kernels wait, for it or for one after it.
+      exposed: of a collective or copy the seconds in which it runs and kernels wait, for it or for one after it.
       flops, bytes: computed; read and written, or of a collective sent by the device.
       axes: of a collective.
-      way: of a collective, "link" or "network".
+      way: of a collective, "link" or "network"; of a copy, "host".
       asynchronous: of a collective: kernels may run beside it.
       reason: of the time of one execution.
     """
@@ -46,10 +46,15 @@ class Part:
     @property
     def collective(self) -> bool:
         """Whether it is one."""
-        return bool(self.way)
+        return self.way not in ("", "host")
+
+    @property
+    def stream(self) -> str:
+        """Of what runs beside kernels, what waits for one another: collectives, and a host's copies each way."""
+        return self.kind if self.way == "host" else "collective"
 
 
-Queue = dict[str, float]  # collectives under way, in their order, and the seconds that each still needs
+Queue = dict[str, float]  # what runs beside kernels, in its order, and the seconds that each still needs
 
 
 class Clock:
@@ -84,7 +89,14 @@ class Clock:
     def time(self, operations: Sequence[Operation]) -> float:
         """Seconds of a whole program."""
         seconds, queue = self._run(operations, {}, 1)
-        return seconds + sum(queue.values())
+        return seconds + max(self._left(queue).values(), default=0.0)
+
+    def _left(self, queue: Queue) -> dict[str, float]:
+        """Seconds that each stream still needs."""
+        left: dict[str, float] = {}
+        for name, seconds in queue.items():
+            left[stream] = left.get(stream := self._parts[name].stream, 0.0) + seconds
+        return left
 
     def _run(self, operations: Sequence[Operation], queue: Queue, times: int) -> tuple[float, Queue]:
         """(seconds, queue after them) of operations that run `times`, each time alike, with this queue before them."""
@@ -92,11 +104,14 @@ class Clock:
         for one in operations:
             match one:
                 case Kernel():
-                    spent = self._kernel(one, sum(queue.values()), times)
+                    spent = self._kernel(one, self._left(queue).get("collective", 0.0), times)
                     self._pass(queue, spent, 0)
                     now += spent
                 case Start():
                     queue[one.name] = self._collective(one, times)
+                    now += self._wait(queue, one.name, times) if one.waits else 0.0
+                case HostCopy():
+                    queue[one.name] = self._copy(one, times)
                     now += self._wait(queue, one.name, times) if one.waits else 0.0
                 case Done():
                     now += self._wait(queue, one.name, times)
@@ -177,26 +192,45 @@ class Clock:
         part.bytes += times * start.sent
         return self._seconds[start.name]
 
+    def _copy(self, copy: HostCopy, times: int) -> float:
+        """Seconds of one copy, once it is its turn."""
+        if (speed := self.hardware.host_bandwidth) is None:
+            raise ValueError(
+                f"{self.hardware.kind} has no host_bandwidth, and its copies to and from the host no time; describe it "
+                "in a file (jaxpar.inspect.targets.kinds.load), or predict without offload"
+            )
+        if copy.name not in self._parts:
+            kind, reason = f"copy {'to' if copy.to_host else 'from'} host", f"{copy.bytes / 1e6:,.1f} MB"
+            self._seconds[copy.name] = copy.bytes / speed
+            reason += f" at {speed / 1e9:.0f} GB/s"
+            self._parts[copy.name] = Part(copy.name, copy.source, kind, reason, way="host")
+        part = self._parts[copy.name]
+        part.executions += times
+        part.seconds += times * self._seconds[copy.name]
+        part.bytes += times * copy.bytes
+        return self._seconds[copy.name]
+
     def _wait(self, queue: Queue, name: str, times: int) -> float:
-        """Seconds until a collective has ended: those before it come first."""
+        """Seconds until what runs beside kernels has ended: what is before it in its stream comes first."""
         if name not in queue:
             return 0.0
-        order = list(queue)
+        order = [one for one in queue if self._parts[one].stream == self._parts[name].stream]
         seconds = sum(queue[one] for one in order[: order.index(name) + 1])
         self._pass(queue, seconds, times)
         queue.pop(name, None)  # which rounding may have left
         return seconds
 
     def _pass(self, queue: Queue, seconds: float, times: int) -> None:
-        """Time passes for the queue, exposed `times`."""
+        """Time passes for the streams of a queue, exposed `times`."""
+        left = dict.fromkeys(self._left(queue), seconds)
         for name in list(queue):
-            run = min(queue[name], seconds)
+            stream = self._parts[name].stream
+            run = min(queue[name], left[stream])
             self._parts[name].exposed += times * run
-            seconds -= run
+            left[stream] -= run
             queue[name] -= run
-            if queue[name] > 0:
-                return
-            del queue[name]
+            if queue[name] <= 0:
+                del queue[name]
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -25,6 +25,7 @@ nccl: NCCL's log on 8 H100, "24 coll channels": as many SMs are taken from what 
 
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -102,6 +103,18 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
 def is_upper_bound(hardware: Hardware) -> bool:
     """Whether what is known of this kind's matmuls is their best shape alone."""
     return _BEST in _sustained(_family(hardware), "bf16")[1]
+
+
+def estimated_seconds(flops: Mapping[str, float], size: int, hardware: Hardware) -> float:
+    """Seconds of a kernel whose products, of which `flops` are by dtype, are as fast as large ones, or of its bytes.
+
+    Raises ValueError where `hardware` lacks the peak or the memory bandwidth.
+    """
+    seconds = kernel_seconds(Kernel("", "", "memory", "", (), size, 0), hardware)[0]
+    for dtype, count in flops.items():
+        name, peak = _peak(Product("matmul", dtype, 1, 1, 1, 1, round(count), round(count)), hardware)
+        seconds = max(seconds, count / (peak * _sustained(_family(hardware), name)[0]))
+    return seconds
 
 
 def busy_share(hardware: Hardware) -> float:

@@ -1,11 +1,13 @@
 """predict: seconds of a training step on hardware that is not here, from the program that the compiler scheduled.
 
-The model, in full: the program is walked in the order of its schedule, with one stream of kernels and one of
-collectives. A kernel takes what `efficiency` says, a collective what `links` says. An asynchronous collective runs
-from its start, after those before it, and its done waits for it; a synchronous one stops the kernels. While a
-collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their trips.
-A pipeline's bubble is in the program: its ticks do masked work. Of a conditional the slowest branch is counted, but
-not what a dropless mixture computes only where tokens overflow their experts' slots: `Prediction.overflow` has that.
+The model, in full: the program is walked in the order of its schedule, with one stream of kernels, one of collectives,
+and one each way of copies between a device and its host (`offload`): their bytes over the `host_bandwidth`, and kernels
+beside them are no slower. A kernel takes what `efficiency` says, a collective what `links` says. An asynchronous
+collective or copy runs from its start, after those before it, and its done waits for it; a synchronous one stops the
+kernels. While a collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their
+trips. A pipeline's bubble is in the program: its ticks do masked work. Of a conditional the slowest branch is counted,
+but not what a dropless mixture computes only where tokens overflow their experts' slots: `Prediction.overflow` has
+that.
 
 Devices that are alike differ, and a step takes as long as the slowest of them: its matrix products take 8% longer than
 those measured on one, and at the ends of a prediction's interval 0% and 22% (`efficiency.SLOWEST`).
@@ -46,8 +48,8 @@ class Prediction:
       seconds: of a step.
       interval: seconds of a step on the best and on the worst of devices that are alike.
       compute: in which kernels run.
-      exposed: in which kernels wait for a collective.
-      hidden: of collectives, behind kernels.
+      exposed: in which kernels wait for a collective, or for a copy to or from the host.
+      hidden: of these, behind kernels.
       slowed: part of `compute`: what kernels lose to collectives that run beside them.
       flops: of a device's matrix products, as the program computes them, recomputation included.
       model_flops: of a device, as the caller counts them, without recomputation; None where not given.
@@ -110,16 +112,21 @@ class Prediction:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of kernels by kind, and exposed ones of collectives, most first; they add up to `seconds`."""
+        """Seconds of kernels by kind, and exposed ones of collectives and copies, most first; in sum `seconds`."""
         sums: dict[str, float] = {}
         for part in self.parts:
-            sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.collective else part.seconds)
+            sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.way else part.seconds)
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def collectives(self) -> tuple[Part, ...]:
         """Collectives alone, most exposed first."""
         return tuple(sorted((p for p in self.parts if p.collective), key=lambda p: (-p.exposed, -p.seconds)))
+
+    @property
+    def copies(self) -> tuple[Part, ...]:
+        """Copies to and from the host alone, most exposed first."""
+        return tuple(sorted((p for p in self.parts if p.way == "host"), key=lambda p: (-p.exposed, -p.seconds)))
 
     def json(self) -> dict[str, Any]:
         """All of it as dicts, lists, text and numbers."""
@@ -132,7 +139,7 @@ class Prediction:
         """One line for each kernel and collective, most seconds first: how often, how long, why, and where from."""
         return [
             f"{1e3 * part.seconds:10.3f} ms  {part.executions:6} x  {part.kind:18}  {part.reason}"
-            f"{f'; {1e3 * part.exposed:.3f} ms exposed' if part.collective else ''}  [{part.name}] {part.source}"
+            f"{f'; {1e3 * part.exposed:.3f} ms exposed' if part.way else ''}  [{part.name}] {part.source}"
             for part in sorted(self.parts, key=lambda part: -part.seconds)
         ]
 
@@ -149,7 +156,11 @@ class Prediction:
             head = f"{textwrap.fill(fault, WIDTH)}\n{head}"
         shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
         shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
-        shares.append(f"collectives {1e3 * self.hidden:.1f} ms hidden, {1e3 * self.exposed:.1f} ms exposed")
+        for what, parts in (("collectives", self.collectives), ("copies to and from the host", self.copies)):
+            exposed = 1e3 * sum(part.exposed for part in parts)
+            hidden = 1e3 * sum(part.seconds for part in parts) - exposed
+            if parts or what == "collectives":
+                shares.append(f"{what} {hidden:.1f} ms hidden, {exposed:.1f} ms exposed")
         if self.overflow:
             shares.append(f"at most {1e3 * self.overflow:.1f} ms more where tokens overflow their experts' slots")
         kinds = [f"  {kind:20}{1e3 * seconds:10.1f} ms" for kind, seconds in self.by_kind.items()]
@@ -219,8 +230,8 @@ def timed(
         worst = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
     bound = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
     said = remarks(Costs.of(compiled), platform)
-    kernels = [part for part in clock.parts if not part.collective]
-    sent = [part for part in clock.parts if part.collective]
+    kernels = [part for part in clock.parts if not part.way]
+    sent = [part for part in clock.parts if part.way]
     exposed = sum(part.exposed for part in sent)
     return Prediction(
         seconds=seconds,

@@ -23,7 +23,7 @@ DGX: NVIDIA DGX A100 user guide, introduction (docs.nvidia.com/dgx/dgxa100-user-
 NCCL: github.com/NVIDIA/nccl, the model by which it chooses algorithms, of all GPUs alike. src/graph/tuning.cc (2.28.7),
     ring, Simple protocol, which is that of large messages, in microseconds: launch 8.4; a step over NVLink 3.4, PCIe
     5.7, network 14.0. (LL, that of small ones: 6.6; 0.6, 1.0, 2.7.) src/graph/topo.h (2026), in GB/s that a link gives:
-    NVLink of A100 20.0, H100 20.6, B200 40.1. src/graph/topo.cc: a lane of PCIe 5, 24 Gb/s
+    NVLink of A100 20.0, H100 20.6, B200 40.1. src/graph/topo.cc: a lane of PCIe 4, 12 Gb/s, of PCIe 5, 24 Gb/s
 TPU: Google Cloud, TPU v5e, TPU v5p, TPU v6e, system architecture, 2025 (docs.cloud.google.com/tpu/docs/v5e, ...)
 """
 
@@ -56,6 +56,7 @@ class Hardware:
         all its links at once), by the data sheet.
       link_efficiency: the share of it that collectives reach.
       link_latency: seconds a step over it takes.
+      host_bandwidth: bytes/s between a device's memory and its host's, each way, while other devices are silent.
       network_bandwidth: bytes/s that one device sends to other hosts, or slices.
       network_latency: seconds a step over it takes.
       collective_latency: seconds to launch a collective, before its first step.
@@ -71,6 +72,7 @@ class Hardware:
     link_bandwidth: float | None = None
     link_efficiency: float | None = None
     link_latency: float | None = None
+    host_bandwidth: float | None = None
     network_bandwidth: float | None = None
     network_latency: float | None = None
     collective_latency: float | None = None
@@ -167,15 +169,18 @@ def _gpu(kind: str, device_kind: str, config: str, **numbers: Any) -> Hardware:
     return Hardware(kind=kind, device_kind=device_kind, config=text, peaks=peaks_of(device_kind), **numbers)
 
 
+# To its host: 16 lanes (NCCL) of PCIe 4 (A100) or PCIe 5 (H100, H200). Not found for a B200: its chip has PCIe 6, its
+# hosts may not. Whether several devices share them, at a switch, differs from host to host.
 # NVLink of an A100: 600 GB/s both ways (A100). 12 links of 20 GB/s (NCCL). Network: DGX.
-_NVLINK_3 = {"link_bandwidth": 300e9, "link_efficiency": 0.8, "network_bandwidth": 25e9}
+_NVLINK_3 = {"link_bandwidth": 300e9, "link_efficiency": 0.8, "network_bandwidth": 25e9, "host_bandwidth": 24e9}
 # NVLink of a Hopper: 900 GB/s both ways (H100, H200). 18 links of 20.6 GB/s (NCCL). Network: DGX.
-_NVLINK_4 = {"link_bandwidth": 450e9, "link_efficiency": 0.824, "network_bandwidth": 50e9}
+_NVLINK_4 = {"link_bandwidth": 450e9, "link_efficiency": 0.824, "network_bandwidth": 50e9, "host_bandwidth": 48e9}
 # NVLink of a B200: 1.8 TB/s both ways (B200). 18 links of 40.1 GB/s (NCCL). Network: DGX.
 _NVLINK_5 = {"link_bandwidth": 900e9, "link_efficiency": 0.802, "network_bandwidth": 50e9}
 # PCIe 5, 128 GB/s both ways (H100): a bridge of NVLink (600 GB/s) joins two cards, no more. 16 lanes (NCCL).
 # Network not found: a reference system of H100 PCIe. Assumed: as DGX, one ConnectX-7 to a GPU.
-_PCIE_5 = {"link_bandwidth": 64e9, "link_efficiency": 0.75, "network_bandwidth": 50e9, "link_latency": 5.7e-6}
+_PCIE_5 = {"link_bandwidth": 64e9, "link_efficiency": 0.75, "network_bandwidth": 50e9, "link_latency": 5.7e-6,
+           "host_bandwidth": 48e9}  # fmt: skip
 
 _GPUS = (
     _gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", "a100_sxm_40.txtpb", **_NVLINK_3),  # A100: 40 GB, 1,555 GB/s

@@ -11,7 +11,7 @@ from jax import lax
 from ... import collectives
 from ...program import jaxpr as jx
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import Access
+from ...slicing.pieces import Access, InFlight
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, after, before, side
@@ -89,10 +89,19 @@ class Engine(Cut):
         return found
 
     def forward(
-        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+        self,
+        env: dict[Any, Any],
+        op: Any,
+        message: Message,
+        grad: bool,
+        stash: Stash | None = None,
+        flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
-        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forwards`."""
-        return self.chunk(env, op, self.entered(env, op, message), grad, stash)
+        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forwards`; with
+        what is in flight before it, and after.
+        """
+        return self.chunk(env, op, self.entered(env, op, message), grad, stash, flight, again)
 
     def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
         """A message, or in the first stage what the prologue made."""
@@ -101,22 +110,32 @@ class Engine(Cut):
         return Message([jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
 
     def chunk(
-        self, env: dict[Any, Any], op: Any, message: Message, grad: bool, stash: Stash | None = None
+        self,
+        env: dict[Any, Any],
+        op: Any,
+        message: Message,
+        grad: bool,
+        stash: Stash | None = None,
+        flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
         """One chunk of layers on a message that is there, in the first stage too."""
         k, first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._inputs(env, op)
 
-        def sent(made: tuple[list[Any], Any]) -> tuple[Message, Any]:
-            outs, saved = made
+        def sent(made: tuple[Any, ...]) -> tuple[Any, ...]:
+            outs, *rest = made
             by_layer = []
             for j, buffer in zip(self.collected, message.by_layer, strict=True):
                 buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
                 by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
-            return Message(outs[:k], by_layer), saved
+            return (Message(outs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
-        return self.stage.forwards(self.access, self.leaves, inputs, grad, *self.layers(op), stash).then(sent)
+        loop = self.stage.forwards(
+            self.access, self.leaves, inputs, grad, *self.layers(op), stash, flight=flight, again=again
+        )
+        return loop.then(sent)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
@@ -149,27 +168,44 @@ class Engine(Cut):
         return grads, sums, made
 
     def backward(
-        self, env: dict[Any, Any], op: Any, saved: Any, stash: Stash, cts: Message, grads: list[Any]
+        self,
+        env: dict[Any, Any],
+        op: Any,
+        saved: Any,
+        stash: Stash,
+        cts: Message,
+        grads: list[Any],
+        flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
-        """Gradients, cotangents for the rank before, and those of what the prologue made. What the forward saved is in
-        the stash; `saved` is its structure.
+        """Gradients, cotangents for the rank before, those of what the prologue made, and what is in flight after it.
+        What the forward saved is in the stash; `saved` is its structure.
         """
-        own = self.stack.unit.leaves
+        own, access = self.stack.unit.leaves, _Masked(self.access, op["valid"])
+        start, real = self.layers(op)
+        if flight is not None:  # a gradient is given in another tick, which may be valid where this one is not
+            here = jnp.full(self.each, op["valid"])
+            access, real = self.access, here if real is None else real & here
 
-        def sent(made: tuple[list[Any], list[Any]]) -> tuple[list[Any], Message, dict[Any, Any]]:
-            totals, (ct_consts, ct_carry, ct_xs) = made[0], self.parts(made[1])
+        def sent(made: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
+            totals, cotangents, *rest = made
+            ct_consts, ct_carry, ct_xs = self.parts(cotangents)
             of_prologue = self.of_prologue(op, ct_consts, ct_carry, ct_xs)
-            return with_totals(grads, own, totals), Message(ct_carry, cts.by_layer), of_prologue
+            after = rest[0] if rest else None
+            return with_totals(grads, own, totals), Message(ct_carry, cts.by_layer), of_prologue, after
 
         return self.stage.backwards(
-            _Masked(self.access, op["valid"]),
+            access,
             self.leaves,
             self.known(env, op),
             saved,
             self.given(op, cts),
             [grads[i] for i in own],
-            *self.layers(op),
+            start,
+            real,
             stash,
+            flight,
+            again,
         ).then(sent)
 
     def layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:

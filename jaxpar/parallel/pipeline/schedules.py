@@ -263,6 +263,20 @@ class Schedule:
 
         return grouped([flags(tick) for tick in range(self.ticks)])
 
+    @property
+    def beside(self) -> bool:
+        """Whether a tick's forward and backward are of other microbatches, and run layer by layer side by side."""
+        if self.branches or not self.waiting:
+            return False
+        return any(phase.forward and phase.backward for _, phases in self.phases() for phase in phases)
+
+    @functools.cached_property
+    def in_turn(self) -> bool:
+        """Whether every rank's ticks run the same layers one after another, so that each knows which layer is next."""
+        if self.branches or self.chunks > 1 or self.waiting:
+            return False
+        return all(repeats == 1 for repeats, _ in self.phases())
+
     def epilogue(self, tick: int) -> int | None:
         """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""
         return self._last["F"].get(tick)

@@ -18,6 +18,8 @@ In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +30,12 @@ from jax import lax
 
 from ... import collectives
 from ...slicing.loop import LayerLoop
+from ...slicing.pieces import InFlight
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, before, side
 from .distributed_prologue import shared
-from .ranks import Engine, dce
+from .ranks import Engine, dce, with_totals
 from .schedules import Kind, Phase
 
 
@@ -56,6 +59,7 @@ class Carry:
       behind: cotangents of these.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, added up over microbatches.
+      flight: what ticks send ahead (`Stack`): the weights of the layer that is next, the gradients of the one before.
     """
 
     message: Message
@@ -66,6 +70,7 @@ class Carry:
     behind: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
+    flight: InFlight | None = None
 
 
 jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carry)], [])
@@ -86,12 +91,14 @@ class Pipeline(Engine):
         if shared(self.program):
             carry = dataclasses.replace(carry, ahead=self.prologues.run())
         carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
+        carry = dataclasses.replace(carry, flight=carry.flight and self._flight())
         for repeats, phases in schedule.phases():
             first, length = phases[0].start, sum(phase.length for phase in phases)
 
             def lap(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
                 at = 0
                 for phase in phases:
+                    carry = self._turned(carry, phase) if phase.start in self._turns else carry
                     part = jax.tree.map(lambda x, at=at, n=phase.length: x[at : at + n], rows)
                     carry, _ = lax.scan(self._tick(phase, saved, carry, part), carry, part)
                     at += phase.length
@@ -103,7 +110,7 @@ class Pipeline(Engine):
             else:
                 laps = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), part)
                 carry, _ = lax.scan(lap, carry, laps)
-        return self.with_prologues(carry.grads, carry.behind), carry.sums
+        return self.with_prologues(self._landed(carry).grads, carry.behind), carry.sums
 
     def separated(self) -> list[tuple[int, Any]]:
         """How often a step runs each of its parts, and what one returns that runs it alone: for who counts."""
@@ -123,7 +130,37 @@ class Pipeline(Engine):
             (m, (True,) * 3),
         ):
             parts.append((runs, self.tick(Phase(0, 1, *flags), saved, carry, row)))
+        if carry.flight is not None:
+            parts.append((1, dataclasses.replace(carry, flight=self._flight())))
+            parts.append((len(self._turns), self._turned(carry, Phase(0, 1, False, True, False))))
+            grads = jax.tree.map(jnp.zeros_like, parts[-3][1].grads)
+            parts.append((1, self._landed(dataclasses.replace(carry, grads=grads))))
         return parts
+
+    def _flight(self) -> InFlight | None:
+        """What is in flight before the first tick, where every tick knows which layers the next one runs."""
+        return self.stage.in_flight(self.access, self.leaves) if self.schedule.in_turn else None
+
+    @functools.cached_property
+    def _turns(self) -> list[int]:
+        """The ticks before which a forward ran, or none, and that have none, or one: another layer is next."""
+        phases = [phase for _, phases in self.schedule.phases() for phase in phases]
+        return [after.start for before, after in itertools.pairwise(phases) if before.forward != after.forward]
+
+    def _turned(self, carry: Carry, phase: Phase) -> Carry:
+        """The carry before a phase whose first layer another phase has not sent ahead."""
+        if carry.flight is None:
+            return carry
+        flight = self.stage.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
+        return dataclasses.replace(carry, flight=flight)
+
+    def _landed(self, carry: Carry) -> Carry:
+        """The carry behind the last tick, with the gradients that are in flight."""
+        if carry.flight is None:
+            return carry
+        own = self.stack.unit.leaves
+        totals = self.stage.landed(self.access, carry.flight, [carry.grads[i] for i in own])
+        return dataclasses.replace(carry, grads=with_totals(carry.grads, own, totals), flight=None)
 
     def _row(self) -> dict[str, jax.Array]:
         """What this rank looks up in the first tick."""
@@ -163,14 +200,15 @@ class Pipeline(Engine):
             count = self.schedule.waiting
             late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
         none: list[jax.Array | None] = [None] * len(self.leaves)
-        return Carry(padded, padded.where(self.linear), stash, late, ahead, list(ahead), none, sums), saved
+        flight = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self._flight))
+        return Carry(padded, padded.where(self.linear), stash, late, ahead, list(ahead), none, sums, flight), saved
 
     def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
         """The first carry with zeros for the gradients that there will be."""
         every = Phase(0, 1, True, True, True)
 
         def last(carry: Carry, row: Any) -> list[Any]:
-            carry = self.tick(every, saved, carry, row)
+            carry = self._landed(self.tick(every, saved, carry, row))
             return self.with_prologues(carry.grads, carry.behind)
 
         grads = jax.eval_shape(last, carry, row)
@@ -180,7 +218,7 @@ class Pipeline(Engine):
         """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
         grads, stash, late = list(carry.grads), carry.stash, carry.late
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        ahead, behind, given = carry.ahead, carry.behind, dict[Any, Any]()
+        ahead, behind, given, flight = carry.ahead, carry.behind, dict[Any, Any](), carry.flight
         made = None if late is None else self._waiting(late, row)
         # Neither needs what the other makes: layer by layer side by side, one computes while the other waits.
         beside = phase.forward and phase.backward and late is not None
@@ -192,13 +230,15 @@ class Pipeline(Engine):
             if ahead:
                 env |= self.prologues.entering(ahead, row["entered"])
             into = Stash(stash, row["write"]) if self.seeds else None
-            front = self.forward(env, op, message, bool(self.seeds), None if beside else into)
+            stashed = None if beside else into
+            front = self.forward(env, op, message, bool(self.seeds), stashed, flight, again=not phase.backward)
             if beside and into is not None:
                 back = self._back(saved, stash, row, cotangents, made, grads)
-                (outs, new), (grads, sent, given) = front.beside(back)
+                (outs, new), (grads, sent, given, _) = front.beside(back)
                 stash = into.put_layers(new.values)
             else:
-                outs, new = front.run()
+                outs, new, *rest = front.run()
+                flight = rest[0] if rest else None
                 stash = new if self.seeds else stash
             if phase.epilogue:
                 grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
@@ -208,11 +248,12 @@ class Pipeline(Engine):
             message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outs)
         if phase.backward:
             if sent is None:
-                grads, sent, given = self._back(saved, stash, row, cotangents, made, grads).run()
+                back = self._back(saved, stash, row, cotangents, made, grads, flight, again=not phase.forward)
+                grads, sent, given, flight = back.run()
             if behind:
                 behind = self.prologues.kept(behind, given, row["pulled"])
             cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
-        return Carry(message, cotangents, stash, late, ahead, behind, grads, sums)
+        return Carry(message, cotangents, stash, late, ahead, behind, grads, sums, flight)
 
     def _waiting(self, late: Cotangents, row: Any) -> Cotangents:
         """Of the cotangents that wait those of the microbatch of this tick's backward."""
@@ -220,10 +261,18 @@ class Pipeline(Engine):
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), late)
 
     def _back(
-        self, saved: Any, stash: list[jax.Array], row: Any, cts: Message, made: Cotangents | None, grads: list[Any]
+        self,
+        saved: Any,
+        stash: list[jax.Array],
+        row: Any,
+        cts: Message,
+        made: Cotangents | None,
+        grads: list[Any],
+        flight: InFlight | None = None,
+        again: bool = False,
     ) -> LayerLoop:
-        """A tick's backward: gradients, cotangents for the rank before, and those of what the prologue made. `cts` came
-        from the rank behind, `made` from the epilogue.
+        """A tick's backward: gradients, cotangents for the rank before, those of what the prologue made, and what is in
+        flight. `cts` came from the rank behind, `made` from the epilogue.
         """
         op = _op("B", row)
         env = self.program.environment(self.values(op["microbatch"]))
@@ -232,13 +281,13 @@ class Pipeline(Engine):
         if made is not None:
             cts = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cts)
 
-        def given(found: tuple[list[Any], Message, dict[Any, Any]]) -> tuple[list[Any], Message, dict[Any, Any]]:
-            grads, sent, of_prologue = found
+        def given(found: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
+            grads, sent, of_prologue, flight = found
             if shared(self.program):
-                return found
+                return grads, sent, of_prologue, flight
             for v, ct in zip(side(self.program), made.side, strict=True) if made is not None else ():
                 ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
                 of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
-            return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent, {}
+            return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent, {}, flight
 
-        return self.backward(env, op, saved, Stash(stash, row["read"]), cts, grads).then(given)
+        return self.backward(env, op, saved, Stash(stash, row["read"]), cts, grads, flight, again).then(given)

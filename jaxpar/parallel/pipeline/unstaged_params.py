@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ...slicing.pieces import Access
+from ...slicing.pieces import Sender
 from ...slicing.program import Program
 
 
@@ -24,12 +24,16 @@ def unstaged(program: Program) -> frozenset[int]:
 class UnstagedParams:
     """Access of the ticks. `access` is the strategy's, `which` the leaves that its ticks find whole."""
 
-    access: Access
+    access: Sender
     which: frozenset[int]
 
     def ahead(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """What ticks have in place of what is stored."""
         return [self.access.fetch(i, x, False) if i in self.which else x for i, x in enumerate(stored)]
+
+    def sends(self, index: int) -> tuple[bool, bool]:
+        """As `Sender.sends`."""
+        return (False, False) if index in self.which else self.access.sends(index)
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """As `Access.fetch`."""

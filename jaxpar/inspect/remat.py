@@ -1,0 +1,303 @@
+"""remat="auto": what becomes of each value that layers leave for their backwards, so that a step fits its budget.
+
+Each value of a layer of a stack is saved (s), computed again (r), or with `offload` sent to the host and back (h):
+
+    cost      s  its bytes, for every layer     r  seconds of the equations that make it, of what is kept
+                                                h  none, while a layer's copies take no longer than its computation
+    choose    the least seconds whose bytes fit, by changes of one value or two from three beginnings
+    compile   what the compiler's total is beyond the budget, or below it, goes back into "fit"
+
+Seconds are those of products at the share of the peak that large ones reach, of collectives over a host's links, and of
+bytes for all else that is no part of another kernel (`predict/efficiency.py`). Of the programs that fit the fastest one
+is taken, as predicted: compilers start copies later than they could, so with `offload` choices without the host are
+compiled too.
+
+Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174); with transfers to the host: Beaumont
+et al. 2021 (POFO).
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES
+from ..program.residuals import Residuals, cheap
+from ..slicing.pieces import Stack
+from ..step.core import Step
+from ..step.tracing import Loss
+from ..text import amount, size
+from .compiled.compiler_remarks import unread
+from .memory import WholeAccess, of_step
+from .predict.efficiency import estimated_seconds
+from .predict.prediction import predict
+from .targets.hardware import KINDS, Hardware
+
+AnyStep = TypeVar("AnyStep", bound=Step)
+_COMPILED = 5  # programs, without the host and with it
+_NEAR = 0.02  # of the budget: a choice that is so near is not tried to be bettered
+WORDS = {"s": "save", "r": "recompute", "h": "host"}
+
+
+class ChosenValue(NamedTuple):
+    """What becomes of one value of a stack's layers.
+
+    Attributes:
+      what: the primitive that makes it, dtype and shape on a device.
+      where: the line of the model.
+      bytes: of all layers, of one microbatch or of concurrent ones.
+      choice: "save", "recompute" or "host".
+      seconds: of a step, that computing it again takes while all others stay as chosen; of a copy both ways, which may
+        be hidden behind layers.
+    """
+
+    what: str
+    where: str
+    bytes: int
+    choice: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """What `remat="auto"` chose.
+
+    Attributes:
+      choices: for each stack a letter for each value.
+      values: each in words.
+      budget, total: bytes of a device, given and as compiled.
+      compiled: programs that were compiled for it.
+    """
+
+    choices: tuple[str, ...]
+    values: tuple[ChosenValue, ...]
+    budget: int
+    total: int
+    compiled: int
+
+
+class _Cost(NamedTuple):
+    device: int
+    host: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """One stack's residuals, and what choices of them cost in a step, over all its layers."""
+
+    residuals: Residuals
+    layers: int
+    turns: int
+    hardware: Hardware
+
+    @functools.cached_property
+    def large(self) -> list[int]:
+        """Which values are 1% of all or more: the others are saved."""
+        sizes = [_bytes(v) for v in self.residuals.values]
+        return [at for at, n in enumerate(sizes) if 100 * n >= sum(sizes)]
+
+    def all(self, letter: str) -> str:
+        """The choice of one letter for all large values."""
+        return "".join(letter if at in self.large else "s" for at in range(len(self.residuals.values)))
+
+    @functools.cached_property
+    def _seconds(self) -> dict[int, float]:
+        return {id(eqn): _equation_seconds(eqn, self.hardware) for eqn in self.residuals.eqns}
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, float]:
+        """Seconds of a layer's forward that have passed when a variable is there."""
+        passed = itertools.accumulate(self._seconds[id(eqn)] for eqn in self.residuals.eqns)
+        return {v: now for eqn, now in zip(self.residuals.eqns, passed, strict=True) for v in eqn.outvars}
+
+    @functools.cache  # noqa: B019 of one search
+    def cost(self, choice: str) -> _Cost:
+        """Bytes that all layers leave on the device (of what is on the host, two layers) and there, and seconds."""
+        kept = self.residuals.kept(choice)
+        host = sum(_bytes(v) for v, there in zip(kept.values, kept.host, strict=True) if there)
+        device = sum(map(_bytes, kept.values)) - host
+        forward = sum(self._seconds.values())
+        again = sum(self._seconds[id(eqn)] for eqn in kept.again)
+        ended, waits, speed = [0.0, 0.0], 0.0, self.hardware.host_bandwidth or 1
+        for v in sorted((v for v, there in zip(kept.values, kept.host, strict=True) if there), key=self._when):
+            # A copy begins once its value is there, and XLA has two under way at most: kernels wait for the one before.
+            waits = max(waits, ended[-2] - self._when(v))
+            ended.append(max(ended[-1], waits + self._when(v)) + _bytes(v) / speed)
+        waits = max(waits, ended[-1] - forward) + max(0.0, host / speed - 2 * forward - again)
+        held = self.layers * device + min(2, self.layers) * host
+        return _Cost(held, self.layers * host, self.layers * self.turns * (again + waits))
+
+    def _when(self, var: Any) -> float:
+        return self._made.get(var, 0.0)
+
+    def described(self, choice: str) -> Iterator[ChosenValue]:
+        """Each value and its choice."""
+        made = {v: eqn for eqn in self.residuals.eqns for v in eqn.outvars}
+        kept = self.residuals.kept(choice).values
+        times = self.layers * self.turns
+        for at, (v, letter) in enumerate(zip(self.residuals.values, choice, strict=True)):
+            eqn, seconds = made.get(v), 0.0
+            letter = "s" if letter == "r" and v in kept else letter
+            if letter == "r":
+                saved = f"{choice[:at]}s{choice[at + 1 :]}"
+                seconds = self.cost(choice).seconds - self.cost(saved).seconds
+            elif letter == "h":
+                seconds = 2 * times * _bytes(v) / (self.hardware.host_bandwidth or 1)
+            name = "input of the layer" if eqn is None else eqn.primitive.name
+            what = f"{name} {v.aval.dtype.name}{[*v.aval.shape]}"
+            yield ChosenValue(what, jx.where(eqn) if eqn else "", self.layers * _bytes(v), WORDS[letter], seconds)
+
+
+def settle(step: AnyStep, batch: Any) -> AnyStep:
+    """The step with the fastest choices whose compiled program fits `strategy.budget`, which are its `remat_plan`.
+    Compiles up to five programs, with `offload` ten; nothing runs.
+
+    Raises ValueError where none fits: by how much, what holds it, and the nearest budget that does.
+    """
+    stacks, budget = _stacks(step, batch), _budget(step)
+    tried: dict[tuple[str, ...], _Tried] = {}
+    for letters in ("sr", "srh") if step.strategy.offload != "none" else ("sr",):
+        _fit(step, batch, stacks, budget, letters, tried)
+    fitting = [choices for choices, one in tried.items() if one.total <= budget]
+    if not fitting:
+        raise ValueError(_refused(step, stacks, tried, budget))
+    best = min(fitting, key=lambda choices: (tried[choices].seconds, tried[choices].total))
+    values = tuple(value for stack, choice in zip(stacks, best, strict=True) for value in stack.described(choice))
+    return step.choosing(best, RematPlan(best, values, budget, tried[best].total, len(tried)))
+
+
+def _fit(
+    step: Step,
+    batch: Any,
+    stacks: Sequence[_Stack],
+    budget: int,
+    letters: str,
+    tried: "dict[tuple[str, ...], _Tried]",
+) -> None:
+    """Compiles the choices of these letters that should fit, until one does and uses what there is."""
+    room = budget - sum(step.layout.bytes.values())
+    for _ in range(_COMPILED):
+        choices = _cheapest(stacks, room, letters)
+        again = choices in tried
+        if not again:
+            tried[choices] = _compiled(step.choosing(choices), batch, stacks, choices)
+        total = tried[choices].total
+        if again or budget * (1 - _NEAR) <= total <= budget or (total <= budget and {*"".join(choices)} == {"s"}):
+            return
+        held = sum(cost.device for cost in _costs(stacks, choices))
+        # A miss asks for more than it missed by, or a choice that is no smaller would come again.
+        room = held + (budget - total if total <= budget else min(budget - total, -_NEAR * budget / 4))
+
+
+class _Tried(NamedTuple):
+    """Bytes of a device as compiled, and seconds of a step as predicted; on CPUs those that choices should add."""
+
+    total: int
+    seconds: float
+
+
+def _compiled(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Tried:
+    compiled, hardware = step.compile(batch), _hardware(step)
+    (memory,) = of_step(step, batch, compiled).values()
+    if hardware is None or unread(step.mesh.devices.flat[0].platform):
+        return _Tried(memory.total, sum(cost.seconds for cost in _costs(stacks, choices)))
+    return _Tried(memory.total, predict(compiled, step, batch, hardware).seconds)
+
+
+def _budget(step: Step) -> int:
+    if step.strategy.budget:
+        return int(amount(step.strategy.budget, "B"))
+    hardware = _hardware(step)
+    if hardware is None or hardware.memory_bytes is None:
+        kind = step.mesh.devices.flat[0].device_kind
+        raise ValueError(f"remat='auto' needs a budget, as the memory of a {kind} is not known; give budget='70GB'")
+    return int(0.92 * hardware.memory_bytes)  # as `plan` keeps back 8% for what is in no program
+
+
+def _hardware(step: Step) -> Hardware | None:
+    kind = step.mesh.devices.flat[0].device_kind
+    return next((hardware for hardware in KINDS.values() if hardware.device_kind == kind), None)
+
+
+def _stacks(step: Step, batch: Any) -> list[_Stack]:
+    """The layer stacks of a step's loss, in order. On devices of which no numbers are known, costs are an H100's."""
+    loss, hardware = Step.traced(step, batch), _hardware(step) or KINDS["H100"]
+    found: dict[int, _Stack] = {}
+
+    def forward(leaves: list[Any], *inputs: Any) -> list[Any]:
+        *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
+        for at, (piece, (_, saved)) in enumerate(zip(loss.program.pieces, tape, strict=True)):
+            if isinstance(piece, Stack):
+                residuals = Residuals((), (), (), (), (), ()) if saved is None else saved.forward.residuals
+                found[at] = _Stack(residuals, piece.length, step.strategy.turns, hardware)
+        return []
+
+    jx.trace(forward, loss.leaves, *loss.inputs, axes=loss.traced_axes)
+    return list(found.values())
+
+
+def _costs(stacks: Sequence[_Stack], choices: Sequence[str]) -> list[_Cost]:
+    return [stack.cost(choice) for stack, choice in zip(stacks, choices, strict=True)]
+
+
+def _cheapest(stacks: Sequence[_Stack], room: float, letters: str) -> tuple[str, ...]:
+    """Choices of the least seconds whose bytes are no more than `room`; if none are, of the least bytes."""
+
+    def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:
+        costs = _costs(stacks, choices)
+        device = sum(cost.device for cost in costs)
+        return max(0.0, device - room), sum(cost.seconds for cost in costs), sum(cost.host for cost in costs), device
+
+    def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
+        while True:
+            nearest = min(_near(stacks, choices, letters), key=rank, default=choices)
+            if rank(nearest) >= rank(choices):
+                return choices
+            choices = nearest
+
+    starts = (tuple(stack.all(letter) for stack in stacks) for letter in letters)
+    return min(map(descend, starts), key=rank)
+
+
+def _near(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> Iterator[tuple[str, ...]]:
+    """Choices that differ in one large value, or in two of a stack."""
+    for at, (stack, choice) in enumerate(zip(stacks, choices, strict=True)):
+        single = [(i, letter) for i in stack.large for letter in letters if letter != choice[i]]
+        changes = [(one,) for one in single] + [(a, b) for a, b in itertools.combinations(single, 2) if a[0] != b[0]]
+        for change in changes:
+            other = list(choice)
+            for i, letter in change:
+                other[i] = letter
+            yield (*choices[:at], "".join(other), *choices[at + 1 :])
+
+
+def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Tried], budget: int) -> str:
+    choices = min(tried, key=lambda choices: tried[choices].total)
+    total, state = tried[choices].total, sum(step.layout.bytes.values())
+    left = sum(cost.device for cost in _costs(stacks, choices))
+    parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
+    rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
+    others = "offload='activations', " if step.strategy.offload == "none" else ""
+    return (
+        f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
+        f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "
+        "devices"
+    )
+
+
+def _equation_seconds(eqn: Any, hardware: Hardware) -> float:
+    """Of what runs as a part of what reads it: none."""
+    if cheap(eqn):
+        return 0.0
+    moved = sum(_bytes(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+    if jx.communicates([eqn], PRIMITIVES) and hardware.link_bandwidth:  # a ring sends about what it reads and writes
+        return moved / (hardware.link_bandwidth * (hardware.link_efficiency or 1))
+    flops = {dtype: 2.0 * count for dtype, (count, _) in jx.matmuls([eqn]).items()}
+    return estimated_seconds(flops, moved, hardware)
+
+
+def _bytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize

@@ -1,0 +1,139 @@
+"""remat="auto": every choice for every value has the gradients of one device; a budget is met as compiled; what cannot
+fit is refused with what holds the memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cells import check, initial
+from jax import lax
+from tensor_cells import batch_of, built
+
+import jaxpar as jp
+from jaxpar.inspect.memory import WholeAccess, of_step
+from jaxpar.inspect.predict.prediction import predict
+from jaxpar.inspect.targets import target
+from jaxpar.inspect.verify.parity import Reference
+from jaxpar.models import named
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.residuals import Residuals
+from jaxpar.slicing.slicer import Slicing, slice_program
+
+LAYERS, DIM, ROWS = 3, 6, 5
+
+
+def loss(leaves: list[jax.Array], x: jax.Array, keys: jax.Array) -> jax.Array:
+    """Two products, a softmax and dropout in each layer; the layer's input is read by nothing but its first product."""
+    up, down = leaves
+
+    def layer(c: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        kept = jax.random.bernoulli(p[2], 0.7, (ROWS, DIM))
+        return jnp.where(kept, jax.nn.softmax(jnp.sin(c @ p[0])), 0) @ p[1], None
+
+    y, _ = lax.scan(layer, x, (up, down, keys))
+    return jnp.sum(y**2)
+
+
+def arguments() -> tuple[Any, ...]:
+    first, second, third, last = jax.random.split(jax.random.key(0), 4)
+    leaves = [jax.random.normal(key, (LAYERS, DIM, DIM)) for key in (first, second)]
+    return leaves, jax.random.normal(third, (ROWS, DIM)), jax.random.split(last, LAYERS)
+
+
+def residuals(choice: str) -> tuple[Residuals, Any]:
+    """Of the stack's layers, and the gradients, with this choice."""
+    leaves, x, keys = arguments()
+    program = slice_program(
+        jx.trace(loss, leaves, x, keys)[0], Slicing(leaves, [None] * 2, remat="auto", choice=lambda stack: choice)
+    )
+    found = []
+
+    @jax.jit
+    def run(leaves: list[jax.Array]) -> Any:
+        _, tape = program.forward(WholeAccess(), leaves, [x, keys], True)
+        found.extend(saved.forward.residuals for _, saved in tape if hasattr(saved, "forward"))
+        return program.backward(WholeAccess(), leaves, tape, {0: jnp.ones(())}, [None] * 2)
+
+    grads = run(leaves)
+    return found[0], grads
+
+
+VALUES = len(residuals("s")[0].values)
+
+
+@pytest.mark.parametrize("choice", ["r", "h", *("".join("srh"[(i + n) % 3] for i in range(VALUES)) for n in range(3))])
+def test_gradients_of_every_choice(choice: str) -> None:
+    """In three of them every value is once saved, once computed again and once on the host."""
+    leaves, x, keys = arguments()
+    for ours, theirs in zip(residuals(choice)[1], jax.grad(loss)(leaves, x, keys), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_kept() -> None:
+    """Of a layer of which all is computed again its input alone, and nothing that is no larger for a choice."""
+    found = residuals("s")[0]
+    (left,) = found.kept("r").values
+    assert left in found.inputs
+    assert left.aval.shape == (ROWS, DIM)
+    assert found.kept("h").host == [v in found.values for v in found.kept("h").values]
+    assert VALUES >= 3
+
+
+MODEL, BATCH = built("scanned")[0], batch_of(8)
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
+def test_a_budget_is_met_and_training_is_as_on_one_device() -> None:
+    compiled = jp.make_train_step(MODEL, SGD, "fsdp=4,tensor=2")
+    budget = int(0.95 * of_step(compiled, BATCH, compiled.compile(BATCH))["each device"].total)
+    step = jp.make_train_step(MODEL, SGD, f"fsdp=4,tensor=2,remat=auto,budget={budget}B")
+    one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
+    grads, params = one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
+    check(step, MODEL, initial(MODEL), BATCH, 2, grads, params)
+    plan = step.settled(BATCH).remat_plan
+    assert plan.total <= budget == plan.budget
+    assert {value.choice for value in plan.values} == {"save", "recompute"}
+    told = str(step.explain(BATCH))
+    assert "layers leave" in told
+    assert "recompute" in told
+
+
+def test_what_cannot_fit_says_what_holds_it() -> None:
+    step = jp.make_train_step(MODEL, SGD, "fsdp=4,tensor=2,remat=auto,budget=1kB")
+    with pytest.raises(ValueError, match=r"budget=1.00 kB: .* needs .* at least, .* more: .* that fits is budget='0"):
+        step.compile(BATCH)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="budget='70GB' with remat='layer'"):
+        jp.Strategy(budget="70GB", remat="layer")
+    with pytest.raises(ValueError, match="'much' is no amount above 0"):
+        jp.Strategy(budget="much", remat="auto")
+    with pytest.raises(ValueError, match=r"remat='auto' with pipe=2,microbatches=2: .* use remat='layer' or 'dots'"):
+        jp.Strategy(pipe=2, microbatches=2, remat="auto")
+    with pytest.raises(ValueError, match="the memory of a cpu is not known; give budget='70GB'"):
+        jp.make_train_step(MODEL, SGD, "fsdp=8,remat=auto").compile(BATCH)
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+def test_between_all_and_nothing_it_is_faster_than_recomputing_layers() -> None:
+    it, devices = named("llama3-8b", layers=8, dim=1024, heads=8, kv_heads=4, ffn=4096, vocab=2048), target("2xH100")
+    batch = it.example(2, 8192)
+
+    def made(text: str) -> tuple[Any, int, float]:
+        step = jp.make_train_step(it.model, SGD, f"fsdp=2,precision=bf16,{text}", devices.devices)
+        compiled = step.compile(batch)
+        seconds = predict(compiled, step, batch, devices.hardware).seconds
+        return step, of_step(step, batch, compiled)["each device"].total, seconds
+
+    _, most, fastest = made("remat=none")
+    _, least, slowest = made("remat=layer")
+    step, used, seconds = made(f"remat=auto,budget={(most + least) // 2}B")
+    assert least < used <= (most + least) // 2
+    assert fastest < seconds < slowest
+    assert step.settled(batch).remat_plan.total == used

@@ -1,0 +1,123 @@
+"""What layers leave for their backwards on the host: gradients as on one device; what is moved and when, as traced, and
+as compiled for H100s, where the copies run beside kernels.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+import pytest
+from cells import Compiled, check, initial
+from tensor_cells import LENGTH, batch_of, built
+
+import jaxpar as jp
+from jaxpar.inspect.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
+from jaxpar.inspect.predict.prediction import predict
+from jaxpar.inspect.targets import target
+from jaxpar.inspect.verify.parity import Reference
+from jaxpar.models import named
+from jaxpar.program.walk import visit
+
+MODEL, BATCH = built("scanned")[0], batch_of(8)
+LAYERS, DIM = 5, 64
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
+@functools.cache
+def step_of(strategy: str) -> Any:
+    return jp.make_train_step(MODEL, SGD, f"{strategy},offload=activations")
+
+
+@functools.cache
+def one_device() -> Any:
+    one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
+    return one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
+
+
+CELLS = (
+    "fsdp=8",
+    "data=2,fsdp=2,tensor=2,sequence=true,remat=layer,microbatches=2,prefetch=1",
+    "fsdp=4,zero=2,context=2,remat=dots,microbatches=2,concurrent=2",
+)
+
+
+@pytest.mark.parametrize("strategy", CELLS)
+def test_parity_with_one_device(strategy: str) -> None:
+    check(step_of(strategy), MODEL, initial(MODEL), BATCH, 2, *one_device())
+
+
+def moves(strategy: str) -> dict[Any, tuple[int, int]]:
+    """By the memory to which a device of the step moves arrays: how many, and bytes."""
+    found: dict[Any, tuple[int, int]] = {}
+    for eqn, runs in visit(step_of(strategy).trace(BATCH).eqns):
+        if eqn.primitive.name == "device_put" and isinstance(to := eqn.params["devices"][0], jax.memory.Space):
+            count, size = found.get(to, (0, 0))
+            aval = eqn.outvars[0].aval
+            found[to] = count + runs, size + runs * aval.size * aval.dtype.itemsize
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows", "positions"), [(CELLS[1], 1, LENGTH // 2), ("fsdp=8,remat=layer", 1, LENGTH)]
+)
+def test_of_recomputed_layers_the_inputs_alone_are_moved(strategy: str, rows: int, positions: int) -> None:
+    """To the host each layer's once a microbatch; back, one iteration early, one more than there are layers."""
+    step = step_of(strategy)
+    array, m = rows * positions * DIM * 4, step.strategy.microbatches
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    assert moves(strategy) == {
+        host: (m * LAYERS, m * LAYERS * array),
+        device: (m * (LAYERS + 1), m * (LAYERS + 1) * array),
+    }
+
+
+def test_refusals() -> None:
+    with pytest.raises(
+        ValueError, match="pipe=4,microbatches=4: stages keep it in slots on their device; use remat='layer'"
+    ):
+        jp.Strategy(pipe=4, microbatches=4, offload="activations")
+    with pytest.raises(ValueError, match="server=true: a server's replicas keep it"):
+        jp.Strategy(data=8, server=True, offload="activations")
+    with pytest.raises(ValueError, match=r"offload='activation' is unknown.*did you mean 'activations'"):
+        jp.Strategy(offload="activation")
+    mlp = built("mlp")[0]
+    with pytest.raises(ValueError, match="the model has no stack; scan the layers"):
+        jp.make_train_step(mlp, SGD, "fsdp=8,offload=activations").trace(batch_of(8))
+
+
+def beside(operations: tuple[Operation, ...]) -> list[tuple[HostCopy, bool]]:
+    """Every copy of these operations, and whether a kernel that computes runs while it is under way."""
+    found = []
+    for at, one in enumerate(operations):
+        if isinstance(one, HostCopy):
+            end = next(n for n, other in enumerate(operations) if isinstance(other, Done) and other.name == one.name)
+            found.append((one, any(isinstance(x, Kernel) and x.computes for x in operations[at:end])))
+    return found
+
+
+@pytest.mark.cuda_compiler
+def test_compiled_for_gpus() -> None:
+    """Temporaries fall by what the host holds, but for two layers' worth; every copy is asynchronous, and in a loop it
+    runs beside kernels.
+    """
+    layers, rows, devices = 8, 2, target("2xH100")
+    it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
+    batch, left = it.example(rows, 4096), 4096 * 1024 * 2
+    made = lambda text: Compiled.of(
+        jp.make_train_step(it.model, optax.sgd(0.1), f"fsdp=2,precision=bf16,{text}", devices.devices), batch
+    )
+    there, here = made("remat=layer,offload=activations"), made("remat=layer")
+    assert there.memory.host_temp_size_in_bytes == layers * left
+    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes - (layers - 2) * left
+
+    program = Executable(there.text, there.step.mesh)
+    loops = [one for one in program.operations if isinstance(one, While) and beside(one.body)]
+    found = [(copy, hidden, loop.trips) for loop in loops for copy, hidden in beside(loop.body)]
+    assert sorted((copy.to_host, copy.bytes, copy.waits, hidden, trips) for copy, hidden, trips in found) == [
+        (False, left, False, True, layers),
+        (True, left, False, True, layers),
+    ]
+    copies = predict(program, there.step, batch, devices.hardware).copies
+    assert sum(part.bytes for part in copies) == (2 * layers + 1) * left  # the last layer comes back before the loop
+    assert sum(part.exposed for part in copies) < 0.2 * sum(part.seconds for part in copies)
