@@ -193,6 +193,16 @@ def _models() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("strategy", ["tensor=2", "expert=2"])
+def test_no_layout_chooses_other_products(strategy: str) -> None:
+    """A weight of which tensor ranks take a part was none that could be followed: its products stayed in bfloat16."""
+    model, text = _models()["mixtral"], _text()
+    one = jp.make_train_step(model, SGD, "single,precision=fp8")
+    step = jp.make_train_step(model, SGD, f"{strategy},precision=fp8", mesh=jax.devices()[:2])
+    assert _traced(step, text) == _traced(one, text)
+    assert not step.tracing.fp8["layers/ffn/experts/down"].why
+
+
 @functools.cache
 def _one_device(name: str) -> tuple[Any, Any, Any]:
     """Initial parameters, gradients of the first step, and parameters after the last; within `wide`."""
