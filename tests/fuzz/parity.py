@@ -193,6 +193,10 @@ STRATEGIES: Sequence[tuple[str, int]] = (
     ("fsdp=2,microbatches=4,concurrent=2,prefetch=1,remat=layer", 2),
     ("tensor=2,sequence=true,microbatches=2,concurrent=2", 2),
     ("expert=2,fsdp=2,microbatches=2,concurrent=2", 4),
+    ("fsdp=2,kernels=fused", 2),
+    ("fsdp=2,microbatches=2,offload=activations", 2),
+    ("tensor=2,fsdp=2,remat=auto,budget=1GB,offload=activations", 4),
+    ("pipe=2,stages=layers,microbatches=4,fsdp=2,prefetch=1", 4),
 )
 
 
