@@ -38,7 +38,6 @@ from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
 from .step.server import ServerStep
-from .step.tracing import Traced
 from .strategy import PER_RANK, Strategy, as_strategy
 
 
@@ -162,6 +161,8 @@ class TrainStep(Step):
         self._proven: set[Any] = set()
         self._saves: dict[Any, Checkpoints] = {}
         self._settled: dict[Any, TrainStep] = {}
+        if self.strategy.remat == "auto":
+            self.settle = self._chosen
 
     def __repr__(self) -> str:
         kinds = next(iter({device.device_kind for device in self.mesh.devices.flat}))
@@ -298,38 +299,16 @@ class TrainStep(Step):
             self._prove(batch, compiled)
         return compiled
 
-    def traced(self, batch: Any) -> Traced:
-        """The loss of one microbatch as the program that each device runs, and what it reads; traced once for batches
-        of one shape, and compiled only as `remat="auto"` asks for it.
-
-        Args:
-          batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
-
-        Returns the record `Traced`, all of it abstract: `program` has the loss in pieces, `outputs` the positions of
-        its results, `schedule` and `axes` how a step runs it. Raises ValueError where the strategy cannot run it, or
-        the batch's rows do not fit.
-        """
-        return super(TrainStep, self.settled(batch)).traced(batch)
-
-    def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
-        step = self
-        if self.strategy.remat == "auto":  # what is placed is global already
-            step = self.settled(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch))
-        return super(TrainStep, step)._function(name, batch, inside)
-
-    def settled(self, batch: Any) -> "TrainStep":
-        """This step; with remat="auto" the one that has chosen what becomes of what layers leave of a batch of these
-        shapes, arrays or `jax.ShapeDtypeStruct`; see `inspect/remat.py`, which compiles some programs.
+    def _chosen(self, batch: Any) -> "TrainStep":
+        """With remat="auto", this step with its choices for a batch of these `jax.ShapeDtypeStruct`; see
+        `inspect/remat.py`, which compiles some programs.
 
         Raises ValueError where none of them fits the budget: what holds the memory, and the nearest budget that does.
         """
-        if self.strategy.remat != "auto" or self.tracing.choices:
-            return self
-        kind = kind_of(shapes := self.shapes(batch))
-        if kind not in self._settled:
+        if (kind := kind_of(batch)) not in self._settled:
             trial = copy.copy(self)
-            trial.proves = False  # what is chosen is proven, and not what was tried
-            self._settled[kind] = settle(trial, shapes)
+            trial.proves, trial.settle = False, None  # what is chosen is proven, and not what was tried
+            self._settled[kind] = settle(trial, batch)
         return self._settled[kind]
 
     def explain(self, batch: Any) -> Explanation:
@@ -341,7 +320,8 @@ class TrainStep(Step):
         Args:
           batch: as for `compile`.
         """
-        return _explain(self.settled(batch), self.shapes(batch) if self.rows == "host" else batch)
+        step = self if self.settle is None else self._chosen(self.shapes(batch))
+        return _explain(step, self.shapes(batch) if self.rows == "host" else batch)
 
     def check_replicas(self, state: State) -> None:
         """Raise ValueError where two devices that should hold the same of an array do not, to the bit; it names the

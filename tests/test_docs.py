@@ -229,7 +229,9 @@ def test_what_other_libraries_call_it_is_a_strategy() -> None:
         if text in PRESETS:
             tried.add(str(jp.Strategy.parse(text)))
         elif words:
-            others = {axis: "2" for axis in ("pipe", "context", "tensor") if axis not in words}
+            layered = words.get("remat") == "auto" or "offload" in words  # not beside pipe
+            axes = ("context", "tensor", *([] if layered else ["pipe"]))
+            others = {axis: "2" for axis in axes if axis not in words}
             tried.update(words)
             jp.Strategy.parse(",".join(f"{name}={value}" for name, value in (others | words).items()))
     assert {"context", "expert", "attention", "schedule", "chunks", "fsdp=-1"} <= tried

@@ -41,7 +41,8 @@ _NEAR = 0.02  # of the budget: a choice that is so near is not tried to be bette
 WORDS = {"s": "save", "r": "recompute", "h": "host"}
 
 
-class ChosenValue(NamedTuple):
+@dataclass(frozen=True)
+class ChosenValue:
     """What becomes of one value of a stack's layers.
 
     Attributes:

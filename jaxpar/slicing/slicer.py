@@ -38,10 +38,10 @@ class Slicing:
         of them is cut into stages, and slices no others; no other stack slices them.
       axes: mesh axes that the program may name, name -> size.
       remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack;
-        or "auto", what `choice` says.
+        or "auto", what `choices` say.
       sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
         its backward, but gathered again.
-      choice: from the number of a stack to what becomes of what its layers save (`Residuals.kept`).
+      choices: of each stack what becomes of what its layers save (`Residuals.kept`); `otherwise` where there are none.
     """
 
     params: Sequence[Any]
@@ -50,7 +50,8 @@ class Slicing:
     axes: Mapping[str, int] = field(default_factory=dict)
     remat: Any = "none"
     sequence: bool = False
-    choice: Callable[[int], str] = lambda stack: "s"
+    choices: tuple[str, ...] = ()
+    otherwise: str = "s"
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing, number: int) -> 
         tuple(outs),
         tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
         how.remat == "twice",
-        how.choice(number),
+        how.choices[number] if how.choices else how.otherwise,
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)

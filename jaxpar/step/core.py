@@ -114,6 +114,7 @@ class Step(FirstState, Intake):
         self._jitted: dict[Any, Any] = {}
 
     remat_plan: Any = None  # what remat="auto" chose (`inspect/remat.py`)
+    settle: Callable[[Any], Any] | None = None  # with remat="auto": of a batch's shapes, this step with its choices
 
     def choosing(self, choices: tuple[str, ...], plan: Any = None) -> Self:
         """This step where `choices` say what becomes of what each stack's layers save (`Residuals.kept`)."""
@@ -195,12 +196,14 @@ class Step(FirstState, Intake):
           batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
 
         Returns the record `Traced`, all of it abstract: `program` has the loss in pieces, `outputs` the positions of
-        its results, `schedule` and `axes` how a step runs it. Nothing is compiled; a loss is traced once for batches
-        of one shape. Raises ValueError where the strategy cannot run it, or the batch's rows do not fit.
+        its results, `schedule` and `axes` how a step runs it. Nothing is compiled, unless `remat="auto"` has still to
+        choose; a loss is traced once for batches of one shape. Raises ValueError where the strategy cannot run it, or
+        the batch's rows do not fit.
         """
         batch, state = self.shapes(batch), self.abstract_state()
-        variables = jax.eval_shape(self.local.opened, state.variables)
-        return self.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
+        step = self if self.settle is None else self.settle(batch)
+        variables = jax.eval_shape(step.local.opened, state.variables)
+        return step.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
 
     def may_couple(self, batch: Any) -> bool:
         """Whether reading the loss has left open if it couples rows, which was a warning; it is traced at most once."""
@@ -236,6 +239,9 @@ class Step(FirstState, Intake):
 
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """The jitted function; `inside` a caller's `jit` nothing is donated."""
+        if self.settle is not None:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+            return self.settle(shapes)._function(name, batch, inside)
         leaves, tree = jax.tree.flatten(batch)
         key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if key not in self._jitted:

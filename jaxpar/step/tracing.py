@@ -261,9 +261,8 @@ class Tracing:
         if self.strategy.precision == "fp8":
             local = self._fp8_program(rolled, local)
         every = "s" if self.strategy.offload == "none" else "h"
-        choice = lambda stack: self.choices[stack] if self.choices else every
         remat, sequence = self.strategy.remat, self.strategy.sequence
-        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, choice)
+        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, self.choices, every)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))

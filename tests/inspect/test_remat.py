@@ -48,7 +48,7 @@ def residuals(choice: str) -> tuple[Residuals, Any]:
     """Of the stack's layers, and the gradients, with this choice."""
     leaves, x, keys = arguments()
     program = slice_program(
-        jx.trace(loss, leaves, x, keys)[0], Slicing(leaves, [None] * 2, remat="auto", choice=lambda stack: choice)
+        jx.trace(loss, leaves, x, keys)[0], Slicing(leaves, [None] * 2, remat="auto", choices=(choice,))
     )
     found = []
 
@@ -94,7 +94,7 @@ def test_a_budget_is_met_and_training_is_as_on_one_device() -> None:
     one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
     grads, params = one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
     check(step, MODEL, initial(MODEL), BATCH, 2, grads, params)
-    plan = step.settled(BATCH).remat_plan
+    plan = step.settle(BATCH).remat_plan
     assert plan.total <= budget == plan.budget
     assert {value.choice for value in plan.values} == {"save", "recompute"}
     told = str(step.explain(BATCH))
@@ -136,4 +136,4 @@ def test_between_all_and_nothing_it_is_faster_than_recomputing_layers() -> None:
     step, used, seconds = made(f"remat=auto,budget={(most + least) // 2}B")
     assert least < used <= (most + least) // 2
     assert fastest < seconds < slowest
-    assert step.settled(batch).remat_plan.total == used
+    assert step.settle(batch).remat_plan.total == used

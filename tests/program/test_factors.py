@@ -149,10 +149,10 @@ NOT_BY_FACTORS = {
 }
 
 
-# Those of Equinox, where something has imported it.
+# Those of Equinox and lineax, where something has imported them.
 OTHERS = """
-announce_jaxpr maybe_set noinline nonbatchable nondifferentiable_backward nontraceable select_if_vmap unvmap_all
-unvmap_any unvmap_max vprim
+announce_jaxpr linear_solve maybe_set noinline nonbatchable nondifferentiable_backward nontraceable select_if_vmap
+unvmap_all unvmap_any unvmap_max vprim
 """
 
 

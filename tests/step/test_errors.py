@@ -431,9 +431,7 @@ def test_what_was_said_by_python_or_by_nobody() -> None:
     for steps in (0, 1.5, True):
         raises(lambda steps=steps: jp.verify(jp.Model(weights, square), "ddp", {"x": X}, steps), "whole number from 1")
     raises(lambda: jp.plan("llama", {"x": X}, "8xH100"), "model is a str", "jp.from_nnx")
-    raises(
-        lambda: jp.plan(jp.Model(weights, square), {"x": X}, "8xH100", precision="fp8"), "precision='fp8' is unknown"
-    )
+    raises(lambda: jp.plan(jp.Model(weights, square), {"x": X}, "8xH100", precision="f8"), "precision='f8' is unknown")
     raises(lambda: from_hf(None), "from_hf(None)", "a folder, or a state dict")
     raises(lambda: images.folder("/", size="8"), "size='8'", "whole number from 1")
     assert pickle.loads(pickle.dumps(jp.Strategy(fsdp=2))) == jp.Strategy(fsdp=2)

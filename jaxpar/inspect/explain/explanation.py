@@ -127,7 +127,7 @@ class Explanation:
             "checks": checks,
             "transfers": [dataclasses.asdict(t) for t in self.transfers],
             "moves": [move.json() for move in self.moves],
-            "values": [value._asdict() for value in self.values],
+            "values": [dataclasses.asdict(value) for value in self.values],
             "remarks": list(self.remarks),
         }
 
