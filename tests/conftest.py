@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
         if not config.getoption("--every"):
             places: dict[str, Iterator[int]] = defaultdict(itertools.count)
-            sampled = {item for item in items if item.get_closest_marker("sampled")}
+            sampled = [item for item in items if item.get_closest_marker("sampled")]  # in their order
             others = {item for item in sampled if next(places[item.nodeid.partition("[")[0]]) % SAMPLE}
             config.hook.pytest_deselected(items=[*others])
             items[:] = [item for item in items if item not in others]
