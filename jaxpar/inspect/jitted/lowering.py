@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...program.walk import is_literal, opened, visit
 from ..targets.devices import Target
@@ -67,11 +67,17 @@ def meshes_of(fn: Any, args: Any) -> list[Any]:
 def on_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, Mesh]:
     """Lowered for the target, and the mesh there. The program's parameters are `given[i]`, its arrays in their order.
 
-    Raises ValueError where arguments and program name no mesh of as many devices as the target has.
+    Raises ValueError where arguments and program name no mesh of as many devices as the target has, and from jax 0.12
+    on for a mesh of explicit axes.
     """
     arrays = _arrays(args)
     closed = jax.make_jaxpr(_flat(fn, args))(*arrays)
     to = _Moved(max(_meshes(closed, arrays), key=lambda mesh: mesh.size, default=None), target)
+    if AxisType.Explicit in to.mesh.axis_types and jax.__version_info__ >= (0, 12):
+        raise ValueError(
+            f"the step's mesh has explicit axes, and jax {jax.__version__} has the kind of its devices in every type, "
+            f"where target={target.name!r} cannot be put; give the mesh axis_types=(AxisType.Auto, ...)"
+        )
     jaxpr, consts = opened(closed)
     program, inputs, params = closed, jaxpr.invars, dict[str, Any]()
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in _JITS:  # what is jitted is what is compiled

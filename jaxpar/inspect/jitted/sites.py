@@ -26,7 +26,7 @@ _LIBRARIES = ("flax", "optax", "equinox", "haiku", "chex", "jaxpar")  # JAX leav
 # An array behind these is the same, or a part of it.
 _SAME = frozenset("bitcast bitcast-convert convert reshape transpose slice dynamic-slice opt-barrier".split())
 _SAME |= {f"{kind}{part}" for kind in ("copy", "all-gather") for part in ("", "-start", "-done")}
-
+_MOVES = frozenset("squeeze reshape transpose slice dynamic_slice".split())  # as jax 0.12 names a scan's slices
 
 Said = tuple[str, str, str, tuple[int, ...], bool]  # of a site, from its source on
 
@@ -130,8 +130,9 @@ class _Reader:
             again = again and self._by_place(block, users, one)
             found = []
             for at, name in enumerate(one.operands[:1] if of.kind == "ragged-all-to-all" else one.operands):
-                own = one
-                if not one.source or len(one.operands) > 1:  # combined: a sum is named by its terms, else by its use
+                own, moves = one, one.source.partition(";")[0].rpartition("/")[2] in _MOVES
+                # Combined, a sum is named by its terms, else by its use; so is a gather of what is only moved.
+                if not one.source or len(one.operands) > 1 or (moves and "reduce" not in of.kind):
                     used = None if "reduce" in of.kind else self._use(users, one, at)
                     own = used or self._named(block, name) or one
                 shape = self._made[block][name].shape
