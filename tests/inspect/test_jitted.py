@@ -31,6 +31,7 @@ NEWER = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 named_by_use = pytest.mark.skipif(NEWER, reason="jax 0.12 names collectives by other operations than those they serve")
 
 
+@pytest.mark.cuda_compiler
 @pytest.mark.skipif(not NEWER, reason="older jax has no kind of devices in types that it compares")
 def test_explicit_axes_are_refused_where_types_name_devices() -> None:
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
