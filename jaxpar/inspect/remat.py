@@ -33,7 +33,7 @@ from .compiled.compiler_remarks import unread
 from .memory import WholeAccess, of_step
 from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict
-from .targets.hardware import KINDS, Hardware
+from .targets.hardware import KINDS, RESERVE, Hardware, of_device_kind
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 _COMPILED = 5  # programs, without the host and with it
@@ -215,17 +215,16 @@ def _budget(step: Step) -> int:
     if hardware is None or hardware.memory_bytes is None:
         kind = step.mesh.devices.flat[0].device_kind
         raise ValueError(f"remat='auto' needs a budget, as the memory of a {kind} is not known; give budget='70GB'")
-    return int(0.92 * hardware.memory_bytes)  # as `plan` keeps back 8% for what is in no program
+    return int((1 - RESERVE) * hardware.memory_bytes)
 
 
 def _hardware(step: Step) -> Hardware | None:
-    kind = step.mesh.devices.flat[0].device_kind
-    return next((hardware for hardware in KINDS.values() if hardware.device_kind == kind), None)
+    return of_device_kind(step.mesh.devices.flat[0].device_kind)
 
 
 def _stacks(step: Step, batch: Any) -> list[_Stack]:
     """The layer stacks of a step's loss, in order. On devices of which no numbers are known, costs are an H100's."""
-    loss, hardware = Step.traced(step, batch), _hardware(step) or KINDS["H100"]
+    loss, hardware = step.traced(batch), _hardware(step) or KINDS["H100"]
     found: dict[int, _Stack] = {}
 
     def forward(leaves: list[Any], *inputs: Any) -> list[Any]:

@@ -60,13 +60,13 @@ def _expanded(closed: Any) -> Any:
             ins = list(map(read, eqn.invars))
             with jx.source_info_of(eqn):
                 if (own := _implementation(eqn)) is not None:
-                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(_type, eqn.invars))))(*ins)
+                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(jx.type_of, eqn.invars))))(*ins)
                 else:
                     outs = jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    return jax.make_jaxpr(run)(*map(_type, jaxpr.invars))
+    return jax.make_jaxpr(run)(*map(jx.type_of, jaxpr.invars))
 
 
 def _inside(value: Any) -> Any:
@@ -79,7 +79,3 @@ def _inside(value: Any) -> Any:
         items = map(_inside, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
-
-
-def _type(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))

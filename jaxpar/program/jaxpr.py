@@ -24,7 +24,7 @@ from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels
 from .primitives import PRODUCTS
-from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit
+from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit, with_programs
 from .walk import Scan as Scan
 from .walk import programs as programs
 from .walk import scan_parts as scan_parts
@@ -44,6 +44,11 @@ class Flat:
     invars: tuple[Any, ...]
     outvars: tuple[Any, ...]
     eqns: tuple[Any, ...]
+
+
+def type_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """An atom's shape and dtype, for whom a trace begins."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
 
 def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats: bool = False) -> tuple[Flat, Any]:
@@ -109,12 +114,7 @@ def _unconstrained(eqn: Any) -> Any:
     of a mesh. A function's own derivatives, which are no jaxpr yet, keep theirs.
     """
 
-    def inside(value: Any) -> Any:
-        if type(value) is tuple:  # of branches, and no record
-            return tuple(map(inside, value))
-        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
-            return value
-        jaxpr, consts = opened(value)
+    def inside(jaxpr: Any) -> Any:
         env: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
@@ -136,11 +136,10 @@ def _unconstrained(eqn: Any) -> Any:
                 env[inner.outvars[0]] = ins[0]
             else:
                 eqns.append(_unconstrained(inner.replace(invars=ins, outvars=list(map(new, inner.outvars)))))
-        jaxpr = jaxpr.replace(**outer, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
-        return jec.ClosedJaxpr(jaxpr, consts) if hasattr(value, "consts") else jaxpr
+        return jaxpr.replace(**outer, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
 
-    named = ("sharding", "out_sharding")
-    return eqn.replace(params={name: None if name in named else inside(x) for name, x in eqn.params.items()})
+    eqn = with_programs(eqn, inside)
+    return eqn.replace(params=eqn.params | {name: None for name in ("sharding", "out_sharding") if name in eqn.params})
 
 
 def _holds_scan(jaxpr: Any) -> bool:

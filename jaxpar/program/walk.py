@@ -55,6 +55,20 @@ def visit(
                 yield from visit(jaxpr.eqns, into, inside)
 
 
+def with_programs(eqn: Any, of: Callable[[Any], Any]) -> Any:
+    """An equation with what `of` makes of each open jaxpr that it holds: branches, bodies, calls."""
+
+    def made(value: Any) -> Any:
+        if type(value) is tuple:  # of branches, and no record
+            return tuple(map(made, value))
+        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
+            return value
+        jaxpr, consts = opened(value)
+        return jec.ClosedJaxpr(of(jaxpr), consts) if hasattr(value, "consts") else of(jaxpr)
+
+    return eqn.replace(params={name: made(x) for name, x in eqn.params.items()})
+
+
 @dataclass(frozen=True)
 class Scan:
     """A `scan` equation by its parts: body inputs are consts + carry + xs, outputs are carry + ys."""

@@ -19,7 +19,7 @@ from ...text import few
 from ..compiled.hlo import Instruction, arrays
 from ..compiled.kernels import Executable
 from ..predict import Part, predict
-from ..targets.hardware import KINDS, Hardware
+from ..targets.hardware import KINDS, Hardware, of_device_kind
 from .proof import Finding
 
 WAITS = 0.1  # of a collective's own seconds: so much may wait of one of parameters
@@ -44,13 +44,12 @@ def hardware_of(step: Step) -> Hardware:
             "compile for GPUs, which need not be there: make_train_step(..., mesh=target('16xH100').devices), with "
             "target of jaxpar.inspect.targets"
         )
-    kinds = [kind for kind in KINDS.values() if kind.device_kind == device.device_kind]
-    if not kinds:
+    if (known := of_device_kind(device.device_kind)) is None:
         raise ValueError(
             f"overlap: {device.device_kind} is none of {', '.join(KINDS)}, whose numbers are known; give those of this "
             "one, overlap=jaxpar.inspect.targets.kinds.load(file)"
         )
-    return kinds[0]
+    return known
 
 
 def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> Iterator[Finding]:

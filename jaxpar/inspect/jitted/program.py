@@ -16,6 +16,7 @@ from ...machines import hosts_of
 from ..check.resharding import axes_of
 from ..compiled.compiler_remarks import unread
 from ..compiled.kernels import Executable, devices_of
+from ..compiled.memory import program_memory
 from ..targets.devices import Target
 from ..targets.devices import target as target_of
 from .lowering import UNNAMED, as_given, is_array, meshes_of, on_target, paths_of
@@ -166,7 +167,8 @@ def _read(
         hosts=None if devices is None else tuple(hosts_of(devices).ravel().tolist()),
         platform=platform,
         kind=kind,
-        memory=None if compiled is None else _memory(compiled.memory_analysis()),
+        memory=compiled
+        and JittedMemory(**program_memory(compiled), taken_over=compiled.memory_analysis().alias_size_in_bytes),
         arguments=None if compiled is None else tuple(_arguments(compiled, paths)),
         target=target,
         names=names,
@@ -177,11 +179,6 @@ def _read(
 def _platform_of(text: str) -> str:
     """Of whose compiler a text is, by what only its programs have: arrays in tiles, or kernels in queues."""
     return "tpu" if re.search(r":T\(\d+", text) else "gpu" if '"operation_queue_id"' in text else "cpu"
-
-
-def _memory(found: Any) -> JittedMemory:
-    parts = [getattr(found, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")]
-    return JittedMemory(*parts, total=sum(parts[:3]) - parts[3])
 
 
 def _shardings(compiled: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from ...program.collectives import on_the_wire
+from ...program.primitives import having
 from ...text import size
 from ..check.resharding import only_cut, users_of
 from ..compiled.entry import Nesting, whole
@@ -26,7 +27,7 @@ _LIBRARIES = ("flax", "optax", "equinox", "haiku", "chex", "jaxpar")  # JAX leav
 # An array behind these is the same, or a part of it.
 _SAME = frozenset("bitcast bitcast-convert convert reshape transpose slice dynamic-slice opt-barrier".split())
 _SAME |= {f"{kind}{part}" for kind in ("copy", "all-gather") for part in ("", "-start", "-done")}
-_MOVES = frozenset("squeeze reshape transpose slice dynamic_slice".split())  # as jax 0.12 names a scan's slices
+_MOVES = frozenset((*having("moves"), "dynamic_slice"))  # as jax 0.12 names a scan's slices
 
 Said = tuple[str, str, str, tuple[int, ...], bool]  # of a site, from its source on
 

@@ -18,6 +18,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from ...cpu_compiler import cpu_options
+from ...layout.precision import all_finite
 from ...layout.state import State
 from ...model.batches import rows_of
 from ...model.model import is_replicated
@@ -199,12 +200,12 @@ class Replay:
         of_block = lambda args: self._gradients(seed, *args)
         for block in blocks:
             grads = of_block(self.inputs(*block))
-            bad += [block] * (not _all_finite(grads))
+            bad += [block] * (not all_finite(grads))
             dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.tuned]
             sums = [total + g.astype(dtype) for total, g, dtype in zip(sums, grads, dtypes, strict=True)]
         if bad:
             backward = functools.partial(self.gradients, seed)
-            alone = lambda args: not _all_finite(of_block(args))
+            alone = lambda args: not all_finite(of_block(args))
             return self.explained("backward", backward, bad, len(blocks), alone)
         unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
         self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
@@ -285,7 +286,3 @@ def _whole(x: Any) -> Any:
     if x.is_fully_replicated:
         return x.addressable_data(0)
     return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-
-
-def _all_finite(tree: Any) -> bool:
-    return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree))

@@ -226,3 +226,8 @@ _TPUS = (
 )
 
 KINDS = {hardware.kind: hardware for hardware in (*_GPUS, *_TPUS)}
+
+
+def of_device_kind(name: str) -> Hardware | None:
+    """The kind whose devices JAX calls so (`device.device_kind`); None where no numbers of it are known."""
+    return next((hardware for hardware in KINDS.values() if hardware.device_kind == name), None)

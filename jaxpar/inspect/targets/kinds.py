@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ...files import text_of
-from .hardware import DTYPES, KINDS, Hardware, peaks_of
+from .hardware import DTYPES, KINDS, Hardware, of_device_kind, peaks_of
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Hardware)}
 _WHOLE = ("memory_bytes", "per_host")
@@ -65,8 +65,8 @@ def capture(kind: str = "attached") -> Hardware:
             f"capture({kind!r}) needs a GPU, and JAX runs on {device.platform!r}; describe it in a file "
             f"(jaxpar.inspect.targets.kinds.load), like one of {', '.join(KINDS)}"
         )
-    same = next((hardware for hardware in KINDS.values() if hardware.device_kind == device.device_kind), None)
-    known = same or Hardware(kind=kind, device_kind=device.device_kind, peaks=peaks_of(device.device_kind))
+    name = device.device_kind
+    known = of_device_kind(name) or Hardware(kind=kind, device_kind=name, peaks=peaks_of(name))
     stats = device.memory_stats() or {}
     return dataclasses.replace(
         known,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...program import jaxpr as jx
+from ...program import primitives
 
 Labels = tuple[Any, ...]  # of each dim: "t" of queries, "s" of keys, "b" another, None of one element
 
@@ -31,20 +32,23 @@ class Scope:
     """A program, and the one around it as far as its inputs are values of that.
 
     Attributes:
-      eqns: its equations.
+      flat: the program.
       consts: the arrays that it closed over, by variable.
       around: the program that holds it, None of a whole one.
       outer: of its inputs, those that are values of that program as they are.
-      flat: the program itself, where another holds it.
-      inner: the programs that its equations hold, by `id` and parameter.
+      found: by `id` of an equation the attention that ends there, or the program that it holds, where that has some.
     """
 
-    eqns: tuple[Any, ...]
+    flat: jx.Flat
     consts: Mapping[Any, Any]
     around: "Scope | None" = None
     outer: Mapping[Any, Any] = field(default_factory=dict)
-    flat: Any = None
-    inner: dict[int, dict[str, "Scope"]] = field(default_factory=dict)
+    found: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def eqns(self) -> tuple[Any, ...]:
+        """Its equations."""
+        return self.flat.eqns
 
     @functools.cached_property
     def _made(self) -> dict[Any, Any]:
@@ -156,7 +160,10 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
     labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
     if (eqn := scope.made(atom)) is not None:
         try:
-            return _of_equation(eqn, labels, scope)
+            value = _of_equation(eqn, labels, scope)
+            if isinstance(value, Linear) and atom.aval.dtype.name not in _COUNTS:
+                raise Hindered(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
+            return value
         except Hindered:
             if not _is_ids(atom, labels):
                 raise
@@ -204,7 +211,7 @@ def _counted(side: str, plus: float) -> Linear:
 
 def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     """What the result of an equation is, from its operands. Raises Hindered."""
-    name, ins, params = eqn.primitive.name, eqn.invars, eqn.params
+    name, ins, params, known = eqn.primitive.name, eqn.invars, eqn.params, primitives.of(eqn)
     of = lambda atom, labels: describe(atom, labels, scope, eqn)
     same = lambda atom: of(atom, labels if jx.is_literal(atom) or atom.aval.shape else ())
     if name == "iota":
@@ -219,7 +226,7 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     elif name == "transpose":
         back = dict(zip(map(int, params["permutation"]), labels, strict=True))
         return of(ins[0], tuple(back[d] for d in range(len(back))))
-    elif name in ("reshape", "squeeze", "expand_dims"):
+    elif known.moves and known.view:
         shape = ins[0].aval.shape
         if ones_dropped(shape) == ones_dropped(eqn.outvars[0].aval.shape):
             wide = iter([x for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if n != 1])
@@ -229,10 +236,10 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
         if name == "dynamic_slice" or not params["strides"] or set(params["strides"]) == {1}:
             first = {x: int(n) for x, n in zip(labels, starts, strict=True) if x is not None}
             return _sliced(of(ins[0], labels), first.get("t", 0), first.get("s", 0), eqn)
-    elif name in ("copy", "name", "optimization_barrier", "reduce_precision", "stop_gradient"):
-        return of(ins[0], labels)
     elif name == "convert_element_type":
         return _each(np.dtype(params["new_dtype"]).type, of(ins[0], labels), eqn)
+    elif name == "name" or (known.elementwise and known.view):
+        return of(ins[0], labels)
     elif name in _ALONE:
         return _each(_ALONE[name], same(ins[0]), eqn)
     elif name in _TOGETHER:
@@ -357,6 +364,7 @@ def _by_two(a: Seen, b: Seen, both: float, first: float, second: float, none: fl
     raise Hindered(eqn, "has more than two values")
 
 
+_COUNTS = ("int32", "int64", "float32", "float64")  # that have every position, and every distance
 HIDING = -1e4  # what is added to a score so that its weight is nothing: exp underflows, whatever other scores are
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")

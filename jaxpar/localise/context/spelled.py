@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from ...ops.attention import attention
 from ...program import jaxpr as jx
+from ...program import primitives
 from ...program.walk import CUSTOM, called
 from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of, ones_dropped
 
@@ -34,7 +35,6 @@ class Dim(NamedTuple):
 
 
 Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is, merged; none of one element
-_SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce_precision")
 
 
 @dataclass(frozen=True)
@@ -72,81 +72,73 @@ class Spelled:
 def spelled(flat: jx.Flat, axes: Mapping[str, int]) -> Spelled:
     """What a program spells out, found and taken; `axes` are those of the mesh that it may name."""
     noted = Spelled(flat)
-    scope = Scope(flat.eqns, dict(zip(flat.constvars, flat.consts, strict=True)))
-    _note(scope, noted)
-    if not noted.taken:
+    scope = Scope(flat, _constants(flat))
+    if not _note(scope, noted):
         return noted
-
-    def run(*values: Any) -> list[Any]:
-        return _run(scope, flat.outvars, {**scope.consts, **dict(zip(flat.invars, values, strict=True))})
-
-    new, _ = jx.trace(run, *map(_type, flat.invars), axes=dict(axes))
+    new, _ = jx.trace(_taking(scope), *map(jx.type_of, flat.invars), axes=dict(axes))
     return replace(noted, flat=replace(new, eqns=jx.live(new.eqns, new.outvars)))
 
 
-def _note(scope: Scope, noted: Spelled) -> None:
-    """Of a program and those that it holds, what is taken and what is not."""
+def _constants(flat: jx.Flat) -> dict[Any, Any]:
+    return dict(zip(flat.constvars, flat.consts, strict=True))
+
+
+def _note(scope: Scope, noted: Spelled) -> bool:
+    """Whether something is taken in a program and those that it holds; what, and what is not, is noted."""
     for one in _in(scope, noted.not_taken):
+        scope.found[id(one.last)] = one
         noted.taken[jx.where(one.last)] = one.what
     for eqn in scope.eqns:
-        for inner in _inner(eqn, scope).values():
-            _note(inner, noted)
+        if (held := _held(eqn)) is not None:
+            key, constants = held
+            body = eqn.params[key]
+            flat = jx.flatten(body if hasattr(body, "consts") else jec.ClosedJaxpr(body, ()))
+            outer = dict(zip(flat.invars[:constants], eqn.invars, strict=False))
+            inner = Scope(flat, _constants(flat), scope, outer)
+            if _note(inner, noted):
+                scope.found[id(eqn)] = inner
+    return bool(scope.found)
 
 
-def _run(scope: Scope, outvars: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-    """A program's results, with `jp.attention` in place of what it spells out; what that leaves unread is dead."""
-    found = {id(one.last): one for one in _in(scope, {})}
-    read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
-    for eqn in scope.eqns:
-        with jx.source_info_of(eqn):
-            if (one := found.get(id(eqn))) is not None:
-                outs = [one.run(*map(read, one.arrays))]
-            else:
-                changes = {name: _replaced(eqn.params[name], inner) for name, inner in _inner(eqn, scope).items()}
-                outs = jx.bind(eqn, list(map(read, eqn.invars)), **changes)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, outvars))
+def _held(eqn: Any) -> tuple[str, int] | None:
+    """The parameter that holds a program which may be rewritten, the body of a scan or what is rematerialised, and how
+    many of its first inputs are operands as they are.
+    """
+    if eqn.primitive.name in CUSTOM or (body := called(eqn)) is None:
+        return None
+    key = next(key for key, value in eqn.params.items() if value is body)
+    return key, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
 
 
-def _inner(eqn: Any, scope: Scope) -> dict[str, Scope]:
-    """The programs of an equation that may be rewritten, by parameter: bodies of scans, and what is rematerialised."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        body, constants = params["jaxpr"], len(jx.scan_parts(eqn).consts)
-    elif name in CUSTOM or (body := called(eqn)) is None:
-        return {}
-    else:
-        constants = len(eqn.invars)
-    key = next(key for key in params if params[key] is body)
-    closed = body if hasattr(body, "consts") else jec.ClosedJaxpr(body, ())
-    if key not in scope.inner.setdefault(id(eqn), {}):
-        flat = jx.flatten(closed)
-        outer = dict(zip(flat.invars[:constants], eqn.invars, strict=False))
-        consts = dict(zip(flat.constvars, flat.consts, strict=True))
-        scope.inner[id(eqn)][key] = Scope(flat.eqns, consts, scope, outer, flat)
-    return scope.inner[id(eqn)]
-
-
-def _replaced(program: Any, scope: Scope) -> Any:
-    """A jaxpr parameter, open or closed, with `jp.attention` in place of what it spells out."""
-    flat, noted = scope.flat, Spelled(scope.flat)
-    _note(scope, noted)
-    if not noted.taken:
-        return program
+def _taking(scope: Scope) -> Callable[..., list[Any]]:
+    """A program with `jp.attention` in place of what it spells out; what that leaves unread is dead."""
 
     def run(*values: Any) -> list[Any]:
-        return _run(scope, flat.outvars, {**scope.consts, **dict(zip(flat.invars, values, strict=True))})
+        env = {**scope.consts, **dict(zip(scope.flat.invars, values, strict=True))}
+        read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+        for eqn in scope.eqns:
+            found = scope.found.get(id(eqn))
+            with jx.source_info_of(eqn):
+                if isinstance(found, SpelledAttention):
+                    outs = [found.run(*map(read, found.arrays))]
+                else:
+                    changes = {} if found is None else _rewritten(eqn, found)
+                    outs = jx.bind(eqn, list(map(read, eqn.invars)), **changes)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, scope.flat.outvars))
 
-    closed = jax.make_jaxpr(run)(*map(_type, flat.invars))
-    if hasattr(program, "consts"):
-        return closed
-    opened, consts = jx.opened(closed)
-    assert not consts, "what is rematerialised closes over no array"
-    return opened
+    return run
 
 
-def _type(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+def _rewritten(eqn: Any, inner: Scope) -> dict[str, Any]:
+    """The parameter of an equation that holds a program, anew."""
+    closed = jax.make_jaxpr(_taking(inner))(*map(jx.type_of, inner.flat.invars))
+    held = _held(eqn)
+    assert held is not None
+    if not hasattr(eqn.params[held[0]], "consts"):
+        closed, consts = jx.opened(closed)
+        assert not consts, "what is rematerialised closes over no array"
+    return {held[0]: closed}
 
 
 def _in(scope: Scope, hindered: dict[str, str]) -> list[SpelledAttention]:
@@ -202,19 +194,28 @@ def _softmax(eqn: Any, scope: Scope) -> tuple[Any, int] | None:
         return None
     scores, shift = shifted.invars
     varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
-    if varies or jx.is_literal(scores) or len(scores.aval.shape) != len(eqn.outvars[0].aval.shape):
+    if varies or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
         return None
     return scores, int(dim)
+
+
+def _casts(eqn: Any) -> bool:
+    """Whether a result is its operand, in another dtype or under a name; gradients pass."""
+    known, name = primitives.of(eqn), eqn.primitive.name
+    return name == "name" or (known.elementwise and known.view and name != "stop_gradient")
+
+
+def _reshapes(eqn: Any) -> bool:
+    """Whether an equation only brings, takes, merges or splits dims, or repeats along new ones."""
+    known = primitives.of(eqn)
+    return known.moves and known.view
 
 
 def _behind(atom: Any, scope: Scope) -> Any:
     """The equation of a value behind casts, and behind what only brings dims of one element or repeats along them."""
     while (eqn := scope.made(atom)) is not None:
-        if eqn.primitive.name not in (*_SAME, "broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
-            return eqn
-        if ones_dropped(eqn.invars[0].aval.shape) != ones_dropped(eqn.outvars[0].aval.shape) and (
-            eqn.primitive.name != "broadcast_in_dim"
-        ):
+        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
+        if not _casts(eqn) and not (_reshapes(eqn) and (same or eqn.primitive.name == "broadcast_in_dim")):
             return eqn
         atom = eqn.invars[0]
     return None
@@ -224,7 +225,7 @@ def _along(atom: Any, dim: int, scope: Scope) -> bool:
     """Whether a value may vary along a dim of the scores."""
     while not jx.is_literal(atom) and atom.aval.shape and atom.aval.shape[dim] != 1:
         eqn = scope.made(atom)
-        if eqn is None or eqn.primitive.name not in (*_SAME, "stop_gradient", "broadcast_in_dim"):
+        if eqn is None or not (_casts(eqn) or eqn.primitive.name in ("stop_gradient", "broadcast_in_dim")):
             return True
         if eqn.primitive.name == "broadcast_in_dim":
             dims, shape = [int(d) for d in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape
@@ -235,19 +236,18 @@ def _along(atom: Any, dim: int, scope: Scope) -> bool:
 
 def _moves(eqn: Any) -> bool:
     """Whether an equation only casts a value, or moves, merges and splits its dims."""
-    name = eqn.primitive.name
-    if name == "broadcast_in_dim":
+    if (name := eqn.primitive.name) == "broadcast_in_dim":
         dims = [*map(int, eqn.params["broadcast_dimensions"])]
         same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
         return bool(dims) and same and dims == sorted(dims)
-    return name in (*_SAME, "transpose", "reshape", "squeeze", "expand_dims")
+    return name == "transpose" or _casts(eqn) or _reshapes(eqn)
 
 
 def _moved(eqn: Any, names: Names) -> Names:
     """The names of the dims of such an equation's result, from its operand's. Raises Hindered."""
     if eqn.primitive.name == "transpose":
         return tuple(names[int(d)] for d in eqn.params["permutation"])
-    if eqn.primitive.name in _SAME:
+    if _casts(eqn):
         return names
     rest, moved = [dim for dims in names for dim in dims], list[tuple[Dim, ...]]()
     for n in eqn.outvars[0].aval.shape:

@@ -1,19 +1,17 @@
 """Which products of a program are in FP8: of a layer's weights and what depends on the data."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import jax.extend.core as jec
 
 from ...collectives.edges import EDGES
 from ...layout.families import families
 from ...program import jaxpr as jx
 from ...program.dims import NOTHING, Followed, Follower, source
 from ...program.primitives import PRODUCTS
-from ...program.walk import CUSTOM, programs, visit
+from ...program.walk import CUSTOM, programs, visit, with_programs
 from .product import ScaledProduct, product
 
 SMALLEST = 128  # features: a smaller product takes less time than the kernels that quantise its operands
@@ -49,7 +47,8 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dic
     loops = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
     views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
     scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
-    closed = {id(eqn) for eqn in _within_custom(flat.eqns)}
+    custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
+    closed = {id(one) for eqn in custom for jaxpr in programs(eqn) for one, _ in visit(jaxpr.eqns)}
     said: dict[str, Fp8Products] = {}
     for eqn, side, numbers in found:
         path = leaves[numbers[0]][0]
@@ -111,14 +110,6 @@ def _products(flat: jx.Flat, leaves: int) -> tuple[list[tuple[Any, int, list[int
     return products, env
 
 
-def _within_custom(eqns: Sequence[Any], inside: bool = False) -> Iterator[Any]:
-    for eqn in eqns:
-        if inside:
-            yield eqn
-        for jaxpr in programs(eqn):
-            yield from _within_custom(jaxpr.eqns, inside or eqn.primitive.name in CUSTOM)
-
-
 def _unfit(eqn: Any, side: int, dtype: Any) -> str:
     """Why a product is not in FP8; "" where it may be."""
     (sums, batch), w = eqn.params["dimension_numbers"], eqn.invars[side].aval
@@ -143,15 +134,4 @@ def _replaced(eqn: Any, made: Mapping[int, Any]) -> Any:
         return made[id(eqn)]
     if not any(id(one) in made for one, _ in visit([eqn])):
         return eqn
-
-    def inside(value: Any) -> Any:
-        if type(value) is tuple:  # of branches, and no record
-            return tuple(map(inside, value))
-        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
-            return value
-        jaxpr, consts = jx.opened(value)
-        eqns = [_replaced(one, made) for one in jaxpr.eqns]
-        jaxpr = jaxpr.replace(eqns=eqns)
-        return jec.ClosedJaxpr(jaxpr, consts) if hasattr(value, "consts") else jaxpr
-
-    return eqn.replace(params={name: inside(x) for name, x in eqn.params.items()})
+    return with_programs(eqn, lambda jaxpr: jaxpr.replace(eqns=[_replaced(one, made) for one in jaxpr.eqns]))

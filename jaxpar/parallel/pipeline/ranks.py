@@ -88,21 +88,6 @@ class Engine(Cut):
             found["pulled"].append(next((op.microbatch for op in first if op.kind in "BI"), -1))
         return found
 
-    def forward(
-        self,
-        env: dict[Any, Any],
-        op: Any,
-        message: Message,
-        grad: bool,
-        stash: Stash | None = None,
-        flight: InFlight | None = None,
-        again: bool = False,
-    ) -> LayerLoop:
-        """One chunk of layers on a message: the next message, and what the backward needs, as `Stack.forwards`; with
-        what is in flight before it, and after.
-        """
-        return self.chunk(env, op, self.entered(env, op, message), grad, stash, flight, again)
-
     def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
         """A message, or in the first stage what the prologue made."""
         _, init, _ = self._inputs(env, op)
@@ -119,7 +104,9 @@ class Engine(Cut):
         flight: InFlight | None = None,
         again: bool = False,
     ) -> LayerLoop:
-        """One chunk of layers on a message that is there, in the first stage too."""
+        """One chunk of layers on a message that has `entered`: the next message, and what the backward needs, as
+        `Stack.forwards`; with what is in flight before it, and after.
+        """
         k, first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._inputs(env, op)
 

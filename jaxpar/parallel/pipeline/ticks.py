@@ -190,7 +190,7 @@ class Pipeline(Engine):
             op = _op("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
             forward(before(self.program), self.access, self.leaves, env, False)
-            return self.forward(env, op, padded, True).run()[1]
+            return self.chunk(env, op, self.entered(env, op, padded), True).run()[1]
 
         saved = jax.eval_shape(stashed, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
@@ -231,7 +231,8 @@ class Pipeline(Engine):
                 env |= self.prologues.entering(ahead, row["entered"])
             into = Stash(stash, row["write"]) if self.seeds else None
             stashed = None if beside else into
-            front = self.forward(env, op, message, bool(self.seeds), stashed, flight, again=not phase.backward)
+            entered = self.entered(env, op, message)
+            front = self.chunk(env, op, entered, bool(self.seeds), stashed, flight, again=not phase.backward)
             if beside and into is not None:
                 back = self._back(saved, stash, row, cotangents, made, grads)
                 (outs, new), (grads, sent, given, _) = front.beside(back)

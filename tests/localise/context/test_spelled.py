@@ -268,6 +268,18 @@ def two_kinds_of_ids(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(jnp.where(one[:, None, :, None] == other[:, None, None, :], scores(q, k), LEAST)), v)
 
 
+def wrapping(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of unsigned numbers a later key is far behind: this mask is a window of 4, causal, and does not look so."""
+    i, j = jnp.arange(T, dtype="uint32")[:, None], jnp.arange(T, dtype="uint32")
+    return weighed(soft(jnp.where(i - j < 4, scores(q, k), LEAST)), v)
+
+
+def rounding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """bfloat16 has no 257: from there on a query would see the next key."""
+    places = jnp.arange(T).astype(jnp.bfloat16)
+    return weighed(soft(jnp.where(places[:, None] >= places, scores(q, k), LEAST)), v)
+
+
 NOT_TAKEN: dict[Spelling, str] = {
     alibi: "adds a bias to scores",
     soft_cap: "computes tanh of scores",
@@ -276,6 +288,8 @@ NOT_TAKEN: dict[Spelling, str] = {
     hidden_a_little: "hides keys by -5, which is above -10000",
     hidden_less_by_a_scale: "hides keys by -2000, which is above -10000",
     future: "lets query i see keys from i - -1 to i - -inf",
+    wrapping: "computes sub of what is no position",
+    rounding: "counts positions in bfloat16",
     dropped: "computes div of weights, as dropout does",
     of_queries: "weighs values that do not go with the keys",
     two_kinds_of_ids: "ids that are not the same",
