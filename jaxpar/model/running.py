@@ -184,7 +184,7 @@ class _Update:
                 return {v: 1.0}
         eqn = self.made[v]
         name, numbers = eqn.primitive.name, [self._number(x) for x in eqn.invars]
-        if name in ("stop_gradient", "convert_element_type", "copy"):
+        if primitives.of(eqn).view and primitives.of(eqn).elementwise:
             return self._terms(eqn.invars[0])
         if name == "mul" and any(n is not None for n in numbers):
             by, of = (numbers[0], eqn.invars[1]) if numbers[0] is not None else (numbers[1], eqn.invars[0])

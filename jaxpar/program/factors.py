@@ -271,11 +271,17 @@ elementwise("mul", cheap=True, linear="each", zero=True)
 elementwise("div", cheap=True, linear="first")
 elementwise("select_n", cheap=True, linear="cases", zero=True)
 elementwise("stop_gradient", cheap=True, view=True, zero=True)
-elementwise("abs and ceil clamp conj erf expm1 floor gt imag log1p lt max min ne or real round sign sin sqrt square "
-            "tan tanh xor", cheap=True, zero=True)  # fmt: skip
-elementwise("cos eq erfc exp exp2 ge integer_pow is_finite le log logistic not one_minus_square pow rem rsqrt",
-            cheap=True)  # fmt: skip
-elementwise("asin asinh atan atan2 atanh bessel_i1e cbrt complex erf_inv lt_to mulhi name nextafter polynomial "
+elementwise("conj imag real", cheap=True, linear="all", zero=True)
+elementwise("complex", linear="all", zero=True)
+elementwise("gt lt ne", cheap=True, zero=True, compares=True, scaling="none")
+elementwise("eq ge is_finite le", cheap=True, compares=True, scaling="none")
+elementwise("abs max min", cheap=True, zero=True, scaling="first")
+elementwise("rem", cheap=True, scaling="first")
+elementwise("sign", cheap=True, zero=True, scaling="none")
+elementwise("atan2", zero=True, scaling="none")
+elementwise("and ceil clamp erf expm1 floor log1p or round sin sqrt square tan tanh xor", cheap=True, zero=True)
+elementwise("cos erfc exp exp2 integer_pow log logistic not one_minus_square pow rsqrt", cheap=True)
+elementwise("asin asinh atan atanh bessel_i1e cbrt erf_inv lt_to mulhi name nextafter polynomial "
             "population_count shift_left shift_right_arithmetic shift_right_logical sinh", zero=True)  # fmt: skip
 elementwise("acos acosh bessel_i0e clz cosh digamma eq_to igamma igamma_grad_a igammac le_to lgamma log2 polygamma "
             "regularized_incomplete_beta zeta")  # fmt: skip
@@ -293,7 +299,7 @@ primitive("unstack", without("axis"), moves=True, linear="all")
 primitive("tile", where("reps", 1), moves=True, linear="all")
 primitive("pad", where("padding_config", (0, 0, 0)), linear="all")
 primitive("bitcast_convert_type", bits)
-primitive("sharding_constraint", same)
+primitive("sharding_constraint", same, linear="all")
 primitive("iota", cheap=True)
 
 primitive("dynamic_slice", dynamic_slice, kernel=True, linear="first")
@@ -302,15 +308,16 @@ primitive("gather", gather, kernel=True, linear="first")
 primitive("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", scatter, kernel=True)
 
 primitive("reduce_sum", without("axes", "sum"), linear="all", reduces=True)
-for _name in ("max", "min", "prod", "and", "or", "xor"):
+for _name in ("max", "min"):
+    primitive(f"reduce_{_name}", without("axes", _name), reduces=True, scaling="first")
+    primitive(f"arg{_name}", without("axes", f"arg{_name}"), reduces=True, scaling="none")
+for _name in ("prod", "and", "or", "xor"):
     primitive(f"reduce_{_name}", without("axes", _name), reduces=True)
-primitive("argmax", without("axes", "argmax"), reduces=True)
-primitive("argmin", without("axes", "argmin"), reduces=True)
 primitive("reduce", reduce)
 primitive("cumsum", along("axis"), kernel=True, linear="all")
-primitive("cumprod cummax cummin cumlogsumexp", along("axis"), kernel=True)
-primitive("sort", along("dimension"), kernel=True)
-primitive("top_k", along("axis"), kernel=True)
+primitive("cummax cummin top_k", along("axis"), kernel=True, scaling="first")
+primitive("cumprod cumlogsumexp", along("axis"), kernel=True)
+primitive("sort", along("dimension"), kernel=True, scaling="first")
 primitive("approx_top_k", along("reduction_dimension"), kernel=True)
 primitive("reduce_window_sum", window, kernel=True, linear="all")
 primitive("reduce_window reduce_window_max reduce_window_min", window, kernel=True)
@@ -327,7 +334,10 @@ primitive("lu_pivots_to_permutation", rows(1), kernel=True)
 primitive("all_gather", tiled("all_gather_dimension"), kernel=True)
 primitive("reduce_scatter", tiled("scatter_dimension"), kernel=True)
 primitive("all_to_all", tiled("split_axis", "concat_axis"), kernel=True)
-primitive("ragged_dot_general random_bits", kernel=True)
+primitive("ragged_dot_general", kernel=True)
+primitive("random_bits", kernel=True, draws="numbers")
+primitive("random_gamma rng_bit_generator threefry2x32", draws="numbers")
+primitive("random_clone random_fold_in random_seed random_split random_unwrap random_wrap", draws="keys")
 primitive("optimization_barrier psum pmax pmin ppermute pbroadcast", separate=True)
 primitive("scan while cond", kernel=True, nested=True)
 primitive(" ".join(("custom_linear_solve", *REMATS, *CUSTOM)), nested=True)

@@ -21,6 +21,10 @@ class Primitive:
       kernel: XLA runs it as a kernel of its own, not within what reads its result.
       linear: of which operands it is linear while the others stay, and its derivative too: of "all" together, of
         "each", of the "first", or of the "cases", which are all but the first.
+      scaling: of one that is not linear, what all operands times c > 0 do to its results: they are times c ("first"
+        power), or the same ("none").
+      compares: results say how operands compare.
+      draws: random "keys", or random "numbers", of a key.
       zero: of an elementwise one, that it is zero where all operands are.
       reduces: its result lacks dims of its operand, over which it reduces.
       separate: of several operands each becomes one result, whatever the others are.
@@ -36,6 +40,9 @@ class Primitive:
     view: bool = False
     kernel: bool = False
     linear: Literal["", "all", "each", "first", "cases"] = ""
+    scaling: Literal["", "first", "none"] = ""
+    compares: bool = False
+    draws: Literal["", "keys", "numbers"] = ""
     zero: bool = False
     reduces: bool = False
     separate: bool = False
@@ -58,9 +65,10 @@ def of(eqn: Any) -> Primitive:
     return PRIMITIVES.get(eqn.primitive.name, UNKNOWN)
 
 
-def having(attribute: str) -> tuple[str, ...]:
-    """The names of the primitives whose records have an attribute."""
-    return tuple(name for name, known in PRIMITIVES.items() if getattr(known, attribute))
+def having(attribute: str, *values: Any) -> tuple[str, ...]:
+    """The names of the primitives whose records have an attribute (of one of these values, if any are given)."""
+    has = lambda known: getattr(known, attribute) in values if values else bool(getattr(known, attribute))
+    return tuple(name for name, known in PRIMITIVES.items() if has(known))
 
 
 def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:

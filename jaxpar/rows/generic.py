@@ -36,13 +36,8 @@ from .values import (
 
 # What is linear in all its operands but those that say where.
 LINEAR = {name for name, known in PRIMITIVES.items() if known.linear not in ("", "each") and name != "div"}
-LINEAR |= {"complex", "conj", "imag", "real", "dynamic_update_slice", "scatter", "scatter-add"}
-LINEAR |= {"sharding_constraint", "stop_gradient"}
+LINEAR |= {"dynamic_update_slice", "scatter", "scatter-add", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
-# f(c x) = c f(x) for c > 0, and f(c x) = f(x).
-_SCALED = LINEAR | {"abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "rem", "sort", "top_k"}
-_COMPARED = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
-_UNSCALED = _COMPARED | {"argmax", "argmin", "atan2", "sign"}
 _ROUNDED = {"div", "floor", "round", "shift_right_logical"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
 _SAID |= {"reduce_or": "any", "reduce_and": "all"}
@@ -158,7 +153,8 @@ def _same_places(eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Note]:
     """What is to be said of numbers that follow from places along rows and are all alike: `arange(n) < 64` is so in a
     block of 16 rows and in one of 32, and not in the batch. That no place is below 0 is so in any.
     """
-    if twin is None or eqn.primitive.name not in _COMPARED | _ROUNDED or shape_of(eqn) == shape_of(twin):
+    decides = primitives.of(eqn).compares or eqn.primitive.name in _ROUNDED
+    if twin is None or not decides or shape_of(eqn) == shape_of(twin):
         return []
     (number,) = computed(eqn, twin, [x.number for x in ins])
     if number is None or number.uniform or any(a is None or not a.size or (a != a.flat[0]).any() for a in number.pair):
@@ -189,14 +185,14 @@ def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: V
         power = growth
     elif name in ("div", "triangular_solve"):
         power = (ins[0].power - ins[1].power) * (1 if name == "div" else -1)
-    elif alike and name in _UNSCALED:
+    elif alike and primitives.of(eqn).scaling == "none":
         power = 0
-    elif alike and name in _SCALED and not rounded:
+    elif alike and (name in LINEAR or primitives.of(eqn).scaling == "first") and not rounded:
         power = first + growth
     elif (name in LINEAR and not rounded) or any(y.unknown for y in ins) or all(y.number is not None for y in ins):
         power = ODD  # a function of it will be named; or it has been; or it is known as a number
     else:
-        certain = name not in _COMPARED or any(map(inexact, eqn.invars))  # an index may be one of none
+        certain = not primitives.of(eqn).compares or any(map(inexact, eqn.invars))  # an index may be one of none
         return replace(x, power=ODD).noted(Note.at(eqn, f"{name} of {NUMBER}", certain))
     return replace(x, power=power if power == power else ODD)
 
@@ -244,7 +240,7 @@ def _guarded(eqn: Any, ins: Sequence[Value]) -> Value | None:
         return None
     if name == "sqrt":
         return replace(mixed(eqn, ins), root=x)
-    compared = name in _COMPARED and all(y == 0 for y in rest)
+    compared = primitives.of(eqn).compares and all(y == 0 for y in rest)
     if not compared and not (name == "max" and len(rest) == 1 and rest[0] is not None and rest[0] <= 1):
         return None
     what = f"{name} of a sum over rows, which a block without terms would change; jp.Mean needs no guard"

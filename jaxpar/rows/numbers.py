@@ -19,8 +19,7 @@ from ..program import primitives
 
 LARGEST = 1 << 22  # elements of what is computed, or looked through
 _SAME = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice"}  # and what moves its one operand
-_NEVER = {"random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split", "random_unwrap",
-          "random_clone", "threefry2x32", "rng_bit_generator", "rng_uniform"}  # fmt: skip
+_NEVER = {*primitives.having("draws"), "rng_uniform"}
 
 
 class Number:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..program.primitives import having
 from .arithmetic import combine
 from .generic import Met, generic, mixes_rows
 from .labels import Labels, alike, blocks, ordinals, reshaped
@@ -106,8 +107,7 @@ def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     return Value(varies=frozenset(dims))
 
 
-@rule("random_bits", "random_split", "random_unwrap", "random_wrap", "random_fold_in", "random_seed", "random_clone",
-      "random_gamma", "rng_bit_generator", "threefry2x32")  # fmt: skip
+@rule(*having("draws"))
 def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     """Keys of rows give numbers of rows. The block's own key gives each row its own, a key that all blocks have gives
     each block the same.

@@ -14,9 +14,10 @@ import numpy as np
 
 from ...program import jaxpr as jx
 from ...program.hoist import closure
+from ...program.primitives import having
 
-_DERIVE = ("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone")
-_MOVE = ("slice", "dynamic_slice", "split", "squeeze", "reshape", "broadcast_in_dim", "transpose")  # keys, once derived
+_DERIVE = having("draws", "keys")
+_MOVE = (*having("moves"), "dynamic_slice")  # keys, once derived
 
 
 @dataclass(frozen=True)
