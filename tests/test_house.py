@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxpar
+from jaxpar.program.primitives import PRIMITIVES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxpar"
@@ -79,6 +80,25 @@ def test_the_house_has_these_rooms() -> None:
 def test_files_stay_small() -> None:
     long = {p.relative_to(ROOT).as_posix(): n for p in FILES if (n := len(p.read_text().splitlines())) > MOST_LINES}
     assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def test_lists_of_primitives_stand_with_the_primitives() -> None:
+    """What a primitive is, its record says (`program/primitives.py`); a list elsewhere is one that the next forgets."""
+    names = {*PRIMITIVES} - {"name", "split", "copy", "reduce"}
+
+    found = []
+    for path in FILES:
+        if room(path) in ("program", "inspect/bench"):  # there they are collectives, of a table of timings
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            literal = ast.List | ast.Tuple | ast.Set
+            parts = node.elts if isinstance(node, literal) else node.args if isinstance(node, ast.Call) else []
+            texts = [x.value for x in parts if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+            words = [word for text in texts for word in text.split()]
+            known = [word for word in words if word in names]
+            if len(known) > 2 and 2 * len(known) >= len(words):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {', '.join(known)}")
+    assert len(found) <= 12, "\n".join(found)
 
 
 @pytest.mark.parametrize("page", sorted(PACKAGE.rglob("README.md")), ids=lambda page: room(page / "x"))

@@ -190,7 +190,7 @@ class _Update:
             by, of = (numbers[0], eqn.invars[1]) if numbers[0] is not None else (numbers[1], eqn.invars[0])
             terms = self._terms(of)
             return None if terms is None or by is None else {x: by * n for x, n in terms.items()}
-        if name in ("add", "sub", "add_any"):
+        if name in primitives.SUMS:
             first, second = map(self._terms, eqn.invars)
             if first is None or second is None:
                 return None

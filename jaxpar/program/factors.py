@@ -299,7 +299,10 @@ primitive("unstack", without("axis"), moves=True, linear="all")
 primitive("tile", where("reps", 1), moves=True, linear="all")
 primitive("pad", where("padding_config", (0, 0, 0)), linear="all")
 primitive("bitcast_convert_type", bits)
-primitive("sharding_constraint", same, linear="all")
+primitive("sharding_constraint", same, linear="all", identity=True)
+primitive(
+    "device_put layout_constraint mesh_cast pvary reduced_vary_cast reshard with_memory_space_constraint", identity=True
+)
 primitive("iota", cheap=True)
 
 primitive("dynamic_slice", dynamic_slice, kernel=True, linear="first")
@@ -338,7 +341,8 @@ primitive("ragged_dot_general", kernel=True)
 primitive("random_bits", kernel=True, draws="numbers")
 primitive("random_gamma rng_bit_generator threefry2x32", draws="numbers")
 primitive("random_clone random_fold_in random_seed random_split random_unwrap random_wrap", draws="keys")
-primitive("optimization_barrier psum pmax pmin ppermute pbroadcast", separate=True)
+primitive("optimization_barrier", separate=True, identity=True)
+primitive("psum pmax pmin ppermute pbroadcast", separate=True)
 primitive("scan while cond", kernel=True, nested=True)
 primitive(" ".join(("custom_linear_solve", *REMATS, *CUSTOM)), nested=True)
 

@@ -27,6 +27,7 @@ class Primitive:
       draws: random "keys", or random "numbers", of a key.
       zero: of an elementwise one, that it is zero where all operands are.
       reduces: its result lacks dims of its operand, over which it reduces.
+      identity: its results are its operands, wherever they lie.
       separate: of several operands each becomes one result, whatever the others are.
       factorises: it factorises the matrices of its operand's last two dims, or solves by them.
       nested: it runs programs that it holds on its operands: a loop, a branch, a solver, a call with a backward of its
@@ -45,6 +46,7 @@ class Primitive:
     draws: Literal["", "keys", "numbers"] = ""
     zero: bool = False
     reduces: bool = False
+    identity: bool = False
     separate: bool = False
     factorises: bool = False
     nested: bool = False
@@ -53,6 +55,7 @@ class Primitive:
 PRIMITIVES: dict[str, Primitive] = {}
 UNKNOWN = Primitive()
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")  # of matrices
+SUMS = ("add", "add_any", "sub")
 
 
 def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None, **known: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..program import primitives
 from .generic import Met, generic, mixes_rows
 from .labels import Labels
 from .numbers import Number
@@ -17,7 +18,7 @@ from .values import ODD, SCALES, Note, Value, coupled, mixed, others, position, 
 _ORDER = ("coupled", "whole", "rows", "sum")
 
 
-@rule("add", "sub", "add_any")
+@rule(*primitives.SUMS)
 def _add(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     if all(x.kind == "whole" for x in ins):
         return [replace(x, power=sum_power(*ins)) for x in generic(r, eqn, twin, ins)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..ops import permutations
 from ..program import jaxpr as jx
+from ..program import primitives
 from .arithmetic import joined
 from .backward import backward_notes
 from .labels import Labels, numbered
@@ -103,8 +104,7 @@ def _of_all(eqn: Any, x: Value, ndim: int) -> Value:
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
 
 
-@rule("optimization_barrier", "device_put", "layout_constraint", "mesh_cast", "pvary", "reduced_vary_cast", "reshard",
-      "with_memory_space_constraint", table=ALWAYS)  # fmt: skip
+@rule(*primitives.having("identity"), table=ALWAYS)
 def _as_they_are(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     return ins
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ..collectives.edges import saves_no_gather, saves_reals, saves_sums
 from ..program import jaxpr as jx
+from ..program import primitives
 from ..program.hoist import closure, split
 from .pieces import Segment, Stack
 from .program import Program
@@ -195,7 +196,7 @@ def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequenc
     return sum(math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if own[s.leaf])
 
 
-_DEAR = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "custom_call", "pure_callback")
+_DEAR = (*primitives.PRODUCTS, *primitives.having("nested"), "sort", "pure_callback")
 
 
 def _floating(eqns: Sequence[Any], leaves: Sequence[Any], may: Callable[[Any], bool] = lambda eqn: True) -> Any:

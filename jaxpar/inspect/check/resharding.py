@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...model.paths import name_of
 from ...program.factors import ELEMENTWISE
 from ...program.jaxpr import where
+from ...program.primitives import having
 from ...program.walk import visit
 from ...step.core import Step
 from ...text import size
@@ -30,7 +31,7 @@ from ..compiled.hlo import Instruction, Module, arrays, short
 from ..compiled.kernels import MOVES, Executable
 
 # What works element by element, or gives an array another sharding and no other value.
-_IN_PLACE = {*ELEMENTWISE, "sharding_constraint", "reshard", "shard_map", "device_put"}
+_IN_PLACE = {*ELEMENTWISE, *having("identity"), "shard_map"}
 
 
 @dataclass(frozen=True)
