@@ -95,6 +95,11 @@ class UpdateProgram:
             found.update((i, found.get(i, frozenset()) | at) for i, at in dims.items())
         return found
 
+    @property
+    def factors(self) -> bool:
+        """Whether the optimizer keeps arrays for a leaf that have not its shape."""
+        return any(v.aval.shape != self.flat.invars[i].aval.shape for v in self.state for i in self.views(v))
+
     @functools.cached_property
     def users(self) -> dict[Any, set[int]]:
         """The equations that read a variable, by number; -1 for the program's caller."""

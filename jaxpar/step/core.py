@@ -52,8 +52,7 @@ class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
     `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
-    rows are divided; `rows`, whose rows a batch is made of; `schedule`, the pipeline's, or None; and `misdirected`,
-    what to warn of in the optimizer, or None.
+    rows are divided; `rows`, whose rows a batch is made of; and `schedule`, the pipeline's, or None.
     """
 
     def __init__(
@@ -97,8 +96,6 @@ class Step(FirstState, Intake):
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         program = update_program(self.optimizer, storage, as_stacked)
-        products = {} if program is None else {seen[i].path: dims for i, dims in program.leaves.items()}
-        self.misdirected = astray([(leaf.path, leaf.shape) for leaf in seen], products)
         places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
         owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded, mesh)
         if owned is not None:
@@ -109,7 +106,11 @@ class Step(FirstState, Intake):
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
-        self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
+        wrong = None
+        if program is not None:
+            multiplied = {leaf.path: program.leaves.get(i, frozenset()) for i, leaf in enumerate(seen)}
+            wrong = functools.partial(astray, multiplied=multiplied, factors=program.factors)
+        self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 
