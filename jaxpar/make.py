@@ -128,8 +128,6 @@ def make_train_step(
     if check == "overlap":
         hardware_of(step)  # refuses before anything is compiled
     step.proves, step.rows, step.updates, step.traces = check, rows, updates, trace_nonfinite
-    if (said := step.misdirected) is not None:
-        warnings.warn(said, stacklevel=2)
     return step
 
 

@@ -160,8 +160,8 @@ def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
     return hidden
 
 
-_OF_A_STEP = ("rows", "model", "strategy", "data", "length", "devices", "config", "coordinator", "processes",
-              "process")  # fmt: skip
+_OF_A_STEP = ("rows", "model", "strategy", "data", "length", "optimizer", "devices", "config", "coordinator",
+              "processes", "process")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class UpdateProgram:
         state.
       values: what each variable is; of a leaf's own part of the state too. Sources are the leaves, by number.
       state: of variables that are the optimizer's arrays, old or new, their numbers.
-      products, mixed: of each equation, along which dims it multiplies or factorises leaves, and which it mixes.
+      products: of each equation, along which dims it multiplies or factorises leaves.
       branches: by the number of a `cond` that works on several leaves, its branches.
       tree: of the results of an update.
     """
@@ -56,7 +56,6 @@ class UpdateProgram:
     values: Mapping[Any, followed.Followed]
     state: Mapping[Any, int]
     products: tuple[LeafDims, ...]
-    mixed: tuple[followed.Mixed, ...]
     branches: Mapping[int, tuple[UpdateProgram, ...]]
     tree: Any = None
 
@@ -67,7 +66,7 @@ class UpdateProgram:
         """From what the inputs are."""
         flat = replace(flat, eqns=jx.live(flat.eqns, flat.outvars))  # what nobody reads is not to be sent
         met: dict[int, frozenset[int]] = {}
-        products, mixed = list[LeafDims](), list[followed.Mixed]()
+        products: list[LeafDims] = []
 
         def note(eqn: Any, ins: Sequence[followed.Followed]) -> frozenset[int]:
             for i, dims in multiplied(eqn, ins):
@@ -78,14 +77,12 @@ class UpdateProgram:
         branches: dict[int, tuple[UpdateProgram, ...]] = {}
         for k, eqn in enumerate(flat.eqns):
             met.clear()
-            follower.mixed = set()
             follower.follow([eqn], values)
             products.append(dict(met))
-            mixed.append(follower.mixed)
             at = [values.get(v, followed.NOTHING) for v in (*eqn.invars[1:], *eqn.outvars) if not jx.is_literal(v)]
             if met and eqn.primitive.name == "cond" and len({i for x in at for i, _ in x.views}) > 1:
                 branches[k] = tuple(_branch(jx.flatten(one), eqn, values, state) for one in eqn.params["branches"])
-        return UpdateProgram(flat, values, state, tuple(products), tuple(mixed), branches, tree)
+        return UpdateProgram(flat, values, state, tuple(products), branches, tree)
 
     @property
     def leaves(self) -> dict[int, frozenset[int]]:
@@ -94,6 +91,11 @@ class UpdateProgram:
         for dims in self.products:
             found.update((i, found.get(i, frozenset()) | at) for i, at in dims.items())
         return found
+
+    @property
+    def factors(self) -> bool:
+        """Whether the optimizer keeps arrays for a leaf that have not its shape."""
+        return any(v.aval.shape != self.flat.invars[i].aval.shape for v in self.state for i in self.views(v))
 
     @functools.cached_property
     def users(self) -> dict[Any, set[int]]:
@@ -120,14 +122,11 @@ def _branch(
     return UpdateProgram.of(flat, inputs, {v: state[w] for v, w in pairs if not jx.is_literal(v) and w in state})
 
 
-def update_program(optimizer: Any, storage: Storage, as_stacked: bool) -> UpdateProgram | None:
-    """The update of an optimizer that multiplies or factorises leaves; None for any other, AdamW among them."""
-    masters, tree = jax.tree.flatten(storage.seen(as_stacked)[1])
-    return _update_program(optimizer, tree, tuple(masters))
-
-
 @remembered
-def _update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> UpdateProgram | None:
+def update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> UpdateProgram | None:
+    """The update of an optimizer that multiplies or factorises leaves, in a tree of abstract masters; None for any
+    other, AdamW among them.
+    """
     params = jax.tree.unflatten(tree, masters)
     try:
         state, flat, out = traced_update(optimizer, params)
@@ -200,6 +199,7 @@ class Region:
       outs: what others read of theirs.
       dims: of each of these that is a value of the leaf, its dims; what is made and not known is like the leaf, or new.
       mixed: the dims of the leaf whose indices the equations bring together.
+      state: of variables that are the optimizer's arrays, their numbers.
     """
 
     leaf: int
@@ -209,6 +209,7 @@ class Region:
     outs: tuple[Any, ...]
     dims: Mapping[Any, followed.Dims] = field(repr=False)
     mixed: frozenset[int]
+    state: Mapping[Any, int] = field(repr=False)
 
     @property
     def batch(self) -> list[int]:
@@ -257,13 +258,14 @@ def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Regi
         if k not in chosen and alone and (known.moves or known.elementwise):
             chosen.add(k)
             made.update(eqns[k].outvars)
-    within = sorted(chosen)
-    ins, outs = read(chosen), [v for k in within for v in eqns[k].outvars if users.get(v, set()) - chosen]
+    within, follower = [eqns[k] for k in sorted(chosen)], followed.Follower()
+    ins, outs = read(chosen), [v for eqn in within for v in eqn.outvars if users.get(v, set()) - chosen]
     own = dict(followed.source(leaf, shape).views)[leaf]
     unknown = lambda v: own if v.aval.shape == shape else tuple((followed.DimPart(-1, 0, n),) for n in v.aval.shape)
     dims = {v: unknown(v) for v in outs} | {v: views(v)[leaf] for v in (*ins, *outs) if leaf in views(v)}
-    mixed = frozenset(dim for k in within for i, dim in program.mixed[k] if i == leaf)
-    return Region(leaf, shape, tuple(eqns[k] for k in within), tuple(ins), tuple(outs), dims, mixed)
+    follower.follow(within, dict(program.values))
+    mixed = frozenset(dim for i, dim in follower.mixed if i == leaf)
+    return Region(leaf, shape, tuple(within), tuple(ins), tuple(outs), dims, mixed, program.state)
 
 
 _CUBES = 9  # n^3 FLOPs of a factorisation: of values and vectors of a symmetric matrix (Golub & Van Loan, section 8.3)
@@ -319,15 +321,15 @@ def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> t
     return tuple(found[i] for i, leaf in enumerate(storage.models) if leaf.trainable)
 
 
-def in_order(eqns: Sequence[Any], groups: Sequence[Sequence[Any]]) -> tuple[Any, ...] | None:
-    """Equations, and groups of them by number, each after what it reads; None where groups need one another."""
-    group = {id(eqn): g for g, members in enumerate(groups) for eqn in members}
-    nodes = [group.get(id(eqn), len(groups) + k) for k, eqn in enumerate(eqns)]
-    made = {v: node for node, eqn in zip(nodes, eqns, strict=True) for v in eqn.outvars}
+def in_order(eqns: Sequence[Any], within: Mapping[int, Any]) -> tuple[Any, ...] | None:
+    """Equations, or what they are `within`, by their id, each after what it reads; None where two need one another."""
+    nodes = [within.get(id(eqn), eqn) for eqn in eqns]
+    made = {v: id(node) for node, eqn in zip(nodes, eqns, strict=True) for v in eqn.outvars}
     graph = graphlib.TopologicalSorter[int]()
     for node, eqn in zip(nodes, eqns, strict=True):
-        graph.add(node, *sorted({made[v] for v in eqn.invars if not jx.is_literal(v) and v in made} - {node}))
+        needs = [made[v] for v in eqn.invars if not jx.is_literal(v) and v in made]
+        graph.add(id(node), *(one for one in dict.fromkeys(needs) if one != id(node)))
     try:
-        return tuple(node if node < len(groups) else eqns[node - len(groups)] for node in graph.static_order())
+        return tuple({id(node): node for node in nodes}[one] for one in graph.static_order())
     except graphlib.CycleError:
         return None

@@ -169,6 +169,11 @@ class Bundle:
     owned: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
+    def regions(self) -> list[Region]:
+        """Those of its matrices."""
+        return [region for kind in self.kinds for region in kind.regions]
+
+    @property
     def alone(self) -> bool:
         """Whether there is one matrix, which all ranks gather and work on."""
         return sum(kind.count for kind in self.kinds) == 1

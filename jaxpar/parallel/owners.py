@@ -36,8 +36,7 @@ from jax.sharding import Mesh
 from ..collectives.order import Token
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
-from ..layout.storage import Storage
-from ..layout.whole_matrices import Region, UpdateProgram, axes_at_rest, flops_of, in_order, one_matrix, region_of
+from ..layout.whole_matrices import Region, UpdateProgram, flops_of, in_order, one_matrix, region_of
 from ..program import jaxpr as jx
 from ..text import number
 from .contract import Sent
@@ -120,36 +119,27 @@ class Owners:
         return [read(v) for v in flat.outvars], token
 
 
-def owners(program: UpdateProgram, storage: Storage, sharded: bool, mesh: Mesh) -> Owners:
-    """How an update runs on whole matrices where leaves are spread; without bundles where none is, or may be moved.
+class Dealer(NamedTuple):
+    """Deals out the matrices of an update, or of a branch of one.
 
-    Args:
-      program: of an optimizer that sees the model's own leaves.
-      storage: the leaves, as a step keeps them and as the model has them.
-      sharded: whether the optimizer's state carries the axes of ZeRO.
-      mesh: the step's.
+    Attributes:
+      leaves: the model's own leaves, as the optimizer sees them.
+      rest: the axes of each dim of theirs at rest.
+      sizes: the size of each mesh axis.
     """
-    tuned = [leaf for leaf in storage.models if leaf.trainable]
-    return _Dealer(tuned, axes_at_rest(storage, sharded, mesh.shape), mesh.shape).owners(program)
-
-
-class _Dealer(NamedTuple):
-    """Deals out matrices: the leaves that an optimizer sees, the axes of their dims at rest, the sizes of axes."""
 
     leaves: Sequence[Leaf]
     rest: Sequence[tuple[tuple[str, ...], ...]]
     sizes: Mapping[str, int]
 
-    def owners(self, program: UpdateProgram) -> Owners:
-        """Of a program's matrices."""
+    def __call__(self, program: UpdateProgram) -> Owners:
+        """How it runs on whole matrices where leaves are spread; without bundles where none is, or may be moved."""
         eqns = program.flat.eqns
-        inner = {id(eqns[k]): [self.owners(one) for one in branches] for k, branches in program.branches.items()}
+        inner = {id(eqns[k]): [self(one) for one in branches] for k, branches in program.branches.items()}
         notes = {path: why for branches in inner.values() for one in branches for path, why in one.notes.items()}
         states = {i: v for branches in inner.values() for one in branches for i, v in one.states.items()}
         alike: list[list[Region]] = []  # leaves without batch dims of one program, and others one by one
-        for leaf in sorted(
-            {i for eqn, dims in zip(eqns, program.products, strict=True) for i in dims if id(eqn) not in inner}
-        ):
+        for leaf in sorted({i for k, dims in enumerate(program.products) for i in dims if k not in program.branches}):
             region = region_of(program, leaf, self.leaves[leaf].shape)
             if isinstance(region, str):
                 notes[self.leaves[leaf].path] = region
@@ -162,35 +152,33 @@ class _Dealer(NamedTuple):
             rest, batch = self.rest[regions[0].leaf], regions[0].batch
             spread = {axis for d, over in enumerate(rest) if d not in batch for axis in over}
             axes = tuple(axis for axis in self.sizes if axis in spread)
-            kind = self._kind(program, regions, axes) if axes else None
+            kind = self._kind(regions, axes) if axes else None
             if kind is not None:
                 uneven = kind.count % self._parts(axes)
                 pools.setdefault((axes, None if uneven else regions[0].leaf), []).append(kind)
             elif axes:
                 notes |= self._named(regions, "as the layout keeps it: its program is none of one matrix after another")
         bundles = [_bundle(kinds, axes, self._parts(axes)) for (axes, _), kinds in pools.items()]
-        owned = [[region for kind in bundle.kinds for region in kind.regions] for bundle in bundles]
-        order = in_order(eqns, [[eqn for region in group for eqn in region.eqns] for group in owned])
+        within: dict[int, Any] = {id(eqn): (eqn, inner[id(eqn)]) for eqn in eqns if id(eqn) in inner}
+        owned = {id(eqn): bundle for bundle in bundles for one in bundle.regions for eqn in one.eqns}
+        order = in_order(eqns, within | owned)
         if order is None:
-            for group in owned:
-                notes |= self._named(group, "as the layout keeps it: matrices need one another's updates")
-            bundles, owned, order = [], [], eqns
-        for bundle, group in zip(bundles, owned, strict=True):
-            notes |= self._named(group, str(bundle))
-            states |= {i: v for kind in bundle.kinds for i, v in _states(program, kind)}
+            for bundle in bundles:
+                notes |= self._named(bundle.regions, "as the layout keeps it: matrices need one another's updates")
+            bundles, owned, order = [], {}, tuple(within.get(id(eqn), eqn) for eqn in eqns)
+        for bundle in bundles:
+            notes |= self._named(bundle.regions, str(bundle))
+            states |= {i: v for kind in bundle.kinds for i, v in _states(kind)}
         parts = {
-            id(eqn): self._parts(axis for d in region.batch for axis in self.rest[region.leaf][d])
+            id(eqn): self._parts(axis for d in one.batch for axis in self.rest[one.leaf][d])
             for regions in alike
-            for region in regions
-            for eqn in region.eqns
+            for one in regions
+            for eqn in one.eqns
         }
-        done = {*inner, *(id(eqn) for group in owned for region in group for eqn in region.eqns)}
-        repeated = sum(-(-flops_of([eqn]) // parts.get(id(eqn), 1)) for eqn in eqns if id(eqn) not in done)
+        left = [eqn for eqn in eqns if id(eqn) not in owned and id(eqn) not in inner]
+        repeated = sum(-(-flops_of([eqn]) // parts.get(id(eqn), 1)) for eqn in left)
         repeated += sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
-        of = lambda node: (
-            bundles[node] if isinstance(node, int) else (node, inner[id(node)]) if id(node) in inner else node
-        )
-        return Owners(program, tuple(map(of, order)), notes, states, repeated)
+        return Owners(program, order, notes, states, repeated)
 
     def _named(self, regions: Iterable[Region], why: str) -> dict[str, str]:
         return {self.leaves[region.leaf].path: why for region in regions}
@@ -202,16 +190,16 @@ class _Dealer(NamedTuple):
         """Whether two leaves lie alike, and have one program."""
         return self.rest[one.leaf] == self.rest[region.leaf] and one.alike(region)
 
-    def _kind(self, program: UpdateProgram, regions: Sequence[Region], axes: tuple[str, ...]) -> Kind | None:
+    def _kind(self, regions: Sequence[Region], axes: tuple[str, ...]) -> Kind | None:
         """A stack, or leaves of one shape; None where the program of one matrix is not known."""
         region, one = regions[0], one_matrix(regions[0])
         if one is None:
             return None
-        values = lambda vs: tuple[Any, ...](self._value(program, region, v, axes) for v in vs)
+        values = lambda vs: tuple[Any, ...](self._value(region, v, axes) for v in vs)
         each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
         return Kind(tuple(regions), one, values(region.ins), values(region.outs), each, flops_of(one.eqns))
 
-    def _value(self, program: UpdateProgram, region: Region, var: Any, axes: tuple[str, ...]) -> MatrixValue | None:
+    def _value(self, region: Region, var: Any, axes: tuple[str, ...]) -> MatrixValue | None:
         """How a value of a region is kept: as its leaf; with the owners if they are the ranks of even parts of a stack,
         and no other reads it; or along its longest dim. None of what is no leaf's.
         """
@@ -221,7 +209,7 @@ class _Dealer(NamedTuple):
         at = {region.place(var, d) or 0: own[d] for d in region.batch}
         batch = tuple(at)
         even = bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *axes)) == 0
-        home = even and (var in program.state or not as_leaf)
+        home = even and (var in region.state or not as_leaf)
         if home or not as_leaf:
             shape = (*shape, 1) if len(batch) == len(shape) else shape
             longest = max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])
@@ -230,15 +218,14 @@ class _Dealer(NamedTuple):
         return MatrixValue(shape, var.aval.dtype, own, batch, home, self.sizes)
 
 
-def _states(program: UpdateProgram, kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
+def _states(kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
     """The optimizer's arrays that a kind reads and that are not as their leaf, or lie with its owners."""
     for region in kind.regions:
         for var, v in zip(region.ins, kind.ins, strict=True):
-            if v is None or var not in program.state or v.shape != var.aval.shape:
-                continue
-            padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
-            if padded < 2 and (v.home or not region.as_leaf(var)):
-                yield program.state[var], v
+            if v is not None and var in region.state and v.shape == var.aval.shape:
+                padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
+                if padded < 2 and (v.home or not region.as_leaf(var)):
+                    yield region.state[var], v
 
 
 def _bundle(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:

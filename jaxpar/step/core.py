@@ -28,13 +28,13 @@ from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
-from ..layout.whole_matrices import update_program
+from ..layout.whole_matrices import axes_at_rest, update_program
 from ..machines import leaves_host
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
-from ..parallel.owners import owners
+from ..parallel.owners import Dealer
 from ..parallel.pipeline.schedules import Schedule
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
@@ -52,8 +52,7 @@ class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
     `layout`, `mesh` and `strategy` may be read; `replicas`, the number of devices (or groups of devices) among which
-    rows are divided; `rows`, whose rows a batch is made of; `schedule`, the pipeline's, or None; and `misdirected`,
-    what to warn of in the optimizer, or None.
+    rows are divided; `rows`, whose rows a batch is made of; and `schedule`, the pipeline's, or None.
     """
 
     def __init__(
@@ -96,20 +95,23 @@ class Step(FirstState, Intake):
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
         state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
-        program = update_program(self.optimizer, storage, as_stacked)
-        products = {} if program is None else {seen[i].path: dims for i, dims in program.leaves.items()}
-        self.misdirected = astray([(leaf.path, leaf.shape) for leaf in seen], products)
-        places = place_optimizer(state, tuned, seen, "optimizer" in self.rule.sharded)
-        owned = None if program is None else owners(program, storage, "optimizer" in self.rule.sharded, mesh)
-        if owned is not None:
+        masters, tree = jax.tree.flatten(tuned)
+        program = update_program(self.optimizer, tree, tuple(masters))
+        sharded = "optimizer" in self.rule.sharded
+        places = place_optimizer(state, tuned, seen, sharded)
+        owned, wrong = None, None
+        if program is not None:
+            owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)(program)
             places = owned.stored(places)
+            multiplied = {leaf.path: program.leaves.get(i, frozenset()) for i, leaf in enumerate(seen)}
+            wrong = functools.partial(astray, multiplied=multiplied, factors=program.factors)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
-        self.tracing = Tracing(model, self.layout, strategy, axes, schedule)
+        self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 

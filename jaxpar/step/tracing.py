@@ -162,8 +162,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`; `choices`,
-    once there are some, what becomes of what each stack's layers save (`Residuals.kept`).
+    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`; `astray`
+    says what to warn of in the optimizer, from a loss and its leaves; `choices`, once there are some, what becomes of
+    what each stack's layers save (`Residuals.kept`).
 
     Once a batch has been traced, these say what came of it:
 
@@ -185,6 +186,7 @@ class Tracing:
     strategy: Strategy
     axes: dict[str, int]
     schedule: Schedule | None = None
+    astray: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
     choices: tuple[str, ...] = ()
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
@@ -453,6 +455,9 @@ class Tracing:
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
         warn_untrained(whole, outputs, self.layout.storage.units)
+        leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
+        if self.astray and (said := self.astray(whole, leaves)):
+            warnings.warn(said, stacklevel=2)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:

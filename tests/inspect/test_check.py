@@ -299,6 +299,7 @@ def pair(key: jax.Array) -> dict[str, jax.Array]:
     return {"a": jax.random.normal(a, (DIM, HIDDEN)) / 50, "b": jax.random.normal(b, (HIDDEN, DIM)) / 50}
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 def test_an_optimizer_that_gathers_is_named() -> None:
     """Muon multiplies matrices that fsdp and tensor share out; as one stack of several leaves they have no owners, and
     the line of optax that multiplies is in the note.

@@ -245,6 +245,7 @@ def tuned(optimizer: str) -> Any:
     return one_device().train(OPTIMIZERS[optimizer](), jax.random.key(0), padded()[1], STEPS)
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 @pytest.mark.sampled
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize(

@@ -325,6 +325,7 @@ def test_products_of_factors_alone_have_owners() -> None:
     assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 + 2 * 3
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 def test_a_matrix_alone_is_gathered() -> None:
     """Its owner would send it back, and no other had less to compute."""
     model = jp.Model(

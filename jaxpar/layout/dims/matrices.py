@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from ...program import dims as followed
 from ...program import jaxpr as jx
 from ...program.primitives import PRODUCTS
 from ...text import few, table
-from ..families import families, inside_stack, on_second_dim
+from ..families import inside_stack, on_second_dim
 from .expert import Leaves, looks_stacked
 from .patterns import pattern
 from .tensor import ENDS, HEADS, NORM, has_heads
 
 _BATCH = -2  # the mark of all that depends on the batch
 _VECTOR = re.compile("(.*/)?(bias|b|scale)")
+_NUMBER = re.compile(r"_?\d+")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,11 @@ def matrices(model: Model, batch: Any = None) -> Matrices:
     """
     params, variables = jax.eval_shape(model.create, jax.random.key(0))
     flat = {name_of(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    return Matrices(_by_names(flat) if batch is None else _by_program(model, params, variables, batch, flat))
+    if batch is None:
+        return Matrices(_by_names(flat))
+    loss = lambda params, variables, batch: model.call(params, variables, batch, None)[0]["loss"].total
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return Matrices(_by_program(jx.trace(loss, params, variables, rows)[0], flat))
 
 
 class _Read(NamedTuple):
@@ -131,13 +137,8 @@ class _Read(NamedTuple):
     after: frozenset[int]
 
 
-def _by_program(
-    model: Model, params: Any, variables: Any, batch: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Matrix]:
-    loss = lambda params, variables, batch: model.call(params, variables, batch, None)[0]["loss"].total
-    program, _ = jx.trace(
-        loss, params, variables, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    )
+def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
+    """By a loss, whose first inputs are parameters with these paths and shapes."""
     reads: dict[int, list[_Read]] = {}
     tables: set[int] = set()
     depthwise: set[int] = set()
@@ -222,8 +223,9 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
     """By paths and shapes alone."""
     flat = list(shapes.items())
     experts = looks_stacked(flat)
-    layers, first = layer_dims(flat, experts), inside_stack(flat, experts)
-    loops = {flat[at][0] for family in families(flat, first) for row in family.members for at in row}
+    layers = layer_dims(flat, experts)
+    alike = Counter((_NUMBER.sub("", path), shape) for path, shape in flat)  # blocks of a loop; Haiku's first has none
+    blocks = {path for path, shape in flat if alike[_NUMBER.sub("", path), shape] > 1}
     norm, ends = NORM.fullmatch, [pattern("", key).fullmatch for key in ENDS]
     heads = [(pattern("", key).fullmatch, dim) for key, dim in HEADS.items()]
     out: dict[str, Matrix] = {}
@@ -236,7 +238,7 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
             why = "a norm's, or a vector"
         elif any(end(path) for end in ends):
             why = "by its name, where the model begins or ends"
-        elif (loops or layers) and path not in loops and not batch and not any(map(str.isdigit, path)):
+        elif (blocks or layers) and path not in blocks and not batch:
             why = "beside the layers, where the model begins or ends; give a batch to know"
         elif kernel and shape[dims[2]] == 1:
             why = "depthwise, by its shape"
@@ -245,7 +247,8 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
             out[path] = Matrix(shape, dims[:cut], dims[cut:], "by its name and shape")
             continue
         elif kernel or len(dims) == 2:
-            out[path] = Matrix(shape, dims[:-1], dims[-1:], "by its shape")
+            last = len(dims) - 1 if kernel or not path.endswith("weight") else 0  # Equinox has [out, in]
+            out[path] = Matrix(shape, tuple(d for d in dims if d != dims[last]), (dims[last],), "by its shape")
             continue
         else:
             why = f"nothing says which of its {len(dims)} dims are in and out; give a batch to know"
@@ -253,21 +256,28 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
     return out
 
 
-def astray(leaves: Leaves, products: Mapping[str, frozenset[int]]) -> str | None:
-    """What to say of an optimizer that multiplies layers with one another, by the dims of leaves (path -> dims) along
-    which it multiplies at all; None where it does not.
+def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int]], factors: bool) -> str | None:
+    """What to say of an optimizer that multiplies what is no matrix; None where all is well.
+
+    Args:
+      loss: a program whose first inputs are the `leaves`, by path and shape.
+      multiplied: of each leaf that the optimizer sees, by path, along which dims it multiplies.
+      factors: whether it keeps factors of them, as Shampoo does, which is meant for embeddings and heads too.
     """
-    stacks, guess = layer_dims(leaves, looks_stacked(leaves)), _by_names(dict(leaves))
-    shown = lambda paths: few([f"{path} {list(guess[path].shape)}" for path in paths])
-    mixed = [path for path, dims in products.items() if stacks.get(path) in dims]
-    if not mixed:
+    found, stacks = _by_program(loss, dict(leaves)), layer_dims(leaves, looks_stacked(leaves))
+    shown = lambda paths: few([f"{path} {list(found[path].shape)}" for path in paths])
+    layers = lambda path: {*found[path].batch, *([stacks[path]] if path in stacks else [])}
+    mixed = [path for path, dims in multiplied.items() if not dims.isdisjoint(layers(path))]
+    others = [path for path, dims in multiplied.items() if dims and path not in mixed and not found[path].output]
+    missed = [path for path, dims in multiplied.items() if not dims and found[path].output]
+    if not mixed and (factors or not others):
         return None
-    missed = [path for path, leaf in guess.items() if leaf.output and path not in products]
-    ends = [path for path in products if path not in mixed and not guess[path].output]
+    wrong = [
+        *([f"layers of a stack with one another, as if they were rows of a matrix: {shown(mixed)}"] if mixed else []),
+        *([f"what is no hidden matrix: {shown(others)}"] if others else []),
+        *([f"nothing of {shown(missed)}"] if missed else []),
+    ]
     return (
-        f"the optimizer multiplies layers of a stack with one another, as if they were rows of a matrix: {shown(mixed)}"
-        + (f"; besides, what is no hidden matrix: {shown(ends)}" if ends else "")
-        + (f"; and it takes no matrices from {shown(missed)}" if missed else "")
-        + ". Say which dims are of matrices: optax.contrib.muon(..., "
+        f"the optimizer multiplies {'; '.join(wrong)}. Say which dims are of matrices: optax.contrib.muon(..., "
         "muon_weight_dimension_numbers=jp.matrices(model, batch))"
     )

@@ -108,7 +108,7 @@ def test_layers_are_not_multiplied_with_one_another() -> None:
     """
     model = named("llama-tiny")
     with pytest.warns(UserWarning, match="multiplies layers of a stack with one another") as said:
-        jp.make_train_step(model.model, optax.contrib.muon(1e-2), "fsdp")
+        jp.make_train_step(model.model, optax.contrib.muon(1e-2), "fsdp").trace(model.example(8, 8))
     text = str(said[0].message)
     mixed, ends, missed = text.split("; ")
     assert "layers/attention_norm/scale [4, 128], layers/ffn_norm/scale [4, 128]" in mixed
@@ -118,4 +118,25 @@ def test_layers_are_not_multiplied_with_one_another() -> None:
         warnings.simplefilter("error")
         tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=jp.matrices(model.model))
         for optimizer in (tx, optax.adafactor(1e-2, min_dim_size_to_factor=16), optax.lamb(1e-2)):
-            jp.make_train_step(model.model, optimizer, "fsdp")
+            jp.make_train_step(model.model, optimizer, "fsdp").trace(model.example(8, 8))
+
+
+def test_what_is_no_hidden_matrix_is_not_multiplied() -> None:
+    """Of layers in a loop Muon took the embedding and biases of heads, and no kernel of theirs, and nothing said so.
+    Optimizers that keep factors are meant for embeddings too.
+    """
+    model = jp.from_nnx(lambda rngs: Tied(rngs), tied_loss)
+    with pytest.warns(UserWarning, match="what is no hidden matrix: blocks/0/attn/key/bias") as said:
+        jp.make_train_step(model, optax.contrib.muon(1e-2), "fsdp=4", jax.devices()[:4]).trace(TOKENS)
+    assert "nothing of blocks/0/attn/key/kernel [32, 4, 8]" in str(said[0].message)
+    is_matrix = lambda x: x.ndim == 2
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        state = jax.tree.map(lambda g, s: s + g @ g.mT if is_matrix(g) else s, grads, state)
+        return jax.tree.map(lambda g, s: s @ g if is_matrix(g) else g, grads, state), state
+
+    start = lambda params: jax.tree.map(lambda x: jnp.eye(x.shape[0]) if is_matrix(x) else 0, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx = optax.GradientTransformation(start, update)
+        jp.make_train_step(model, tx, "fsdp=4", jax.devices()[:4]).trace(TOKENS)

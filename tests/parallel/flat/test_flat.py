@@ -387,6 +387,7 @@ def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
     assert float(a) == pytest.approx(float(b), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 @pytest.mark.battery
 @pytest.mark.parametrize("name", ["muon", "lamb", "adafactor"])
 def test_optimizers_see_logical_leaves(name: str) -> None:

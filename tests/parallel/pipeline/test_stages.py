@@ -86,7 +86,7 @@ KEPT = [
 
 
 @pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore:the optimizer multiplies layers")  # what it does is done alike
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")  # what it does is done alike
 @pytest.mark.xdist_group("stages optimizers")  # they share gradients of one device
 @pytest.mark.parametrize(
     ("kind", "strategy", "optimizer"),
