@@ -26,12 +26,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2019 (GPipe, section 2.3) find a bubble
 # of m = 4 p negligible
+OFFLOADS = ("activations", "optimizer")
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
     "reduce": ("f32", "compute"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
-    "offload": ("none", "activations"),
+    "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
@@ -104,9 +105,11 @@ class Strategy:
         leaves what takes the least time under `budget` (`inspect/remat.py`), with `offload` the host among others.
       budget: bytes of a device that a step may take with remat="auto", as "70GB", as the compiler counts them; "" is
         92% of the memory of its kind.
-      offload: what waits in the host's memory: "activations", what each layer of a layer stack leaves for its backward,
-        beside which other layers compute (ZeRO-Offload, Ren et al. 2021, moves states; here it is what `remat` keeps,
-        with "layer" the layers' inputs alone). On CPUs, which have one memory, nothing moves. Not for pipelines.
+      offload: what waits in the host's memory, or a sum of these, as "activations+optimizer". "activations": what each
+        layer of a layer stack leaves for its backward, beside which other layers compute (what `remat` keeps, with
+        "layer" the layers' inputs alone); on CPUs, which have one memory, nothing moves; not for pipelines.
+        "optimizer": the optimizer's state, brought to the device a block at a time (`step/streamed.py`; ZeRO-Offload,
+        Ren et al. 2021), of optimizers that work element by element.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
@@ -196,6 +199,8 @@ class Strategy:
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))  # as in text
         if self.stages != "auto" and self.pipe == 1:
             raise ValueError(f"stages={self.stages!r} without a pipeline; give pipe= a size, or leave stages out")
+        if isinstance(self.offload, str) and {*(terms := self.offload.split("+"))} <= {*OFFLOADS}:
+            object.__setattr__(self, "offload", "+".join(x for x in OFFLOADS if x in terms))  # in one order
         for name, choices in _CHOICES.items():
             listed = isinstance(value := getattr(self, name), str) and value in choices
             other = {"stages": lambda x: self.cuts and all(self.cuts), "schedule": is_schedule, "remat": callable}
@@ -237,8 +242,8 @@ class Strategy:
                 f"remat='auto' with {self._text(skip='remat')}: it chooses for layers that all run forwards and then "
                 "all backwards; use remat='layer' or 'dots'"
             )
-        if self.offload != "none" and (self.pipe != 1 or self.server):
-            where = "stages keep it in slots on their device" if self.pipe != 1 else "a server's replicas keep it"
+        if self.offload != "none" and (self.server or (self.pipe != 1 and "activations" in self.offloads)):
+            where = "a server's replicas keep it" if self.server else "stages keep it in slots on their device"
             raise ValueError(
                 f"offload={self.offload!r} with {self._text(skip='offload')}: {where}; use remat='layer', or data or "
                 "fsdp in their place"
@@ -337,6 +342,11 @@ class Strategy:
         """The paths at which `stages` cuts, or its counts of blocks as text; () where it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in _CHOICES["stages"] else tuple(text.split(":"))
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What `offload` sums."""
+        return () if self.offload == "none" else tuple(self.offload.split("+"))
 
     @property
     def turns(self) -> int:

@@ -83,7 +83,8 @@ def arrays_of(step: Step) -> tuple[list[Array], Any]:
         place = places.get(name)
         leaf = place.leaf if place is not None else None
         # A server's state lives on the layout's mesh of one device, whatever devices its replicas have.
-        sharding = layout.sharding(x.sharding.spec if place is not None else PartitionSpec())
+        spec = PartitionSpec() if place is None else x.sharding.spec
+        sharding = layout.sharding(spec, place is not None and place.host)
         names: tuple[str, ...] = (name,)
         if leaf is not None and not leaf.as_modelled:
             assert name.endswith(leaf.path), (name, leaf.path)

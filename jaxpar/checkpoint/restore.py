@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
 
 from ..layout.precision import LossScale
 from ..layout.state import State
@@ -112,7 +113,8 @@ class _Reader:
                 into = np.zeros(shape, dtype) if made is None else np.array(own[box], dtype)
                 self._fill(array, box, into, anew, devices[0].process_index == here)
                 into = into.astype(array.dtype, copy=False)  # what is frozen, or a copy
-                shards += [jax.device_put(into, device) for device in mine]
+                kind = array.sharding.memory_kind
+                shards += [jax.device_put(into, SingleDeviceSharding(device, memory_kind=kind)) for device in mine]
         x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
         x.block_until_ready()  # so that one array at a time is in this host's memory
         return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)

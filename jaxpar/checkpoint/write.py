@@ -22,9 +22,9 @@ Room = dict[tuple[str, int], np.ndarray]  # by array and device
 def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
     """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory.
 
-    Waits for the devices and for the copy. What is derived is left out. Where the devices are CPUs, `room` is what the
-    save before was copied into, whose boxes are written: memory that a process touches for the first time took a
-    virtual machine ten times as long as the copy.
+    Waits for the devices and for the copy. What is derived is left out. Where arrays are in the host's memory, `room`
+    is what the save before was copied into, whose boxes are written: memory that a process touches for the first time
+    took a virtual machine ten times as long as the copy.
     """
     shards = []
     for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
@@ -35,7 +35,8 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
     boxes: Boxes = []
     for array, shard in shards:
         host = np.asarray(shard.data)
-        if shard.device.platform == "cpu":  # a view of memory that the next step may write into
+        if shard.device.platform == "cpu" or shard.data.sharding.memory_kind == "pinned_host":
+            # A view of memory that the next step may write into.
             place = array.path, shard.device.id
             if place not in room:
                 room[place] = np.empty_like(host)

@@ -23,7 +23,8 @@ class Memory:
     """What one device holds in a step, in bytes.
 
     Attributes:
-      params, grads, optimizer: at rest, as the layout stores them; a server's gradients are those of all replicas.
+      params, grads, optimizer: at rest on the device, as the layout stores them; a server's gradients are those of all
+        replicas.
       saved: what the forward of one microbatch leaves for its backward, as traced (compilers may keep less); of a
         pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries, or with
         `offload` in the host's memory.
@@ -68,7 +69,8 @@ def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compi
 
 def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     found: Any = compiled.memory_analysis()
-    return program_memory(compiled) | {"program": name, "host": found.host_temp_size_in_bytes}
+    host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
+    return program_memory(compiled) | {"program": name, "host": host}
 
 
 class WholeAccess:

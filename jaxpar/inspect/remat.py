@@ -28,6 +28,7 @@ from ..program.residuals import Residuals, cheap
 from ..slicing.pieces import Stack
 from ..step.core import Step
 from ..step.tracing import Loss
+from ..strategy import OFFLOADS
 from ..text import amount, size
 from .compiled.compiler_remarks import unread
 from .memory import WholeAccess, of_step
@@ -160,7 +161,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     """
     stacks, budget = _stacks(step, batch), _budget(step)
     tried: dict[tuple[str, ...], _Tried] = {}
-    for letters in ("sr", "srh") if step.strategy.offload != "none" else ("sr",):
+    for letters in ("sr", "srh") if "activations" in step.strategy.offloads else ("sr",):
         _fit(step, batch, stacks, budget, letters, tried)
     fitting = [choices for choices, one in tried.items() if one.total <= budget]
     if not fitting:
@@ -280,7 +281,8 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     left = sum(cost.device for cost in _costs(stacks, choices))
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
-    others = "offload='activations', " if step.strategy.offload == "none" else ""
+    offloads = step.strategy.offloads
+    others = "" if len(offloads) == len(OFFLOADS) else f"offload='{'+'.join(OFFLOADS)}', "
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
         f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "

@@ -28,12 +28,14 @@ class Stored:
       dtype: its dtype at rest.
       spec: its spec.
       leaf: the parameter that it is, or that it mirrors; None for a counter and the like.
+      host: whether it lives in the host's memory (pinned), and not in the device's.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
     leaf: Leaf | None
+    host: bool = False
 
     def pad(self, x: jax.Array | None) -> jax.Array | None:
         """An array as it is at rest; None stays."""
@@ -116,13 +118,13 @@ class Layout:
             [Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf) for leaf in self.leaves]
         )
 
-    def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on this mesh."""
-        return NamedSharding(self.mesh, spec)
+    def sharding(self, spec: PartitionSpec, host: bool = False) -> NamedSharding:
+        """A spec on this mesh, of arrays in the devices' memory or their hosts'."""
+        return NamedSharding(self.mesh, spec, memory_kind="pinned_host" if host else None)
 
     def shardings(self, kind: Kind) -> Any:
         """The shardings of the arrays of a kind, a tree like `places`."""
-        return self._each(kind, lambda place: self.sharding(place.spec))
+        return self._each(kind, lambda place: self.sharding(place.spec, place.host))
 
     @property
     def handed_out(self) -> Any:
@@ -181,14 +183,21 @@ class Layout:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer"."""
+        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer", without
+        what is on the host.
+        """
         params = self._bytes("params") + (self._bytes("copy") if self.copied else 0)
         return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
 
-    def _bytes(self, kind: Kind) -> int:
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the optimizer's state in the host's memory, for each device."""
+        return self._bytes("optimizer", host=True)
+
+    def _bytes(self, kind: Kind, host: bool = False) -> int:
         total = 0
         for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
-            if kind != "grads" or place.leaf.trainable:
+            if place.host == host and (kind != "grads" or place.leaf.trainable):
                 local = self.sharding(place.spec).shard_shape(place.shape)
                 total += math.prod(local) * jnp.dtype(place.dtype).itemsize
         return total
@@ -230,11 +239,12 @@ def is_stored(x: Any) -> bool:
     return isinstance(x, Stored)
 
 
-def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool) -> Any:
+def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool, host: bool = False) -> Any:
     """A `Stored` for each array of an abstract optimizer state.
 
     An array mirrors the parameter whose path its own path ends with, if their shapes agree (momenta do); it lives as
-    the parameter's shard does. Others (counters, factored moments) are replicated.
+    the parameter's shard does, with `host` in the host's memory if it has `PAD_FROM` elements. Others (counters,
+    factored moments) are replicated, on the devices.
     """
     mirrors = {
         _names(path): leaf for (path, _), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
@@ -247,7 +257,8 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
         leaf = next((found for found in ends if found is not None and seen[found.path] == tuple(x.shape)), None)
         if leaf is None:
             return Stored(tuple(x.shape), x.dtype, PartitionSpec(), None)
-        return Stored(leaf.stored if sharded or leaf.spread else leaf.shape, x.dtype, leaf.spec(sharded), leaf)
+        shape = leaf.stored if sharded or leaf.spread else leaf.shape
+        return Stored(shape, x.dtype, leaf.spec(sharded), leaf, host and math.prod(shape) >= PAD_FROM)
 
     return jax.tree_util.tree_map_with_path(stored, state)
 

@@ -10,19 +10,20 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..axes import ROWS, SHARDS
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
+from ..inspect.targets.devices import has_memories, mark_on_host
 from ..layout.dims.expert import apart, expert_dims, looks_stacked
 from ..layout.dims.matrices import astray
 from ..layout.dims.pairs import creation_order
 from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
 from ..layout.elementwise import sees_stacked
-from ..layout.layout import Layout, place_optimizer
+from ..layout.layout import Layout, is_stored, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
@@ -42,6 +43,7 @@ from .checks import Intake, check_reached, check_state, misfit, naming, shapes_o
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
 from .refusals import check_cut, check_prefetch
+from .streamed import HOST, streams
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -98,7 +100,8 @@ class Step(FirstState, Intake):
         masters, tree = jax.tree.flatten(tuned)
         program = update_program(self.optimizer, tree, tuple(masters))
         sharded = "optimizer" in self.rule.sharded
-        places = place_optimizer(state, tuned, seen, sharded)
+        host = "optimizer" in strategy.offloads
+        places = place_optimizer(state, tuned, seen, sharded, host)
         owned, wrong = None, None
         if program is not None:
             owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)(program)
@@ -108,7 +111,8 @@ class Step(FirstState, Intake):
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
-        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned)
+        streamed = streams(self.optimizer, self.layout, as_stacked, owned is not None) if host else None
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned, streamed)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)
@@ -182,14 +186,27 @@ class Step(FirstState, Intake):
         With compile-only devices in the mesh, it is compiled for them.
         """
         batch = self.shapes(batch)
-        traced = self._function("train", batch).trace(self.abstract_state(), batch)
+        traced = self._function("train", batch).trace(state := self._typed_state, batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
-        return traced.lower(lowering_platforms=(platform,)).compile()
+        lowered = traced.lower(lowering_platforms=(platform,))
+        mark_on_host(lowered, [at for at, x in enumerate(jax.tree.leaves(state)) if isinstance(x, ShapedArray)])
+        return lowered.compile()
+
+    @functools.cached_property
+    def _typed_state(self) -> State:
+        """`abstract_state` to trace programs of. Devices that are not there have no memories: of arrays on their hosts
+        no sharding says so, and the type does.
+        """
+        state = self.abstract_state()
+        if self.update.streams is None or has_memories(self.mesh.devices.flat[0]):
+            return state
+        typed = lambda place, x: ShapedArray(x.shape, x.dtype, memory_space=HOST) if place.host else x
+        return replace(state, optimizer=jax.tree.map(typed, self.layout.optimizer, state.optimizer, is_leaf=is_stored))
 
     def trace(self, batch: Any) -> Any:
         """The jaxpr of the training step for a batch of these shapes."""
         batch = self.shapes(batch)
-        return self._function("train", batch).trace(self.abstract_state(), batch).jaxpr
+        return self._function("train", batch).trace(self._typed_state, batch).jaxpr
 
     def traced(self, batch: Any) -> Traced:
         """The loss of one microbatch as the program that each device runs, and what it reads.
@@ -260,6 +277,7 @@ class Step(FirstState, Intake):
                 out_shardings=outs,
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
+                keep_unused=not has_memories(self.mesh.devices.flat[0]),  # positions are those of arguments
                 # XLA takes options of whole programs alone.
                 compiler_options=None
                 if inside
@@ -272,7 +290,7 @@ class Step(FirstState, Intake):
                 ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
-                check_reached(run.trace(self.abstract_state(), batch).jaxpr)
+                check_reached(run.trace(self._typed_state, batch).jaxpr)
             self._jitted[key] = run
         return self._jitted[key]
 

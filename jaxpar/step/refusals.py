@@ -161,7 +161,7 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
         )
-    if strategy.offload != "none" and not program.stacks:
+    if "activations" in strategy.offloads and not program.stacks:
         raise ValueError(
             f"offload={strategy.offload!r} sends what the layers of a layer stack leave to the host, and the model has "
             "no stack; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use more microbatches"

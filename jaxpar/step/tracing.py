@@ -262,7 +262,7 @@ class Tracing:
             local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
         if self.strategy.precision == "fp8":
             local = self._fp8_program(rolled, local)
-        every = "s" if self.strategy.offload == "none" else "h"
+        every = "h" if "activations" in self.strategy.offloads else "s"
         remat, sequence = self.strategy.remat, self.strategy.sequence
         how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, self.choices, every)
         cut = self.layout.storage.cut

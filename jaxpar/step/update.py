@@ -26,6 +26,7 @@ from ..layout.state import State
 from ..parallel import Rule, publish
 from ..parallel.owners import Owners
 from .gradients import Metrics, metrics_of
+from .streamed import Streams, kept
 from .tracing import Sums
 
 
@@ -37,6 +38,7 @@ class Update:
       as_stacked: whether it sees leaves as a step keeps them.
       skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
       owners: how it runs on whole matrices; None where it multiplies none.
+      streams: how it runs on state that waits on the host; None where none does.
     """
 
     optimizer: Any
@@ -45,9 +47,12 @@ class Update:
     as_stacked: bool
     skip_nonfinite: bool = False
     owners: Owners | None = None
+    streams: Streams | None = None
 
     def init(self, params: Any) -> Any:
         """The optimizer's state, as it is stored, from the leaves of a step."""
+        if self.streams is not None:
+            return self.streams.init(self._seen(params))
         return self.layout.to_stored(self.optimizer.init(self._seen(params)), "optimizer")
 
     def _seen(self, tree: Any) -> Any:
@@ -61,26 +66,27 @@ class Update:
         """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables, sums."""
         params, updates = self._seen(self._shards(state.params)), self._seen(grads)
         loss = metrics_of(sums)["loss"]
-        opt_state = self.layout.to_logical(state.optimizer, "optimizer")
         norm = optax.tree.norm(grads)
         token = order.first_token(norm, self.layout.mesh)
-        (changes, opt_state), token = self._changes(updates, opt_state, params, loss, token)
-        tuned = self.layout.to_stored(optax.apply_updates(params, changes), "params", self.as_stacked)
-        new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # the norm has looked at every gradient already
         metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
-        packed, scale = self.layout.to_stored(opt_state, "optimizer"), None
-        applied = None  # always
+        applied, scale = None, None  # always, without a scale
         if state.scale is not None:
             applied = all_finite(grads)
             scale = state.scale.next(applied)
             metrics["skipped"] = scale.skipped
         if self.skip_nonfinite:
             applied = finite if applied is None else applied & finite
-        if applied is not None:
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
-            old = state.params, state.optimizer, state.variables
-            new, packed, variables = keep((new, packed, variables), old)
+        if self.streams is not None:
+            tuned, packed = self.streams(params, updates, state.optimizer, loss, applied)
+        else:
+            opt_state = self.layout.to_logical(state.optimizer, "optimizer")
+            (changes, opt_state), token = self._changes(updates, opt_state, params, loss, token)
+            tuned = kept(applied, optax.apply_updates(params, changes), params)
+            packed = kept(applied, self.layout.to_stored(opt_state, "optimizer"), state.optimizer)
+        variables = kept(applied, variables, state.variables)
+        tuned = self.layout.to_stored(tuned, "params", self.as_stacked)
+        new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         stored, copy, token = self.publish(new, state, token)
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (state.step + 1, metrics))

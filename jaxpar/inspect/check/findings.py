@@ -84,7 +84,7 @@ def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Fi
     places = tree.flatten_up_to((entering.step, entering.variables, entering.scale, entering.key, rows))
     arguments += sum(_local(x, place) for x, place in zip(others, places, strict=True) if place is not None)
     memory: Any = compiled.memory_analysis()
-    found = memory.argument_size_in_bytes
+    found = memory.argument_size_in_bytes + memory.host_argument_size_in_bytes
     verdict, note = _compared(found, 0.995 * arguments - SCALARS, 1.005 * arguments + SCALARS)
     try_this = "the compiler's arguments are not the state and this device's rows; see compiled.memory_analysis()"
     yield Finding("arguments", "state and rows", arguments, found, verdict, note and try_this)

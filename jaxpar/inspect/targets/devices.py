@@ -9,10 +9,13 @@ collectives, their sizes, groups and overlap do.
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.interpreters.mlir import ir
 
 from .hardware import KINDS, Hardware
 from .hardware import peak_flops as peak_flops
@@ -98,6 +101,24 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
 def gpu_topology(name: str = "8xH100") -> list[jax.Device]:
     """The devices of `target(name)`."""
     return target(name).devices
+
+
+def has_memories(device: jax.Device) -> bool:
+    """Whether shardings on a device can say in which memory an array is: those that are there have some."""
+    return bool(device.addressable_memories())
+
+
+def mark_on_host(lowered: jax.stages.Lowered, arguments: Sequence[int]) -> None:
+    """Puts some arguments of a program for devices without memories into their hosts', which shardings cannot say."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    with module.context:
+        attributes = list(main.attributes["arg_attrs"])
+        for at in arguments:
+            own: dict[str, Any] = {each.name: each.attr for each in attributes[at]}
+            own["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            attributes[at] = ir.DictAttr.get(own)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 def missing_compiler() -> str:

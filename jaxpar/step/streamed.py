@@ -1,0 +1,260 @@
+"""Optimizer state that waits on the host, streamed through the update: a block at a time, in place, on the device.
+
+    rest     the optimizer's program without what reads that state: norms over all gradients, counters, learning rates
+    leaf     what makes a parameter and its moments anew, element by element, of these scalars
+    block    a layer of a stack, or as many rows of it as have `BLOCK` bytes: copied to the device, updated there, and
+             copied back to where it was
+
+The loop over a leaf's blocks carries the host's own buffers, which XLA updates in place, by copies that are
+asynchronous: the device holds a block of each moment as it was and as it becomes, and the host nothing twice. (The `xs`
+and `ys` of a scan are copied on the host as well, and a whole leaf that is moved takes its size on the device.) A leaf
+begins when the one before is done.
+
+ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840, section 4) keeps this state on the host and updates it there; as in
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857) the device computes, of what is brought to it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..layout.elementwise import traced_update
+from ..layout.layout import Layout, Stored, is_stored
+from ..layout.leaves import PAD_FROM
+from ..program import jaxpr as jx
+from ..program import primitives
+
+BLOCK = 64 << 20  # bytes: 1.4 ms at 48 GB/s, beside which what an iteration costs is little
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class _Leaf(NamedTuple):
+    """One leaf's part of a program: its equations and results, and its arrays and the scalars that they read."""
+
+    eqns: list[Any]
+    outs: list[Any]
+    arrays: list[Any]
+    scalars: list[Any]
+
+    def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array], shape: Any) -> list[jax.Array]:
+        """The results, of blocks of this shape."""
+        env = dict(zip((*self.arrays, *self.scalars), (*values, *scalars), strict=True))
+        read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
+        for eqn in self.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            spread = eqn.primitive.name == "broadcast_in_dim"
+            results = [jnp.broadcast_to(values[0], shape)] if spread else jx.bind(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in self.outs]
+
+
+class _Program(NamedTuple):
+    """A program, split: what each leaf with state on the host has of it, and the positions of the other results."""
+
+    flat: jx.Flat
+    leaves: dict[int, _Leaf]
+    rest: list[int]
+
+    def others(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """Of inputs, None where they are on the host: the other results, and the scalars that leaves read."""
+        flat = self.flat
+        there = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
+        scalars = list(dict.fromkeys(v for leaf in self.leaves.values() for v in leaf.scalars))
+        outs = [*(flat.outvars[at] for at in self.rest), *scalars]
+        eqns = jx.needed(flat.eqns, outs)
+        read = jx.free(eqns, outs)
+        found = jx.run(eqns, read, outs)(*(there[v] for v in read))
+        return dict(zip(self.rest, found, strict=False)), dict(zip(scalars, found[len(self.rest) :], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """How an optimizer's state is made and updated where some of it is on the host.
+
+    Attributes:
+      layout: of the state.
+      held: for each leaf with state on the host, by its position among those that the optimizer sees, which arrays of
+        the state these are.
+      first, update: the optimizer's two programs.
+    """
+
+    layout: Layout
+    held: dict[int, list[int]]
+    first: _Program
+    update: _Program
+
+    @property
+    def _places(self) -> list[Stored]:
+        return jax.tree.leaves(self.layout.optimizer, is_leaf=is_stored)
+
+    def init(self, params: Any) -> Any:
+        """The first state as it is stored, from the parameters that the optimizer sees, unpadded."""
+        values, places = jax.tree.leaves(params), self._places
+        rest, scalars = self.first.others(values)
+        new = {at: places[at].pad(x) for at, x in rest.items()}
+        last: Any = ()
+        for i, at in self.held.items():
+            leaf = self.first.leaves[i]
+
+            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf) -> list[Any]:
+                return leaf(blocks[: len(leaf.arrays)], of, shape)
+
+            value, last = lax.optimization_barrier((values[i], last))
+            empty = [places[j].dtype for j in at]
+            last = self._streamed(fun, places[at[0]], [value], empty, [scalars[v] for v in leaf.scalars])
+            new.update(zip(at, last, strict=True))
+        return self._state(new)
+
+    def __call__(self, params: Any, grads: Any, state: Any, loss: jax.Array, applied: Any) -> tuple[Any, Any]:
+        """The next step's parameters, as they are given, and state, as it is stored.
+
+        Args:
+          params, grads: in the tree that the optimizer sees, unpadded.
+          state: as it is stored.
+          loss: the optimizer's `value`.
+          applied: bool scalar, whether the step is; None where it always is.
+        """
+        values, tree = jax.tree.flatten(params)
+        slopes, arrays, places, n = jax.tree.leaves(grads), jax.tree.leaves(state), self._places, len(values)
+        there = [None if place.host else place.unpad(x) for place, x in zip(places, arrays, strict=True)]
+        rest, scalars = self.update.others([*values, *slopes, *there, loss])
+        new = {at: kept(applied, optax.apply_updates(values[at], x), values[at]) for at, x in rest.items() if at < n}
+        moments = {at - n: kept(applied, places[at - n].pad(x), arrays[at - n]) for at, x in rest.items() if at >= n}
+        last: Any = ()
+        for i, at in self.held.items():
+            leaf = self.update.leaves[i]
+            order = [self.update.flat.invars[j] for j in (n + i, i, *(2 * n + j for j in at))]
+
+            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf, order: Any = order) -> list[Any]:
+                there, (_, *old) = dict(zip(order, blocks, strict=True)), blocks
+                change, *state = leaf([there[v] for v in leaf.arrays], of[: len(leaf.scalars)], shape)
+                applied = None if len(of) == len(leaf.scalars) else of[-1]
+                new = [optax.apply_updates(old[0], change), *state]
+                return [kept(applied, a, b) for a, b in zip(new, old, strict=True)]
+
+            held, last = lax.optimization_barrier(([arrays[j] for j in at], last))
+            of = [*(scalars[v] for v in leaf.scalars), *([] if applied is None else [applied])]
+            last = self._streamed(fun, places[at[0]], [slopes[i]], [values[i], *held], of)
+            new[i] = places[at[0]].unpad(last[0])
+            moments.update(zip(at, last[1:], strict=True))
+        return jax.tree.unflatten(tree, [new[i] for i in range(n)]), self._state(moments)
+
+    def _state(self, arrays: dict[int, Any]) -> Any:
+        tree = jax.tree.structure(self.layout.optimizer, is_leaf=is_stored)
+        return jax.tree.unflatten(tree, [arrays[at] for at in range(len(arrays))])
+
+    def _streamed(self, fun: Any, place: Stored, given: Any, carried: Any, scalars: Any) -> list[Any]:
+        """`fun(blocks of what is given and carried, scalars, their shape)` of all blocks, in the place of what is
+        carried: arrays as `place` has them, or the dtypes of those that begin, on the host.
+
+        Every device has its own shard; nothing is communicated.
+        """
+        empty = carried if not isinstance(carried[0], jax.Array) else []
+        arrays = [place.pad(x) for x in (carried if not empty else [])]
+
+        def local(given: Sequence[Any], arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+            shape = given[0].shape
+            begun = arrays or [jax.device_put(lax.empty(shape, dtype), HOST) for dtype in empty]
+            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, begun)
+
+        ins, spec = (place.spec, place.spec, PartitionSpec()), place.spec
+        mapped = jax.shard_map(local, mesh=self.layout.mesh, in_specs=ins, out_specs=spec, check_vma=False)
+        return mapped([place.pad(x) for x in given], arrays, scalars)
+
+
+def kept(applied: Any, new: Any, old: Any) -> Any:
+    """The new tree where a step is applied, else the old one; `applied` None: it always is."""
+    return new if applied is None else jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
+
+
+def _over_blocks(fun: Callable[[list[Any], Any], list[Any]], given: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
+    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried."""
+    shape = given[0].shape
+    block = _block(shape, max(x.dtype.itemsize for x in (*given, *carried)))
+    grid = [n // b for n, b in zip(shape, block, strict=True)]
+    here = lambda x: x if jax.typeof(x).memory_space == DEVICE else jax.device_put(x, DEVICE)
+
+    def body(number: jax.Array, carried: list[Any]) -> list[Any]:
+        at = [i * b for i, b in zip(jnp.unravel_index(number, grid), block, strict=True)]
+        new = fun([here(lax.dynamic_slice(x, at, block)) for x in (*given, *carried)], block)
+        back = lambda x, like: jax.device_put(x, HOST) if jax.typeof(like).memory_space == HOST else x
+        return [lax.dynamic_update_slice(x, back(y, x), at) for x, y in zip(carried, new, strict=True)]
+
+    return lax.fori_loop(0, math.prod(grid), body, list(carried))
+
+
+def _block(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The largest block of at most `BLOCK` bytes that divides a shape and lies in one piece."""
+    block = list(shape)
+    for dim, n in enumerate(shape):
+        rest = itemsize * math.prod(shape[dim + 1 :])
+        block[dim] = max((d for d in range(1, n + 1) if n % d == 0 and d * rest <= BLOCK), default=1)
+        if block[dim] > 1 or rest <= BLOCK:
+            break
+    return tuple(block)
+
+
+def streams(optimizer: Any, layout: Layout, as_stacked: bool, multiplies: bool) -> Streams:
+    """How an optimizer's state is streamed, some of which is on the host.
+
+    Args:
+      as_stacked, multiplies: whether the optimizer sees leaves as a step keeps them, and multiplies matrices.
+
+    Raises ValueError where the optimizer does not work element by element, or has no state to speak of.
+    """
+    if multiplies or not as_stacked:
+        raise ValueError(_refused("it multiplies matrices" if multiplies else "it looks at each layer by itself"))
+    places = jax.tree.leaves(layout.optimizer, is_leaf=is_stored)
+    if not any(place.host for place in places):
+        raise ValueError(
+            f"offload='optimizer' moves state like a parameter's, of {PAD_FROM:,} elements or more, and this optimizer "
+            "has none; leave 'optimizer' out"
+        )
+    seen, params = layout.storage.seen(as_stacked)
+    paths = [leaf.path for leaf in seen]
+    homes = [paths.index(place.leaf.path) if place.host else None for place in places]
+    held = {i: [j for j, home in enumerate(homes) if home == i] for i in range(len(seen)) if i in homes}
+    own, n = [i if i in held else None for i in range(len(seen))], len(seen)
+    _, update, _ = traced_update(optimizer, params)
+    hidden = {update.invars[2 * n + j] for at in held.values() for j in at}
+    first = _split(jx.trace(optimizer.init, params)[0], own, homes, set(), paths)
+    return Streams(layout, held, first, _split(update, [*own, *own, *homes, None], [*own, *homes], hidden, paths))
+
+
+def _split(flat: jx.Flat, ins: Sequence[Any], outs: Sequence[Any], hidden: set[Any], paths: Sequence[str]) -> _Program:
+    """A program whose inputs and results are leaves', by position (None: of none), some inputs hidden on the host."""
+    home = dict(zip(flat.invars, ins, strict=True))
+    every = (*flat.invars, *flat.constvars, *(v for eqn in flat.eqns for v in eqn.outvars))
+    scalars = {v for v in every if not v.aval.shape}
+    leaves: dict[int, _Leaf] = {}
+    for i in dict.fromkeys(i for i in outs if i is not None):
+        results = [v for v, of in zip(flat.outvars, outs, strict=True) if of == i]
+        eqns = jx.needed(flat.eqns, results, scalars)
+        read = jx.free(eqns, results)
+        leaves[i] = _Leaf(eqns, results, [v for v in read if v.aval.shape], [v for v in read if v in scalars])
+        if any(home.get(v) != i for v in leaves[i].arrays):
+            raise ValueError(_refused(f"what becomes of {paths[i]} depends on other arrays"))
+        for eqn in eqns:
+            spread = eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+            shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+            if not spread and not (primitives.of(eqn).elementwise and len(shapes) == 1):
+                raise ValueError(_refused(f"of {paths[i]} it takes {eqn.primitive.name}"))
+    rest = [at for at, of in enumerate(outs) if of is None]
+    others = [*(flat.outvars[at] for at in rest), *(v for leaf in leaves.values() for v in leaf.scalars)]
+    if found := [home[v] for v in jx.free(jx.needed(flat.eqns, others), others) if v in hidden]:
+        raise ValueError(_refused(f"a number is made of all moments of {paths[found[0]]}"))
+    return _Program(flat, leaves, rest)
+
+
+def _refused(why: str) -> str:
+    return (
+        "offload='optimizer' brings state to the device a block at a time, and this optimizer does not work element by "
+        f"element: {why}; use one that does, as optax.adamw, or leave 'optimizer' out"
+    )
