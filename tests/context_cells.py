@@ -174,6 +174,30 @@ def t5() -> jp.Model:
     return _functions(attend)
 
 
+def padded() -> jp.Model:
+    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        counts = batch["document"] < batch["tokens"][:, :1] % 3
+        bias = jnp.where(counts, 0.0, jnp.finfo(q.dtype).min)[:, None, None]
+        return nn.dot_product_attention(q, k, v, bias=bias)
+
+    return _functions(attend)
+
+
+def capped() -> jp.Model:
+    """As Gemma 2: scores below a cap that is learned here, a window, grouped queries; its mask is made once."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        (rows, length, heads, _), groups, cap = q.shape, 2, 3 + params["bias"].sum()
+        scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(rows, length, groups, heads // groups, -1), k[:, :, :groups])
+        seen = jnp.tri(length, dtype=bool) & jnp.triu(jnp.ones((length, length), bool), -5)
+        weights = jax.nn.softmax(jnp.where(seen, jnp.tanh(scores / cap) * cap, -2.3819763e38))
+        return jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :, :groups]).reshape(q.shape)
+
+    return _functions(attend)
+
+
 def spelled_out() -> jp.Model:
     """Attention of documents that share a row, written out, heads before positions; its mask is made in every layer."""
 
@@ -370,6 +394,8 @@ MODELS = {
         encoder_decoder,
         translator,
         alibi,
+        padded,
+        capped,
         t5,
         spelled_out,
         window,

@@ -31,6 +31,7 @@ class AttentionOptions:
     segments: int  # arrays of ids: 0, 1 (for queries and keys alike) or 2
     masked: bool
     keys: int | None = None  # how many of the keys count; None: all
+    function: Any = None  # of scores, whose operands follow in place of ids and masks (`context/scored.py`)
 
 
 def dot(

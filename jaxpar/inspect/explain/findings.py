@@ -158,7 +158,7 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"idle {float(schedule.bubble):.1%} of the time."
         )
     for line, keys in step.tracing.attention_taken.items():
-        yield f"{line}: attention that is spelled out, {keys}, is taken as jp.attention."
+        yield f"{line}: attention that is spelled out, {keys}, goes by blocks, as jp.attention does."
     for line, why in step.tracing.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {why}."
     for mode in step.tracing.attention_modes:

@@ -105,9 +105,12 @@ def choose(
             line = next(iter(others))
             why = f"that of {line} {others[line]}"
         if asked != "auto":
+            what, others = "whose keys are hidden by positions or ids alone", "'ring' or 'gather'"
+            if asked == "ring":
+                what, others = "by a softmax of scores", "'gather'"
             raise ValueError(
-                f"attention={asked!r} is for attention whose keys are hidden by their positions or by ids alone, and "
-                f"{why}; use causal=, window= and segment_ids= of jp.attention, or attention='gather'"
+                f"attention={asked!r} is for attention {what}, and {why}; use causal=, window= and segment_ids= of "
+                f"jp.attention, or attention={others}"
             )
         return AttentionMode("gather", why)
     divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))
@@ -115,6 +118,7 @@ def choose(
     heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
     odd = [pair for pair in heads if pair[0] % ranks]
     shared = f" of a tensor rank (tensor={tensor})" if tensor > 1 else ""
+    scored = next((call.line for call in free if call.options.function is not None), "")
     if asked == "ulysses" and odd:
         raise ValueError(
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
@@ -135,7 +139,7 @@ def choose(
         return AttentionMode("usp", f"it was asked for, in groups of {group} ranks", group)
     if asked in ("ulysses", "ring"):
         return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
-    if all(q % ranks == 0 == k % ranks for q, k in heads):
+    if not scored and all(q % ranks == 0 == k % ranks for q, k in heads):
         return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
         return AttentionMode(
@@ -143,6 +147,10 @@ def choose(
         )
     if all(call.query[1] % (2 * ranks) == 0 for call in free):
         why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
+        if scored:
+            return AttentionMode(
+                "ring", f"that of {scored} makes others of its scores, which others than a ring have whole"
+            )
         around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
         if shares < around:
             why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"

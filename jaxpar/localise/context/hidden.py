@@ -37,6 +37,7 @@ class Scope:
       around: the program that holds it, None of a whole one.
       outer: of its inputs, those that are values of that program as they are.
       found: by `id` of an equation the attention that ends there, or the program that it holds, where that has some.
+      extra: variables of the programs around that are to be inputs as well, before the others.
     """
 
     flat: jx.Flat
@@ -44,6 +45,7 @@ class Scope:
     around: "Scope | None" = None
     outer: Mapping[Any, Any] = field(default_factory=dict)
     found: dict[int, Any] = field(default_factory=dict)
+    extra: dict[Any, None] = field(default_factory=dict)
 
     @property
     def eqns(self) -> tuple[Any, ...]:
@@ -57,6 +59,13 @@ class Scope:
     def made(self, atom: Any) -> Any:
         """The equation of a value; None of literals and inputs."""
         return None if jx.is_literal(atom) else self._made.get(atom)
+
+    def bring(self, atom: Any) -> None:
+        """Has a variable of this program, or of one around it, be there."""
+        if atom not in self._made and atom not in self.consts and atom not in self.flat.invars:
+            assert self.around is not None
+            self.around.bring(atom)
+            self.extra[atom] = None
 
 
 @dataclass(frozen=True)
@@ -72,18 +81,20 @@ class Ids:
 
 @dataclass(frozen=True)
 class Seen:
-    """Where `least <= i - j <= most`, and the ids of query and key are equal."""
+    """Where `least <= i - j <= most`, and the ids of query and key are equal; or at `fewer` keys yet."""
 
     least: float = -math.inf
     most: float = math.inf
     ids: frozenset[Ids] = frozenset()
+    fewer: bool = False
 
     def __and__(self, other: "Seen") -> "Seen":
-        return Seen(max(self.least, other.least), min(self.most, other.most), self.ids | other.ids)
+        ids, fewer = self.ids | other.ids, self.fewer or other.fewer
+        return Seen(max(self.least, other.least), min(self.most, other.most), ids, fewer)
 
     def complement(self, eqn: Any) -> "Seen":
         """Where not; raises Hindered where that is not of this form."""
-        match (self.least > -math.inf, self.most < math.inf, bool(self.ids)):
+        match (self.least > -math.inf, self.most < math.inf, bool(self.ids) or self.fewer):
             case (True, False, False):
                 return Seen(most=self.least - 1)
             case (False, True, False):
@@ -92,10 +103,12 @@ class Seen:
 
     def moved(self, by: int) -> "Seen":
         """Of queries and keys that are counted from others, so that i - j is less by a number."""
-        return Seen(self.least - by, self.most - by, self.ids)
+        return replace(self, least=self.least - by, most=self.most - by)
 
     def options(self, t: int, s: int, eqn: Any) -> tuple[bool, int | None, tuple[Any, ...]]:
         """`causal`, `window` and the segment ids of `jp.attention` for t queries and s keys. Raises Hindered."""
+        if self.fewer:
+            raise Hindered(eqn, "hides keys by what is no function of positions and no ids of queries and keys")
         least = -math.inf if self.least <= 1 - s else self.least
         most = math.inf if self.most >= t - 1 else self.most
         if least not in (-math.inf, 0) or (most < math.inf and (least != 0 or most < 0)):
@@ -171,8 +184,6 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         return _of_array(np.asarray(scope.consts[atom]), labels, reader)
     elif atom in scope.outer and scope.around is not None:
         found = describe(scope.outer[atom], labels, scope.around, reader)
-        if isinstance(found, Either) and found.seen.ids:
-            raise Hindered(reader, "compares ids outside of a loop over layers; do so within it")
         return replace(found, atom=atom) if isinstance(found, Ids) else found
     if not _is_ids(atom, labels):
         what = f"{atom.aval.str_short()}"
@@ -243,7 +254,7 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     elif name in _ALONE:
         return _each(_ALONE[name], same(ins[0]), eqn)
     elif name in _TOGETHER:
-        return _both(name, same(ins[0]), same(ins[1]), eqn)
+        return _together(name, [lambda x=x: same(x) for x in ins], eqn)
     elif name == "select_n" and len(ins) == 3:
         return _chosen(same(ins[0]), same(ins[1]), same(ins[2]), eqn)
     raise Hindered(eqn, f"computes {name} of positions or ids")
@@ -273,6 +284,25 @@ def _each(of: Callable[[Any], Any], value: Value, eqn: Any) -> Value:
 
 def _plain(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
+
+
+def _together(name: str, operands: Sequence[Callable[[], Value]], eqn: Any) -> Value:
+    """Of two operands, one of which need not show where the other decides: keys that a mask hides stay hidden."""
+    found: list[Value | Hindered] = []
+    for of in operands:
+        try:
+            found.append(of())
+        except Hindered as why:
+            found.append(why)
+    a, b = found
+    match (a, b) if isinstance(b, Hindered) else (b, a):
+        case Either(seen, yes, no), Hindered() if eqn.outvars[0].aval.dtype == bool and no == {"and": 0, "or": 1}.get(
+            name
+        ):
+            return Either(replace(seen, fewer=True), yes, no)
+        case _, Hindered() as why:
+            raise why
+    return _both(name, a, b, eqn)  # type: ignore[arg-type]
 
 
 def _both(name: str, a: Value, b: Value, eqn: Any) -> Value:
@@ -349,6 +379,8 @@ def _by_two(a: Seen, b: Seen, both: float, first: float, second: float, none: fl
     """
     if first == second == none or (both == 0 and max(first, second, none) <= HIDING):
         return Either(a & b, both, max(first, second, none))
+    if a.fewer or b.fewer:
+        raise Hindered(eqn, "has more than two values")
     if both == first and second == none:
         return Either(a, both, none)
     if both == second and first == none:

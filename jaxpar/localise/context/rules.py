@@ -10,9 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ...ops import permutations
-from ...ops.context import gather_attention, ring_attention, ulysses_attention, usp_attention
+from ...ops.context import (
+    Rounds,
+    by_blocks,
+    by_rounds,
+    gather_attention,
+    ring_attention,
+    to_zigzag,
+    ulysses_attention,
+    usp_attention,
+)
 from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
 from ...program import jaxpr as jx
@@ -148,6 +158,12 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
         return None
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
+    if options.function is not None:
+        operands = zip(inputs[3:], options.function.dims("t"), strict=True)
+        values = [work.part(x, 1) for x in inputs[:3]]
+        values += [work.whole(x) if d is None else work.part(x, d) for x, d in operands]
+        fun = functools.partial(attend_scored, options, work.mode)
+        return [((kernels.local_kernel(fun, [None] * len(values), None) if work.tensor > 1 else fun)(*values), 1)]
     values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
     masks = inputs[3 + options.segments :]
     values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
@@ -179,6 +195,18 @@ def attend(
     if mode.name == "usp":
         return usp_attention(query, key, value, group=mode.group, **given)
     return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **given)
+
+
+def attend_scored(
+    options: AttentionOptions, mode: AttentionMode, query: jax.Array, key: jax.Array, value: jax.Array, *operands: Any
+) -> jax.Array:
+    """The same by a function of scores, whose operands have this rank's queries and, in the user's order, all keys."""
+    function, ranks = options.function, lax.axis_size(AXIS)
+    rounds = Rounds.of(query, AXIS, options.causal, None, None, mode.order, function=function)
+    if mode.order == "zigzag":
+        dims = function.dims("s")
+        operands = (*(x if d is None else to_zigzag(x, ranks, d) for x, d in zip(operands, dims, strict=True)),)
+    return (by_rounds if mode.name == "ring" else by_blocks)(rounds, query, key, value, *operands)
 
 
 Sides = dict[int, int]  # dim -> which operand's positions it has

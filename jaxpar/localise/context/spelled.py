@@ -1,8 +1,9 @@
 """Attention as a program spells it out: scores of queries and keys, a softmax over keys, a product with values.
 
-It is known by its dataflow, in whatever spelling, and `jp.attention` takes its place, so that it can go round a ring,
-by Ulysses, or by a fused kernel. What is between scores and softmax may scale them, and hide keys by their positions
-(`hidden.py`) and ids: causal, a window behind the query, segments. All else hinders it, and is named with its line.
+It is known by its dataflow, in whatever spelling. Where scores are but scaled, and keys hidden by their positions
+(`hidden.py`) and ids (causal, a window behind the query, segments), `jp.attention` takes its place, so that it can go
+round a ring, by Ulysses, or by a fused kernel. Whatever else becomes of scores is replayed for each block of them
+(`replayed.py`), where a sequence is split. What hinders both is named with its line.
 
     product of queries and keys --> times a number, mask --> softmax --> product with values
     [B, T, K, G, h] [B, S, K, h]    [B, K, G, T, S]                      [B, S, K, h]
@@ -23,8 +24,9 @@ import jax.numpy as jnp
 from ...ops.attention import attention
 from ...program import jaxpr as jx
 from ...program import primitives
-from ...program.walk import CUSTOM, called
+from ...program.walk import CALLS, CUSTOM, called
 from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of, ones_dropped
+from .replayed import replayed
 
 
 class Dim(NamedTuple):
@@ -43,7 +45,7 @@ class SpelledAttention:
 
     Attributes:
       last: the equation of its product with values, whose result `run` computes.
-      arrays: the variables of queries, keys, values and, or not, segment ids.
+      arrays: the variables of queries, keys, values, and of segment ids or what a function of scores reads.
       run: of their values, the result of `last`.
       what: which keys count, for people.
     """
@@ -60,18 +62,22 @@ class Spelled:
 
     Attributes:
       flat: the program with `jp.attention` in place of what is taken; itself where nothing is.
+      replay: whether functions of scores are taken as well.
       taken: which keys count, by the line of each that is taken.
       not_taken: what hinders it, by the line of each other.
     """
 
     flat: jx.Flat
+    replay: bool = False
     taken: dict[str, str] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
 
 
-def spelled(flat: jx.Flat, axes: Mapping[str, int]) -> Spelled:
-    """What a program spells out, found and taken; `axes` are those of the mesh that it may name."""
-    noted = Spelled(flat)
+def spelled(flat: jx.Flat, axes: Mapping[str, int], replay: bool = False) -> Spelled:
+    """What a program spells out, found and taken; `axes` are those of the mesh that it may name. With `replay` also
+    what is no `jp.attention`, since of its scores others are made.
+    """
+    noted = Spelled(flat, replay)
     scope = Scope(flat, _constants(flat))
     if not _note(scope, noted):
         return noted
@@ -85,13 +91,14 @@ def _constants(flat: jx.Flat) -> dict[Any, Any]:
 
 def _note(scope: Scope, noted: Spelled) -> bool:
     """Whether something is taken in a program and those that it holds; what, and what is not, is noted."""
-    for one in _in(scope, noted.not_taken):
+    for one in _in(scope, noted):
+        for atom in one.arrays:
+            scope.bring(atom)
         scope.found[id(one.last)] = one
         noted.taken[jx.where(one.last)] = one.what
     for eqn in scope.eqns:
         if (held := _held(eqn)) is not None:
-            key, constants = held
-            body = eqn.params[key]
+            body, constants = held
             flat = jx.flatten(body if hasattr(body, "consts") else jec.ClosedJaxpr(body, ()))
             outer = dict(zip(flat.invars[:constants], eqn.invars, strict=False))
             inner = Scope(flat, _constants(flat), scope, outer)
@@ -100,48 +107,57 @@ def _note(scope: Scope, noted: Spelled) -> bool:
     return bool(scope.found)
 
 
-def _held(eqn: Any) -> tuple[str, int] | None:
-    """The parameter that holds a program which may be rewritten, the body of a scan or what is rematerialised, and how
-    many of its first inputs are operands as they are.
+def _held(eqn: Any) -> tuple[Any, int] | None:
+    """The program that an equation holds and that may be rewritten, the body of a scan or what is rematerialised, and
+    how many of its first inputs are operands as they are.
     """
-    if eqn.primitive.name in CUSTOM or (body := called(eqn)) is None:
+    if eqn.primitive.name in (*CALLS, *CUSTOM) or (body := called(eqn)) is None:
         return None
-    key = next(key for key, value in eqn.params.items() if value is body)
-    return key, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
+    return body, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
 
 
 def _taking(scope: Scope) -> Callable[..., list[Any]]:
     """A program with `jp.attention` in place of what it spells out; what that leaves unread is dead."""
 
     def run(*values: Any) -> list[Any]:
-        env = {**scope.consts, **dict(zip(scope.flat.invars, values, strict=True))}
+        env = {**scope.consts, **dict(zip((*scope.extra, *scope.flat.invars), values, strict=True))}
         read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
         for eqn in scope.eqns:
             found = scope.found.get(id(eqn))
             with jx.source_info_of(eqn):
                 if isinstance(found, SpelledAttention):
                     outs = [found.run(*map(read, found.arrays))]
+                elif found is not None:
+                    outs = _rewritten(eqn, found, [read(x) for x in (*found.extra, *eqn.invars)])
                 else:
-                    changes = {} if found is None else _rewritten(eqn, found)
-                    outs = jx.bind(eqn, list(map(read, eqn.invars)), **changes)
+                    outs = jx.bind(eqn, list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, scope.flat.outvars))
 
     return run
 
 
-def _rewritten(eqn: Any, inner: Scope) -> dict[str, Any]:
-    """The parameter of an equation that holds a program, anew."""
-    closed = jax.make_jaxpr(_taking(inner))(*map(jx.type_of, inner.flat.invars))
-    held = _held(eqn)
-    assert held is not None
-    if not hasattr(eqn.params[held[0]], "consts"):
-        closed, consts = jx.opened(closed)
+def _rewritten(eqn: Any, inner: Scope, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation that holds a program, anew, from its inputs and what that takes beside them."""
+    run = _taking(inner)
+    if eqn.primitive.name != "scan":
+        closed, consts = jx.opened(jax.make_jaxpr(run)(*values))
         assert not consts, "what is rematerialised closes over no array"
-    return {held[0]: closed}
+        return jx.bind(eqn, values, jaxpr=closed)
+    parts = jx.scan_parts(eqn)
+    n = len(inner.extra) + len(parts.consts)
+    more, carry, xs = values[:n], values[n : n + len(parts.carry)], values[n + len(parts.carry) :]
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        outs = run(*more, *carry, *xs)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    how = {"length": parts.length, "reverse": parts.reverse, "unroll": eqn.params["unroll"]}
+    last, ys = jax.lax.scan(step, list(carry), list(xs), **how)
+    return [*last, *ys]
 
 
-def _in(scope: Scope, hindered: dict[str, str]) -> list[SpelledAttention]:
+def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
     """Every attention of a program, not of those that it holds."""
     found = []
     for eqn in scope.eqns:
@@ -150,9 +166,9 @@ def _in(scope: Scope, hindered: dict[str, str]) -> list[SpelledAttention]:
         for side in (0, 1):
             try:
                 if (weights := _weights(eqn.invars[side], scope)) is not None:
-                    found.append(_attention(eqn, side, weights, scope))
+                    found.append(_attention(eqn, side, weights, scope, noted.replay))
             except Hindered as why:
-                hindered[jx.where(eqn)] = str(why)
+                noted.not_taken[jx.where(eqn)] = str(why)
     return found
 
 
@@ -285,13 +301,42 @@ class _Scores:
     scale: float = 1.0
     seen: Seen = ALL
     hiding: list[float] = field(default_factory=list)  # what is added to scores of hidden keys, or put in their place
+    replayed: Hindered | None = None  # the first that is no part of `jp.attention`
+    others: bool = False  # whether what is replayed may hide keys that are seen
 
     def pass_through(self, eqn: Any, operand: int) -> None:
-        """Raises Hindered."""
-        name, other = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
+        """Raises Hindered where an equation changes more than scores, one by one."""
         if _moves(eqn):
             self.names = _moved(eqn, self.names)
-        elif name in ("mul", "div"):
+            return
+        try:
+            self._scaled_or_hidden(eqn, operand)
+        except Hindered as why:
+            if not primitives.of(eqn).elementwise:
+                raise
+            self.replayed = self.replayed or why
+            others = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x) and x.aval.shape]
+            self.others = self.others or bool(others)
+            if eqn.primitive.name not in ("add", "sub") or max(self.hiding, default=0) > -math.inf:
+                self.seen, self.hiding = ALL, []  # a bias that is added leaves what is hidden without end
+
+    def options(self, t: int, s: int, eqn: Any) -> tuple[bool, int | None, tuple[Any, ...]]:
+        """`causal`, `window` and the segment ids of `jp.attention`. Raises Hindered."""
+        if self.replayed is not None:
+            raise self.replayed
+        if any(by > HIDING for by in self.hiding):
+            raise Hindered(eqn, f"hides keys by {max(self.hiding):g}, which is above {HIDING:g}")
+        return self.seen.options(t, s, eqn)
+
+    def causal(self) -> bool:
+        """Whether no later key than a query's own counts, and the weights of others are the same without it."""
+        exactly = not self.others and not self.seen.fewer and self.seen.least <= 0 <= self.seen.most
+        most = max(self.hiding, default=0)
+        return self.seen.least >= 0 and most <= HIDING and (exactly or most == -math.inf)
+
+    def _scaled_or_hidden(self, eqn: Any, operand: int) -> None:
+        name, other = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
+        if name in ("mul", "div"):
             by = number_of(self._of(other, eqn), eqn)
             by = by if name == "mul" else 1 / by
             if by <= 0:
@@ -361,18 +406,17 @@ def _of_product(eqn: Any, operands: Sequence[Names]) -> Names:
     return (*(operands[0][d] for d in shared[0]), *rest(0), *rest(1))
 
 
-def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> SpelledAttention:
+def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bool) -> SpelledAttention:
     """The attention that ends in a product, of weights that are operand `side` and of values. Raises Hindered."""
     if (behind := _score_chain(weights.scores, scope)) is None:
         raise Hindered(last, "weighs values by a softmax of what is no product of two")
     product, chain = behind
     at = 0 if _is_keys(product, chain, weights) else 1
     of_q, of_k = _named(product, at)
-    scores = _Scores(_of_product(product, (of_k, of_q) if at == 0 else (of_q, of_k)), scope)
+    of_dots = _of_product(product, (of_k, of_q) if at == 0 else (of_q, of_k))
+    scores = _Scores(of_dots, scope)
     for eqn, operand in chain:
         scores.pass_through(eqn, operand)
-    if any(by > HIDING for by in scores.hiding):
-        raise Hindered(last, f"hides keys by {max(scores.hiding):g}, which is above {HIDING:g}")
     of_p = scores.names
     for eqn in weights.after:
         of_p = _moved(eqn, of_p)
@@ -391,10 +435,25 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Spelled
     if {*wanted} != own or len(wanted) != len(own):
         raise Hindered(last, "has a result with other dims than its queries")
     sizes = {dim.name: dim.size for dim in (*own, *itertools.chain(*of_k))}
-    causal, window, ids = scores.seen.options(sizes["t"], sizes["s"], last)
     groups = [name for name in sizes if name[0] == "g"]
     rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
-    scale, result = scores.scale, last.outvars[0].aval
+    result = last.outvars[0].aval
+    try:
+        causal, window, read = scores.options(sizes["t"], sizes["s"], last)
+        which = [*["causal"] * causal, *[f"window={window}"] * bool(window), *["segments"] * bool(read)]
+        options = {"causal": causal, "window": window, "scale": scores.scale}
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+            every = [jnp.broadcast_to(x.reshape(-1, sizes["t"]), q.shape[:2]) for x in ids]
+            return attention(q, k, v, segment_ids=next(iter(every), None), **options)
+
+    except Hindered:
+        if not replay or sizes["t"] != sizes["s"]:
+            raise
+        order = {name: sizes[name] for name in (*rows, *heads, *groups, "t", "s")}
+        ends = (product.outvars[0], of_dots), (weights.scores, scores.names)
+        read, attend, what = replayed(*ends, order, scope, last, scores.causal())
+        which = [*["causal"] * scores.causal(), what]
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
         """[B, positions, heads, h]: dims of these names, in each of the four."""
@@ -403,18 +462,15 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope) -> Spelled
         rest = [d for d in range(x.ndim) if d not in flat]
         return jnp.transpose(x, (*rest, *flat)).reshape([math.prod(sizes[name] for name in dims) for dims in order])
 
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
-        q = laid(query, of_q, rows, ["t"], heads + groups, ["h"])
-        k, v = (laid(x, names, rows, ["s"], heads, ["h"]) for x, names in ((key, of_k), (value, of_v)))
-        segments = [jnp.broadcast_to(x.reshape(-1, sizes["t"]), q.shape[:2]) for x in ids]
-        options = {"causal": causal, "window": window, "segment_ids": next(iter(segments), None), "scale": scale}
-        out = attention(q.astype(v.dtype), k.astype(v.dtype), v, **options)
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+        v = laid(value, of_v, rows, ["s"], heads, ["h"])
+        q = laid(query, of_q, rows, ["t"], heads + groups, ["h"]).astype(v.dtype)
+        out = attend(q, laid(key, of_k, rows, ["s"], heads, ["h"]).astype(v.dtype), v, *more)
         mine = [*rows, "t", *heads, *groups, "h"]
         out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(dim.name) for dim in wanted])
         return out.reshape(result.shape).astype(result.dtype)
 
-    which = [*(["causal"] if causal else []), *([f"window={window}"] if window else []), *(["segments"] if ids else [])]
-    return SpelledAttention(last, (query, key, value, *ids), run, ", ".join(which) or "all keys")
+    return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys")
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: _Weights) -> bool:

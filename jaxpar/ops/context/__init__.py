@@ -1,5 +1,6 @@
 """Attention of a sequence that is split over a mesh axis: by gathered keys, by heads, round a ring."""
 
+from .gather import by_blocks as by_blocks
 from .gather import gather_attention as gather_attention
 from .halo import from_chunks as from_chunks
 from .halo import halo_bytes as halo_bytes
@@ -8,8 +9,12 @@ from .order import from_zigzag as from_zigzag
 from .order import order_of as order_of
 from .order import positions as positions
 from .order import to_zigzag as to_zigzag
+from .ring import by_rounds as by_rounds
 from .ring import ring_attention as ring_attention
+from .rounds import Rounds as Rounds
 from .rounds import ring_hops as ring_hops
+from .scored import ScoreFunction as ScoreFunction
+from .scored import scored_attention as scored_attention
 from .traffic import gather_bytes as gather_bytes
 from .traffic import ring_bytes as ring_bytes
 from .traffic import ulysses_bytes as ulysses_bytes

@@ -15,6 +15,7 @@ Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from ..flash import AttentionOptions, cudnn_backward, cudnn_forward, in_rows, re
 
 # What hidden scores are: cuDNN's number in bfloat16, so that L of hidden blocks is alike on all platforms.
 HIDDEN = -(2.0**41)
+PLAIN = AttentionOptions(False, None, None, None, 0, False)
 QUERIES = 1024  # of which the plain kernel holds scores at once
 
 
@@ -39,15 +41,17 @@ class Rectangle:
       options: what the kernel is to know: causality, window, scale.
       mask: bool [B or 1, 1, queries, keys], True where a query sees a key, or None.
       there: traced bool, False if it does not count at all; None: it does.
+      replay: what a function of scores needs (`scored.py`), in place of options and mask.
     """
 
     query: jax.Array | int
     key: jax.Array | int
     queries: int
     keys: int
-    options: AttentionOptions
+    options: AttentionOptions = PLAIN
     mask: jax.Array | None = None
     there: jax.Array | None = None
+    replay: Any = None
 
     def of_queries(self, x: jax.Array, dim: int = 1) -> jax.Array:
         """This rectangle's queries of an array of all."""
@@ -69,7 +73,7 @@ def attend(
     """Some parts merged with what is so far: out float32 [B, T, H, h] and L float32 [B, H, T]."""
     if so_far is None:
         b, t, heads, h = q.shape
-        wide = _wide(q)
+        wide = dtype_of_sums(q)
         so_far = jnp.zeros((b, t, heads, h), wide), jnp.full((b, heads, t), HIDDEN, wide)
     out, total = so_far
     for rectangle in parts:
@@ -87,13 +91,14 @@ def attend(
 
 
 def pull(
-    parts: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, jax.Array, jax.Array], dq: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of some parts: of queries, added to `dq` float32 [B, T, H, h]; of keys and values [2, B, S, K, h].
+    parts: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, ...], sums: tuple[jax.Array]
+) -> tuple[tuple[jax.Array], jax.Array]:
+    """The gradients of some parts: of queries, added to `sums` float32 [B, T, H, h]; of keys and values
+    [2, B, S, K, h].
 
     `final` are the result over all keys, its L, and the result's cotangent.
     """
-    out, total, given = final
+    (out, total, given), (dq,) = final, sums
     dkv = jnp.zeros(kv.shape, dq.dtype)
     for rectangle in parts:
         k, v = rectangle.of_keys(kv, 2)
@@ -108,7 +113,12 @@ def pull(
             found = [jnp.where(rectangle.there, x, 0) for x in found]
         dq = lax.dynamic_update_slice_in_dim(dq, rectangle.of_queries(dq) + found[0], rectangle.query, 1)
         dkv = lax.dynamic_update_slice_in_dim(dkv, rectangle.of_keys(dkv, 2) + jnp.stack(found[1:]), rectangle.key, 2)
-    return dq, dkv
+    return (dq,), dkv
+
+
+def nothing(q: jax.Array, _: Any) -> tuple[jax.Array]:
+    """What the gradients of queries are added to."""
+    return (jnp.zeros(q.shape, dtype_of_sums(q)),)
 
 
 def finish(q: jax.Array, out: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,16 +159,16 @@ def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax
         scores, _ = _scores(options, q, k, mask, first, n)
         total = jax.nn.logsumexp(scores, -1)
         weights = jnp.exp(scores - total[..., None])
-        out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(_wide(q)))
+        out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(dtype_of_sums(q)))
         return out.reshape(q.shape[0], n, *q.shape[2:]), total.reshape(q.shape[0], q.shape[2], n)
 
-    outs, totals = _by_queries(q.shape[1], lambda _, first, n: (None, some(first, n)), None)[1]
-    return _joined(outs, 1), _joined(totals, 2)
+    outs, totals = by_queries(q.shape[1], lambda _, first, n: (None, some(first, n)), None)[1]
+    return joined(outs, 1), joined(totals, 2)
 
 
 def _plain_backward(options: AttentionOptions, *arrays: jax.Array) -> tuple:
     out, total, given, q, k, v, *mask = arrays
-    wide, groups = _wide(q), (q.shape[0], -1, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    wide, groups = dtype_of_sums(q), (q.shape[0], -1, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
 
     def some(sums: tuple, first: jax.Array | int, n: int) -> tuple:
         cut = lambda x, dim=1: lax.dynamic_slice_in_dim(x, first, n, dim)
@@ -172,8 +182,8 @@ def _plain_backward(options: AttentionOptions, *arrays: jax.Array) -> tuple:
         dv = sums[1] + jnp.einsum("bkgts,btkgh->bskh", weights, d_out)
         return (dk, dv), dq
 
-    sums, dqs = _by_queries(q.shape[1], some, (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)))
-    return _joined(dqs, 1), *sums
+    sums, dqs = by_queries(q.shape[1], some, (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)))
+    return joined(dqs, 1), *sums
 
 
 def _scores(
@@ -182,8 +192,8 @@ def _scores(
     """Of n queries from the first on: scores [B, K, H / K, n, S], and the queries by key head, in float32."""
     (b, t, heads, h), (s, groups) = q.shape, k.shape[1:3]
     cut = lambda x, dim: lax.dynamic_slice_in_dim(x, first, n, dim)
-    queries = cut(q, 1).astype(_wide(q)).reshape(b, n, groups, heads // groups, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", queries, k.astype(_wide(q))) * _scale(options, q)
+    queries = cut(q, 1).astype(dtype_of_sums(q)).reshape(b, n, groups, heads // groups, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", queries, k.astype(dtype_of_sums(q))) * _scale(options, q)
     if not (options.causal or mask):
         return scores, queries
     seen = visible(options, t, s, *mask)
@@ -191,13 +201,13 @@ def _scores(
     return jnp.where(cut(seen, 2)[:, :, None], scores, HIDDEN), queries
 
 
-def _by_queries(t: int, some: Callable, carry: tuple | None) -> tuple:
+def by_queries(t: int, some: Callable, carry: tuple | None) -> tuple:
     """A function of queries, so many at a time that their scores are held: its last carry, its results stacked."""
     size = QUERIES if t > QUERIES and t % QUERIES == 0 else t
     return lax.scan(lambda carry, first: some(carry, first, size), carry, jnp.arange(0, t, size))
 
 
-def _joined(x: jax.Array, dim: int) -> jax.Array:
+def joined(x: jax.Array, dim: int) -> jax.Array:
     """Results of some queries each, [n, ...], one after the other along their dim."""
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
@@ -207,5 +217,6 @@ def _scale(options: AttentionOptions, q: jax.Array) -> float:
     return q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
 
-def _wide(x: jax.Array) -> jnp.dtype:
+def dtype_of_sums(x: jax.Array) -> jnp.dtype:
+    """The dtype in which sums of such numbers are kept."""
     return jnp.promote_types(x.dtype, jnp.float32)

@@ -14,7 +14,7 @@ from jax import lax
 from ...collectives.nccl import all_gather, reduce_scatter
 from ...collectives.ranks import Axes, count
 from ..attention import attention, check_inputs
-from .blocks import attend, finish, pull
+from .blocks import dtype_of_sums
 from .order import Order, check_order, from_zigzag, positions
 from .rounds import Rounds
 
@@ -65,7 +65,7 @@ def gather_attention(
     check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
-        return _by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
+        return by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
     c = count(axis)
     whole: jax.Array = gathered(jnp.stack([k, v]), axis)
     keys, values = from_zigzag(whole, c, 2) if order == "zigzag" else whole
@@ -101,31 +101,32 @@ gathered.defvjp(lambda kv, axis: (gathered(kv, axis), None), _back)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    """Rank by rank: whole kernels for what is wholly seen, and none for what is hidden; in zigzag order no masks."""
+def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    """Rank by rank: whole kernels for what is wholly seen, and none for what is hidden; in zigzag order no masks. `ids`
+    are as of `by_rounds`.
+    """
     return _forward(rounds, q, k, v, *ids)[0]
 
 
 def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
     whole = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, t/c, hkv, d]
-    so_far = attend(rounds.parts(0, ids), q, whole[rounds.whose(0)], None)
-    turn = lambda step, so_far: attend(rounds.parts(step, ids), q, whole[rounds.whose(step)], so_far)
-    out, total = finish(q, *lax.fori_loop(1, rounds.hops + 1, turn, so_far))
+    so_far = rounds.blocks.attend(rounds.parts(0, ids), q, whole[rounds.whose(0)], None)
+    turn = lambda step, so_far: rounds.blocks.attend(rounds.parts(step, ids), q, whole[rounds.whose(step)], so_far)
+    out, total = rounds.blocks.finish(q, *lax.fori_loop(1, rounds.hops + 1, turn, so_far))
     return out, (q, whole, ids, out, total)
 
 
 def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
     q, whole, ids, out, total = kept
 
-    def turn(step: jax.Array | int, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def turn(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         whose = rounds.whose(step)
-        dq, own = pull(rounds.parts(step, ids), q, whole[whose], (out, total, given), sums[0])
-        return dq, lax.dynamic_update_index_in_dim(sums[1], own, whose, 0)
+        mine, own = rounds.blocks.pull(rounds.parts(step, ids), q, whole[whose], (out, total, given), sums[0])
+        return mine, lax.dynamic_update_index_in_dim(sums[1], own, whose, 0)
 
-    first = turn(0, (jnp.zeros(q.shape, total.dtype), jnp.zeros(whole.shape, total.dtype)))
-    dq, dkv = lax.fori_loop(1, rounds.hops + 1, turn, first)
-    dk, dv = reduce_scatter(dkv, rounds.axis)[0]
-    return (*(x.astype(q.dtype) for x in (dq, dk, dv)), *(None for _ in ids))
+    first = turn(0, (rounds.blocks.nothing(q, ids), jnp.zeros(whole.shape, dtype_of_sums(q))))
+    sums, dkv = lax.fori_loop(1, rounds.hops + 1, turn, first)
+    return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.axis)[0], ids)
 
 
-_by_blocks.defvjp(_forward, _backward)
+by_blocks.defvjp(_forward, _backward)

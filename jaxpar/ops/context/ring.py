@@ -28,7 +28,6 @@ from jax import lax
 from ...collectives.nccl import all_gather
 from ...collectives.ranks import Axes
 from ..attention import check_inputs
-from .blocks import attend, finish, pull
 from .order import Order, check_order
 from .rounds import Rounds
 
@@ -79,7 +78,9 @@ def ring_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c]."""
+    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c], or the operands of the
+    rounds' function of scores.
+    """
     return _forward(rounds, q, k, v, *ids)[0]
 
 
@@ -87,39 +88,39 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
     kv, so_far = jnp.stack([k, v]), None
     if rounds.hops:
         ahead = rounds.passed(kv)
-        so_far = attend(rounds.parts(0, ids), q, kv, None)
+        so_far = rounds.blocks.attend(rounds.parts(0, ids), q, kv, None)
 
         def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, so_far = carry
             ahead = rounds.passed(kv)
-            return (ahead, attend(rounds.parts(step, ids), q, kv, so_far)), None
+            return (ahead, rounds.blocks.attend(rounds.parts(step, ids), q, kv, so_far)), None
 
         (kv, so_far), _ = lax.scan(turn, (ahead, so_far), jnp.arange(1, rounds.hops))
-    out, total = finish(q, *attend(rounds.parts(rounds.hops, ids), q, kv, so_far))
+    out, total = rounds.blocks.finish(q, *rounds.blocks.attend(rounds.parts(rounds.hops, ids), q, kv, so_far))
     return out, (q, k, v, ids, out, total)
 
 
 def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
     q, k, v, ids, out, total = kept
-    kv, final, dq = jnp.stack([k, v]), (out, total, given), jnp.zeros(q.shape, total.dtype)
+    kv, final, sums = jnp.stack([k, v]), (out, total, given), rounds.blocks.nothing(q, ids)
     if not rounds.hops:
-        dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
+        sums, dkv = rounds.blocks.pull(rounds.parts(0, ids), q, kv, final, sums)
     else:
         ahead = rounds.passed(kv)
-        dq, dkv = pull(rounds.parts(0, ids), q, kv, final, dq)
+        sums, dkv = rounds.blocks.pull(rounds.parts(0, ids), q, kv, final, sums)
 
         def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
-            kv, dq, dkv = carry
+            kv, sums, dkv = carry
             # What other ranks have found of these keys' gradients comes while this rank's part is computed.
             ahead, arriving = _passed_together(rounds, kv, dkv)
-            dq, own = pull(rounds.parts(step, ids), q, kv, final, dq)
-            return (ahead, dq, arriving + own), None
+            sums, own = rounds.blocks.pull(rounds.parts(step, ids), q, kv, final, sums)
+            return (ahead, sums, arriving + own), None
 
-        (kv, dq, dkv), _ = lax.scan(turn, (ahead, dq, dkv), jnp.arange(1, rounds.hops))
+        (kv, sums, dkv), _ = lax.scan(turn, (ahead, sums, dkv), jnp.arange(1, rounds.hops))
         arriving = rounds.passed(dkv)
-        dq, own = pull(rounds.parts(rounds.hops, ids), q, kv, final, dq)
+        sums, own = rounds.blocks.pull(rounds.parts(rounds.hops, ids), q, kv, final, sums)
         dkv = rounds.passed(arriving + own, -rounds.hops)
-    return (*(x.astype(q.dtype) for x in (dq, *dkv)), *(None for _ in ids))
+    return rounds.cotangents(q, sums, dkv, ids)
 
 
 def _passed_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:

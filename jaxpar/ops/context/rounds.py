@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from ...collectives.nccl import shift
 from ...collectives.ranks import Axes, count, index
 from ..flash import AttentionOptions
+from . import blocks, scored
 from .blocks import Rectangle
 from .order import Order, positions_of
+from .scored import ScoreFunction
 
 
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
@@ -28,7 +30,8 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 @dataclass(frozen=True)
 class Rounds:
     """What is static in a call: the hops, and which rectangle of each block counts. Neighbours on the ring are `apart`
-    ranks of the axis from each other: more than one where that many share the heads of a block.
+    ranks of the axis from each other: more than one where that many share the heads of a block. By a `function` of
+    scores, `causal` says only that no key behind a query counts.
     """
 
     axis: Axes
@@ -40,6 +43,7 @@ class Rounds:
     scale: float | None
     order: Order
     apart: int = 1
+    function: ScoreFunction | None = None
 
     @classmethod
     def of(
@@ -51,12 +55,18 @@ class Rounds:
         scale: float | None,
         order: Order,
         apart: int = 1,
+        function: ScoreFunction | None = None,
     ) -> Self:
         """Those of one call, for queries [b, t/c, ..] of each of the c ranks on a ring."""
         c, t = count(axis) // apart, q.shape[1]
         window = None if window is None or window >= c * t else window
         hops = ring_hops(t, c, window) if order == "plain" else c - 1
-        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order, apart)
+        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order, apart, function)
+
+    @property
+    def blocks(self) -> Any:
+        """What attends to a block, and pulls its gradients back."""
+        return blocks if self.function is None else scored
 
     @property
     def rank(self) -> jax.Array | int:
@@ -72,17 +82,22 @@ class Rounds:
         return (self.rank - step) % self.ranks
 
     def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
-        """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own."""
+        """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own. In the place
+        of ids a function of scores has its operands, with the keys of all ranks one after the other.
+        """
         rank, whose = self.rank, self.whose(step)
+        places = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
 
         def part(query: Any, key: Any, size: int, causal: bool, there: jax.Array | None = None) -> Rectangle:
             in_kernel = self.window if causal and self.order == "plain" else None
             options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
             rectangle = Rectangle(query, key, size, size, options, None, there)
+            if self.function is not None:
+                at = {"t": rectangle.of_queries(places(rank), 0), "s": rectangle.of_keys(places(whose), 0)}
+                return replace(rectangle, replay=scored.ScoreBlock(self.function, at, ids, whose * self.length + key))
             seen = None
             if self.window is not None and in_kernel is None:
-                of = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
-                behind = rectangle.of_queries(of(rank), 0)[:, None] - rectangle.of_keys(of(whose), 0)
+                behind = rectangle.of_queries(places(rank), 0)[:, None] - rectangle.of_keys(places(whose), 0)
                 seen = (behind < self.window)[None]
             if ids:
                 queries, keys = (ids[0][i] for i in (rank, whose))
@@ -101,3 +116,10 @@ class Rounds:
         # The second chunk sees every first one; then the first the first, or the second the second.
         either = jnp.where(earlier, 0, half)
         return [part(half, 0, half, False), part(either, either, half, False)]
+
+    def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, ids: tuple[jax.Array, ...]) -> Any:
+        """What a backward returns: of queries, keys, values, and those of `ids` that are floats."""
+        dq, *more = sums
+        given = iter(more)
+        floats = (next(given).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in ids)
+        return (*(x.astype(q.dtype) for x in (dq, *dkv)), *floats)

@@ -1,0 +1,121 @@
+"""What becomes of scores between their product and their softmax, read from a program as a function of a block of them.
+
+What runs along queries and keys at once is replayed for each block: from positions, from what has an entry for each
+query or each key (ids, slopes, a padding mask), and from tables. All these are operands, which are computed where they
+stand in the program, and whole along at most one of the two; an input of the program that runs along both is one too.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from ...ops.context.scored import (
+    Along,
+    Labels,
+    ScoreFunction,
+    ScoreLayout,
+    ScoreStep,
+    Value,
+    operands_of,
+    scored_attention,
+)
+from ...ops.flash import AttentionOptions
+from ...program import jaxpr as jx
+from ...program.kernels import local_kernel
+from .hidden import Hindered, Scope
+
+Names = Sequence[Sequence[Any]]  # of each dim those that it merges, which have a name
+Named = tuple[Any, Names]
+
+
+def replayed(
+    dots: Named, scores: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, causal: bool
+) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
+    """An attention whose scores become others: what it reads; the function of queries, keys, values [B, T, H, h] and of
+    what it reads; what it does with scores, for people. Raises Hindered.
+
+    `dots` are the product of queries and keys, and the names of its dims; `scores` what the softmax is of; `sizes` are
+    those of rows, heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
+    """
+    names, (*others, length, _) = [*sizes], sizes.values()
+    reader = ScoreReader((dots[0], _sides(dots[1], last)), length, math.prod(others))
+    end = reader.value(scores[0], _sides(scores[1], last), scope, last)
+    into, back = (ScoreLayout.of(names, sizes, own) for own in (dots[1], scores[1]))
+    known = tuple(reader.steps), reader.product, end, tuple(reader.operands)
+    function = ScoreFunction("\n".join(reader.text), into, back, *known)
+    kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
+        operands = [reader.counting(value, x) for value, x in zip(reader.operands, read, strict=True)]
+        return local_kernel(kept, [None] * (3 + len(read)), None)(q, k, v, *operands)
+
+    read = tuple(x for x, _ in reader.operands)
+    takes = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
+    return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
+
+
+def _sides(names: Names, eqn: Any) -> Labels:
+    """Which dims run along queries and keys. Raises Hindered."""
+    of = [[dim.name for dim in dims if dim.name in ("t", "s")] for dims in names]
+    if any(some and len(dims) > 1 for some, dims in zip(of, names, strict=True)):
+        raise Hindered(eqn, "merges positions of scores with other dims")
+    return tuple(Along(some[0]) if some else None for some in of)
+
+
+@dataclass
+class ScoreReader:
+    """One reading: of scores that are made of `product`, for so many positions and `numbers` of each position at most.
+
+    Attributes:
+      steps: the equations to be replayed, in order.
+      operands: what they read beside the product.
+      named: a name for each value that has been read, so that equal programs have equal texts.
+    """
+
+    product: Value
+    length: int
+    numbers: int
+    steps: list[ScoreStep] = field(default_factory=list)
+    operands: list[Value] = field(default_factory=list)
+    named: dict[Value, str] = field(default_factory=dict)
+    text: list[str] = field(default_factory=list)
+
+    def value(self, atom: Any, labels: Labels, scope: Scope, reader: Any) -> Any:
+        """A literal, or a value that is there once the steps have run. Raises Hindered."""
+        if jx.is_literal(atom):
+            return atom
+        labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
+        value, sides, eqn = (atom, labels), {x.side for x in labels if x}, scope.made(atom)
+        if value in self.named or value == self.product:
+            return value
+        if len(sides) == 2 and eqn is None and atom in scope.outer and scope.around is not None:
+            return self.value(scope.outer[atom], labels, scope.around, reader)
+        if len(sides) == 2 and eqn is not None:
+            if (known := operands_of(eqn, labels)) is None or atom is self.product[0]:
+                raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")
+            ins = [self.value(x, own, scope, eqn) for x, own in zip(eqn.invars, known, strict=True)]
+            self.steps.append(ScoreStep(eqn, tuple(ins), value))
+            of = [str(x) if jx.is_literal(x) else self.named.get(x, "scores") for x in ins]
+            self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {of}")
+        else:
+            if len(sides) == 1 and math.prod(atom.aval.shape) > self.numbers * self.length:
+                raise Hindered(reader, f"takes {atom.aval.str_short()}, more than a number for each head of a position")
+            self.operands.append(value)
+            self._name(value, "operand")
+        return value
+
+    def _name(self, value: Value, text: str) -> None:
+        self.named[value] = f"v{len(self.named)}"
+        self.text.append(f"{self.named[value]} = {text} {value[0].aval.str_short()} {value[1]}")
+
+    def counting(self, value: Value, x: jax.Array) -> jax.Array:
+        """Of an operand the positions that count, where it has more."""
+        for d, along in enumerate(value[1]):
+            if along is not None:
+                x = lax.slice_in_dim(x, along.start, along.start + self.length, axis=d)
+        return x

@@ -1,0 +1,322 @@
+"""Attention whose scores a program makes into others before their softmax, a block of queries and keys at a time.
+
+What stands between the product of queries and keys and the softmax (a bias by distance, a soft cap, a mask of any kind)
+is a function of the scores, of the positions of queries and keys, and of operands that have an entry for each query or
+key, or none. A rank replays its equations for the queries and keys at hand, so that no [T, T] is ever whole. Softmax
+and gradients are those of `blocks.py`, but for the largest score m and the sum l of exp(score - m), which are kept
+apart: in log(l) + m the sum is lost where all keys of a query are hidden by a large number, and a softmax is then their
+mean.
+
+Dims: b rows, t query positions, s key positions, H heads, k key heads, g query heads of each, h head_dim.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...program import factors
+from ...program import jaxpr as jx
+from ..flash import AttentionOptions
+from .blocks import Rectangle, by_queries, dtype_of_sums, joined
+
+
+class Along(NamedTuple):
+    """What a dim runs along: queries ("t") or keys ("s"), of which it has those from `start` on."""
+
+    side: str
+    start: int = 0
+
+
+Labels = tuple[Along | None, ...]  # of each dim
+Value = tuple[Any, Labels]  # a variable of a program, and along what its dims run
+
+
+class ScoreStep(NamedTuple):
+    """An equation, its operands (values or literals) and its result."""
+
+    eqn: Any
+    operands: tuple[Any, ...]
+    result: Value
+
+
+@dataclass(frozen=True)
+class ScoreLayout:
+    """How a program has scores: of their dims b, k, g and more, t, s, with names and sizes, which each dim merges.
+
+    Attributes:
+      order: the names of dims as [b, k, g, t, s] has them.
+      sizes: theirs; those of t and s are what a block has.
+      merged: of each dim the names that it merges, none where it has one element.
+    """
+
+    order: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    merged: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, order: Sequence[Any], sizes: Mapping[Any, int], names: Sequence[Sequence[Any]]) -> Self:
+        """Of dims of these names and sizes."""
+        return cls((*order,), (*(sizes[x] for x in order),), (*((*(dim.name for dim in dims),) for dims in names),))
+
+    def put(self, x: jax.Array) -> jax.Array:
+        """[b, k, g, t, s] as the program has it."""
+        local = dict(zip(self.order, (*self.sizes[:-2], *x.shape[-2:]), strict=True))
+        flat = [name for names in self.merged for name in names]
+        x = jnp.transpose(x.reshape(list(local.values())), [self.order.index(name) for name in flat])
+        return x.reshape([math.prod(local[name] for name in names) for names in self.merged])
+
+    def back(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """`x`, as the program has it, as [b, k, g, t, s] of this shape."""
+        local = dict(zip(self.order, (*self.sizes[:-2], *shape[-2:]), strict=True))
+        flat = [name for names in self.merged for name in names]
+        x = x.reshape([local[name] for name in flat])
+        return jnp.transpose(x, [flat.index(name) for name in self.order]).reshape(shape)
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """What a program makes of scores, to be replayed for some queries and keys.
+
+    Attributes:
+      text: the program as text: functions of equal texts and layouts are equal.
+      into: the layout of the product.
+      back: that of the scores.
+      steps: its equations, in order.
+      product: the product of queries and keys.
+      scores: what the softmax is of.
+      operands: what it reads beside the product.
+    """
+
+    text: str
+    into: ScoreLayout
+    back: ScoreLayout
+    steps: tuple[ScoreStep, ...] = field(compare=False, repr=False)
+    product: Value = field(compare=False, repr=False)
+    scores: Value = field(compare=False, repr=False)
+    operands: tuple[Value, ...] = field(compare=False, repr=False)
+
+    def __call__(self, dots: jax.Array, places: Mapping[str, jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
+        """Scores [b, k, g, t, s] of their dot products, where queries "t" and keys "s" are at these places."""
+        env = dict(zip(self.operands, operands, strict=True))
+        env[self.product] = self.into.put(dots).astype(self.product[0].aval.dtype)
+        for step in self.steps:
+            values = [x.val if jx.is_literal(x) else env[x] for x in step.operands]
+            env[step.result] = _replayed(step, values, places)
+        return self.back.back(env[self.scores].astype(dots.dtype), dots.shape)
+
+    def dims(self, side: str) -> list[int | None]:
+        """The dim of each operand that runs along a side."""
+        along = [[x and x.side for x in labels] for _, labels in self.operands]
+        return [sides.index(side) if side in sides else None for sides in along]
+
+
+def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str, jax.Array]) -> jax.Array:
+    eqn, labels, params = step.eqn, step.result[1], step.eqn.params
+    local = lambda shape, _: tuple(len(places[x.side]) if x else n for x, n in zip(labels, shape, strict=True))
+    changes: dict[str, Any] = {}
+    if eqn.primitive.name == "iota":
+        d = params["dimension"]
+        shape, along = local(params["shape"], None), labels[d]
+        at = jnp.arange(shape[d]) if along is None else places[along.side] + along.start
+        return lax.broadcast_in_dim(at.astype(params["dtype"]), shape, (d,))
+    if eqn.primitive.name == "slice":
+        starts = tuple(0 if x else n for x, n in zip(labels, params["start_indices"], strict=True))
+        changes = {"start_indices": starts, "limit_indices": local(params["limit_indices"], None)}
+    else:
+        for factor in factors.of(eqn):
+            if factor.params is not None and labels[factor.outs[0]] is not None:  # type: ignore[index]
+                changes |= factor.params(local)
+    return jx.bind(eqn, values, **changes)[0]
+
+
+def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
+    """Along what the dims of an equation's operands run, where those of its result run along `labels`; None where it
+    cannot be replayed for some of their elements.
+    """
+    name, shapes = eqn.primitive.name, factors.shapes(eqn)[0]
+    if name == "iota":
+        return []
+    if name == "slice":
+        if {*(eqn.params["strides"] or [1])} != {1}:
+            return None
+        starts = eqn.params["start_indices"]
+        return [tuple(x and Along(x.side, x.start + int(n)) for x, n in zip(labels, starts, strict=True))]
+    found: list[list[Along | None]] = [[None] * len(shape) for shape in shapes]
+    every = factors.of(eqn) if len(eqn.outvars) == 1 else []
+    for d, label in enumerate(labels):
+        if label is None:
+            continue
+        factor = next((f for f in every if f.outs[0] == d), None)
+        n = eqn.outvars[0].aval.shape[d]
+        if factor is None or any(at is not None and shapes[i][at] != n for i, at in enumerate(factor.ins)):
+            return None
+        for i, at in enumerate(factor.ins):
+            if at is not None:
+                found[i][at] = label
+    return [tuple(x) for x in found]
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """A score function and what it needs in a rectangle: the places of its queries and keys, all operands, whose keys
+    are those of all ranks, and which of these keys is the rectangle's first.
+    """
+
+    function: ScoreFunction
+    places: Mapping[str, jax.Array]
+    operands: tuple[jax.Array, ...]
+    first: jax.Array | int
+
+    def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
+        """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
+        given, n = iter(floats), q.shape[1]
+        operands = [next(given) if _is_float(x) else x for x in self.operands]
+        for side, at, size in (("t", r.query + first, n), ("s", self.first, r.keys)):
+            dims = self.function.dims(side)
+            operands = [x if d is None else cut(x, at, size, d) for x, d in zip(operands, dims, strict=True)]
+        places = {"t": cut(self.places["t"], first, n, 0), "s": self.places["s"]}
+        dots = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k).astype(dtype_of_sums(q)), k.astype(dtype_of_sums(q)))
+        return self.function(dots, places, operands)
+
+
+def start(q: jax.Array) -> tuple[jax.Array, ...]:
+    """What is merged with the first block: sums of weighed values [b, t, H, h]; m and l [b, H, t]; in float32."""
+    b, t, heads, _ = q.shape
+    each = jnp.zeros((b, heads, t), dtype_of_sums(q))
+    return jnp.zeros(q.shape, dtype_of_sums(q)), jnp.full_like(each, -jnp.inf), each
+
+
+def attend(
+    parts: list[Rectangle], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
+) -> tuple[jax.Array, ...]:
+    """Some parts merged with what is so far, as `start` has it."""
+    so_far = so_far or start(q)
+    for r in parts:
+        k, v = r.of_keys(kv, 2)
+        before = [r.of_queries(x, d) for x, d in zip(so_far, _QUERIES, strict=True)]
+        merged = _merged(r, r.of_queries(q), k, v, before)
+        if r.there is not None:
+            merged = [jnp.where(r.there, new, old) for new, old in zip(merged, before, strict=True)]
+        so_far = tuple(
+            lax.dynamic_update_slice_in_dim(x, new, r.query, d)
+            for x, new, d in zip(so_far, merged, _QUERIES, strict=True)
+        )
+    return so_far
+
+
+def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
+    def some(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
+        assert r.replay is not None
+        sums, most, total = (cut(x, first, n, d) for x, d in zip(before, _QUERIES, strict=True))
+        scores = r.replay.scores(r, first, cut(q, first, n), k, *filter(_is_float, r.replay.operands))
+        b, groups, each, *_ = scores.shape
+        now = jnp.maximum(most, scores.max(-1).reshape(most.shape))
+        weights = jnp.exp(scores - _finite(now).reshape(b, groups, each, n, 1))
+        kept = jnp.exp(most - _finite(now))
+        new = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(sums.shape)
+        sums = sums * jnp.swapaxes(kept, 1, 2)[..., None] + new
+        return None, (sums, now, total * kept + weights.sum(-1).reshape(most.shape))
+
+    outs = by_queries(r.queries, some, None)[1]
+    return [joined(x, d) for x, d in zip(outs, _QUERIES, strict=True)]
+
+
+def finish(q: jax.Array, sums: jax.Array, most: jax.Array, total: jax.Array) -> tuple[jax.Array, Any]:
+    """The result in the dtype of q, and m and l as backward needs them. As a softmax: NaN where no key is seen."""
+    return (sums / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype), (_finite(most), total)
+
+
+def nothing(q: jax.Array, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What the gradients of queries and of operands that are floats are added to."""
+    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in (q, *filter(_is_float, operands)))
+
+
+def pull(
+    parts: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, Any, jax.Array], sums: Any
+) -> tuple[Any, jax.Array]:
+    """The gradients of some parts: of queries and operands, added to `sums`; of keys and values [2, b, s, k, h].
+
+    `final` are the result over all keys, its m and l, and the result's cotangent.
+    """
+    (out, (most, total), given), (dq, *rest) = final, sums
+    dkv = jnp.zeros(kv.shape, dtype_of_sums(q))
+    for r in parts:
+        k, v = r.of_keys(kv, 2)
+        mine = [r.of_queries(x, d) for x, d in ((q, 1), (out, 1), (given, 1), (most, 2), (total, 2))]
+        (dk, dv, *more), own = _pulled(r, mine, k, v, nothing(k, (v, *(x for x in r.replay.operands))))  # type: ignore[union-attr]
+        if r.there is not None:  # what is not there may be infinite
+            dk, dv, own, *more = (jnp.where(r.there, x, 0) for x in (dk, dv, own, *more))
+        dq = lax.dynamic_update_slice_in_dim(dq, r.of_queries(dq) + own, r.query, 1)
+        dkv = lax.dynamic_update_slice_in_dim(dkv, r.of_keys(dkv, 2) + jnp.stack([dk, dv]), r.key, 2)
+        rest = [x + y for x, y in zip(rest, more, strict=True)]
+    return (dq, *rest), dkv
+
+
+def _pulled(r: Rectangle, mine: Sequence[jax.Array], k: jax.Array, v: jax.Array, sums: Any) -> tuple[Any, jax.Array]:
+    def some(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
+        assert r.replay is not None
+        q, out, given, most, total = (cut(x, first, n, d) for x, d in zip(mine, (1, 1, 1, 2, 2), strict=True))
+        arrays = [x.astype(dtype_of_sums(x)) for x in (q, k)]
+        floats = [x for x in r.replay.operands if _is_float(x)]
+        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)  # type: ignore[union-attr]
+        each = lambda x: x.reshape(*scores.shape[:-1], 1)
+        weights = jnp.exp(scores - each(most)) / each(total)
+        d_out, result = (_grouped(x, k).astype(scores.dtype) for x in (given, out))
+        along = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]
+        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(scores.dtype)) - along
+        dq, dk, *more = back(weights * d_weights)
+        dv = jnp.einsum("bkgts,btkgh->bskh", weights, d_out)
+        return tuple(x + y for x, y in zip(sums, (dk, dv, *more), strict=True)), dq
+
+    sums, dqs = by_queries(r.queries, some, sums)
+    return sums, joined(dqs, 1)
+
+
+def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> Any:
+    """softmax(function(q k^T)) v of whole sequences on one device.
+
+    Args:
+      options: with the function of scores.
+      q: float [b, t, H, h].
+      k: same dtype, [b, t, k, h]; k divides H.
+      v: as `k`.
+      operands: those of the function, whole.
+
+    Returns:
+      [b, t, H, h] in the dtype of q.
+    """
+    places = {side: jnp.arange(x.shape[1], dtype=jnp.int32) for side, x in (("t", q), ("s", k))}
+    r = Rectangle(0, 0, q.shape[1], k.shape[1])
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
+        block = ScoreBlock(options.function, places, operands, 0)
+        weights = jax.nn.softmax(block.scores(r, 0, q, k, *filter(_is_float, operands)))
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(q.shape).astype(q.dtype)
+
+    return jax.checkpoint(whole)(q, k, v, *operands)
+
+
+_QUERIES = (1, 2, 2)  # the dim of queries in each part of what `start` gives
+
+
+def cut(x: jax.Array, first: jax.Array | int, n: int, dim: int = 1) -> jax.Array:
+    """Some of an array's entries along a dim."""
+    return lax.dynamic_slice_in_dim(x, first, n, dim)
+
+
+def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Queries [b, t, H, h] by key head, [b, t, k, g, h]."""
+    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
