@@ -30,6 +30,7 @@ from .ops.experts.experts import experts
 from .program.kernels import local_kernel
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
+from .train.replay import replay
 from .train.trainer import Trainer
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "pad_rows",
     "plan",
     "predict",
+    "replay",
     "simulate",
     "trace_nonfinite",
     "verify",

@@ -24,7 +24,8 @@ from .inspect.check import RowCheck
 from .inspect.check import check as _check
 from .inspect.check import check_rows as _check_rows
 from .inspect.check.overlap import hardware_of
-from .inspect.check.replicas import checksums, differing
+from .inspect.check.replicas import check as check_sums
+from .inspect.check.replicas import checksums
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
 from .inspect.nonfinite import Nonfinite, NonfiniteError, trace_step
@@ -322,23 +323,23 @@ class TrainStep(Step):
         return _explain(step, self.shapes(batch) if self.rows == "host" else batch)
 
     def check_replicas(self, state: State) -> None:
-        """Raise ValueError where two devices that should hold the same of an array do not, to the bit; it names the
-        first such array of the state, the devices and their processes.
+        """Raise ValueError where devices that should hold the same of an array do not, to the bit; it names the first
+        such array of the state, the odd devices and their processes: of two replicas both, as there is no majority.
 
         Reads the state once on every device; with several hosts, all must call it. A server's state has no replicas.
         """
         check_state(state)
-        if self.layout.mesh.size == 1:
-            return
+        if self.layout.mesh.size > 1:
+            check_sums(self.abstract_state(), np.asarray(self.checksums(state)), self.mesh, int(state.step))
+
+    def checksums(self, state: State) -> jax.Array:
+        """Of what each device holds of each leaf a checksum: uint32 [devices of the mesh, leaves]; the same on every
+        host, which all call it. It reads the state once, and is not waited for.
+        """
         if "replicas" not in self._jitted:
             specs = [x.sharding.spec for x in jax.tree.leaves(self.abstract_state())]
-            self._jitted["replicas"] = checksums(self.mesh, specs)
-        sums = np.asarray(self._jitted["replicas"](jax.tree.leaves(state)))
-        if found := differing(self.abstract_state(), sums, self.mesh):
-            raise ValueError(
-                f"replicas have drifted apart after step {int(state.step)}: {found} have other bits of what should be "
-                "the same; go on from a checkpoint from before, and where it comes again look at those devices"
-            )
+            self._jitted["replicas"] = checksums(self.layout.mesh, specs)
+        return self._jitted["replicas"](jax.tree.leaves(state))
 
     def check_rows(self, state: State, batch: Any) -> RowCheck:
         """Whether the loss couples rows, by running it: a batch and the same rows dealt otherwise over replicas and

@@ -49,6 +49,7 @@ commands:
   launch              start a script as several processes on this machine
   check               prove that a strategy takes effect, on devices here or not
   plan                rank strategies for devices that need not be here
+  replay              compute a recorded step of a run again, and compare
   timeline            draw the schedule of a pipeline, before anything runs
   doctor              look at versions, devices, clocks, the shared folder
   bench collectives   measure this machine's collectives as nccl-tests does
@@ -121,6 +122,10 @@ def run(words: list[str]) -> None:
             from . import doctor
 
             doctor.main(_parse(doctor.DoctorOptions, "doctor", rest))
+        case ["replay", *rest]:
+            from . import replay
+
+            replay.main(_parse(replay.ReplayOptions, "replay", rest))
         case ["verify-checkpoint", *rest]:
             from . import checkpoints
 
@@ -136,7 +141,7 @@ def run(words: list[str]) -> None:
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
-            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor", "bench collectives"]
+            known = ["train", "launch", "explain", "check", "plan", "replay", "timeline", "doctor", "bench collectives"]
             _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
 
 

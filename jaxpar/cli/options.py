@@ -34,7 +34,7 @@ PASSING = ("config", "resume", "changed_data", "overwrite", "coordinator", "proc
 # What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
 # and whether the data are the same, their content.
 FREE = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every",
-        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
+        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "record", "quiet", "sample",
         "export", "export_dtype", "profile")  # fmt: skip
 _STRATEGY = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
@@ -336,7 +336,7 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
+def trainer_of(options: TrainOptions, hooks: Iterable[Any] = (), mesh: Any = None) -> tuple[Trainer, Named | None]:
     """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
@@ -346,7 +346,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
                 f"--model {options.model} returned a model and a batch, and training takes data: return model, data, "
                 "where data(start) returns an iterator of batches that begins with batch start, or is a list or loader"
             )
-        about = {"hooks": hooks, "about": options.about}
+        about = {"hooks": hooks, "about": options.about, "mesh": mesh}
         tx = optimizer_of(options, mine.model, mine.example(1))
         return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
     model, source = model_of(options)
@@ -362,6 +362,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
         options.strategy,
         options,
         hooks=hooks,
+        mesh=mesh,
         trainable=model.trainable,
         **about,
     )

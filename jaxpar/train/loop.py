@@ -57,6 +57,9 @@ class Loop:
     the batch after; no batch comes twice)"""
     check_replicas_every: int | None = None
     """steps between comparisons of what all replicas should have the same of, to the bit; without it: none"""
+    record: int | None = None
+    """steps between digests of the state, in the output folder, with which `jaxpar replay` compares a step that it
+    computes again; without it: none"""
     quiet: bool = False
     """print nothing"""
 
@@ -69,9 +72,9 @@ class Loop:
                 local(given, name)
         for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
                             "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
-                            "check_replicas_every": 1}.items():  # fmt: skip
+                            "check_replicas_every": 1, "record": 1}.items():  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("evaluate_batches", "print_every", "check_replicas_every"):
+            if value is None and name in ("evaluate_batches", "print_every", "check_replicas_every", "record"):
                 continue
             if not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r} is not a whole number; use one from {least}")
@@ -86,6 +89,11 @@ class Loop:
             )
         if self.on_nonfinite == "rollback" and self.out is None:
             raise ValueError("on_nonfinite='rollback' needs checkpoints to go back to: give the run's folder as out")
+        if self.record and self.on_nonfinite == "rollback":
+            raise ValueError(
+                "a recorded step is computed again from the checkpoint before, and on_nonfinite='rollback' goes on "
+                "with older parameters; use on_nonfinite='skip', or leave record out"
+            )
         if self.resume not in (False, True, "latest-good"):
             raise ValueError(f"resume={self.resume!r}: use True, False or 'latest-good'")
         if self.resume and self.overwrite:

@@ -29,6 +29,7 @@ from ..make import make_train_step
 from ..model.model import Model
 from ..program.lookups import Lookup
 from ..strategy import Strategy
+from .digests import Record
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, Staging, claimed
 from .input import Input, check_row_count
@@ -114,6 +115,7 @@ class Trainer:
         self.number, self.rows, self.compiled = 0, 0, None
         self.files: Path | None = None
         self.finite = Finite(self.loop)
+        self._record = Record(self.step, self.loop, self.about) if self.loop.record else None
         self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
         self._warned: set[str] = {*self.ids}  # the leaves of which none is to be given any more
         self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
@@ -207,7 +209,7 @@ class Trainer:
         self._lookups = self.step.traced(batch).lookups
         self._warn_of_lookups(batch)
         if latest is None:
-            self.state = self._new()
+            self.state = self.initial()
         if self._extra is not None:
             self.extra = dict(self._extra(self))
             if saves is not None and latest is not None:
@@ -215,6 +217,8 @@ class Trainer:
         if self.step.may_couple(batch):
             (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
+        if self._record is not None:
+            self._record.begin(self.number, self.files)
         ending.going_on(self.number, self.files)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
@@ -227,6 +231,8 @@ class Trainer:
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
             self._late = self.number, metrics, batch
+            if self._record is not None:
+                self._record.take(self.number, self.state, batch, metrics)
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
@@ -262,7 +268,8 @@ class Trainer:
                 self._start_clock()
         return False
 
-    def _new(self) -> Any:
+    def initial(self) -> State:
+        """The state that a run begins with, where it is not resumed."""
         given = self._given() if callable(self._given) else self._given
         return self.step.init(jax.random.key(self.loop.seed), params=given, fresh=self._fresh)
 
@@ -324,7 +331,7 @@ class Trainer:
             saves.wait()
             self.progress.say(self.finite.back(error, saves.latest))
             self._late, self.number = None, error.step
-            state = self._new() if saves.latest is None else saves.restore()
+            state = self.initial() if saves.latest is None else saves.restore()
             if self.extra and saves.latest is not None:
                 self.extra = saves.extras(self.extra)
             step = np.asarray(error.step, np.int32)
@@ -358,6 +365,8 @@ class Trainer:
             number, values, lambda: suspects(batch, self._lookups), lambda: self._traced(batch)
         ):
             self.progress.say(told)
+        if self._record is not None:
+            self._record.write()
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":
             values["rollbacks"] = self.finite.rollbacks

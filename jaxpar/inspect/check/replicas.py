@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...model.paths import name_of
+from ...text import few
 
 
 def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[jax.Array]], jax.Array]:
@@ -26,7 +27,7 @@ def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[
     stacked, everywhere = PartitionSpec(tuple(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
 
     def local(*arrays: jax.Array) -> jax.Array:
-        return jnp.stack([_checksum(x) for x in arrays])[None]
+        return jnp.stack([checksum(x) for x in arrays])[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=stacked, check_vma=False)
     raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -34,30 +35,46 @@ def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[
 
 
 def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
-    """The first array of a tree that is not the same on two devices which should hold the same of it, and which they
-    are; "" where there is none.
+    """The arrays of a tree that are not the same on all devices which should hold the same of them, and of the first
+    which devices these are: those that are fewer, where there is a majority; "" where there is none.
 
     Args:
       tree: arrays, or anything with shapes and shardings.
       sums: `checksums` of its leaves.
     """
-    devices = list(mesh.devices.flat)
+    devices, found, odd = list(mesh.devices.flat), list[str](), ""
+    named = lambda group: few([name_of_device(devices[at]) for at in group], 4)
     for (path, x), row in zip(jax.tree_util.tree_leaves_with_path(tree), sums.T, strict=True):
         parts = x.sharding.devices_indices_map(tuple(x.shape))
-        first: dict[Any, int] = {}
+        replicas: dict[Any, dict[int, list[int]]] = {}  # of each part the devices by their checksum
         for at, device in enumerate(devices):
             part = tuple(s.indices(n)[:2] for s, n in zip(parts[device], x.shape, strict=True))
-            other = first.setdefault(part, at)
-            if row[at] != row[other]:
-                return f"{name_of(path)} {list(x.shape)}, {_of(device)} and {_of(devices[other])}"
-    return ""
+            replicas.setdefault(part, {}).setdefault(int(row[at]), []).append(at)
+        for held in (held for held in replicas.values() if len(held) > 1):
+            most, *others = sorted(held.values(), key=len, reverse=True)
+            fewer = [at for group in others for at in group]
+            each = len(others[0]) == len(most)  # nobody is the odd one out
+            odd = odd or (f"{named(most + fewer)} differ" if each else f"{named(fewer)} differs from {named(most)}")
+            found.append(f"{name_of(path)} {list(x.shape)}")
+            break
+    return f"{few(found)}: {odd}" if found else ""
 
 
-def _of(device: Any) -> str:
+def check(tree: Any, sums: np.ndarray, mesh: Mesh, number: int) -> None:
+    """Raise ValueError where `differing` finds something in the state after step `number`."""
+    if found := differing(tree, sums, mesh):
+        raise ValueError(
+            f"replicas have drifted apart after step {number} in {found}, and should be the same; go on from a "
+            "checkpoint from before, and where it comes again look at those devices"
+        )
+
+
+def name_of_device(device: Any) -> str:
+    """As people read it."""
     return f"device {device.id} of process {device.process_index}"
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> jax.Array:
     """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
