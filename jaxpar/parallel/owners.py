@@ -22,6 +22,7 @@ A `cond` that works on several leaves has owners within its branches: nothing is
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,14 +170,12 @@ class Dealer(NamedTuple):
         for bundle in bundles:
             notes |= self._named(bundle.regions, str(bundle))
             states |= {i: v for kind in bundle.kinds for i, v in _states(kind)}
-        parts = {
-            id(eqn): self._parts(axis for d in one.batch for axis in self.rest[one.leaf][d])
-            for regions in alike
-            for one in regions
-            for eqn in one.eqns
-        }
-        left = [eqn for eqn in eqns if id(eqn) not in owned and id(eqn) not in inner]
-        repeated = sum(-(-flops_of([eqn]) // parts.get(id(eqn), 1)) for eqn in left)
+        known = {*inner, *(id(eqn) for one in itertools.chain(*alike) for eqn in one.eqns)}
+        repeated = flops_of(eqn for eqn in eqns if id(eqn) not in known)
+        for one in itertools.chain(*alike):
+            if id(one.eqns[0]) not in owned:  # ranks of its batch dims have a part of it
+                axes = (axis for d in one.batch for axis in self.rest[one.leaf][d])
+                repeated += -(-flops_of(one.eqns) // self._parts(axes))
         repeated += sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
         return Owners(program, order, notes, states, repeated)
 
