@@ -31,6 +31,7 @@ _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
     "reduce": ("f32", "compute"),
+    "gather": ("compute", "int8", "fp8"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
@@ -98,6 +99,8 @@ class Strategy:
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
+      gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
+        blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
@@ -153,6 +156,7 @@ class Strategy:
     deferred_batch_norm: bool = False
     precision: str = "f32"
     reduce: str = "f32"
+    gather: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
     offload: str = "none"
@@ -252,6 +256,16 @@ class Strategy:
             raise ValueError(
                 "server=True with precision='fp8': a server's programs are not compiled for FP8 kernels; use ddp, or "
                 "precision='bf16'"
+            )
+        if self.gather != "compute" and (self.fsdp == 1 or self.zero != 3 or self.rule):
+            raise ValueError(
+                f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
+                "where they are used; use fsdp=-1, or leave gather out"
+            )
+        if self.gather == "fp8" and self.precision != "fp8":
+            raise ValueError(
+                f"gather='fp8' with precision={self.precision!r}: it is for weights that FP8 products round so in any "
+                "case; use precision='fp8', or gather='int8'"
             )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

@@ -18,10 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..layout.leaves import Leaf
-from ..parallel import DDP, Sent, rule_of
+from ..parallel import Sent, of_leaf, rule_of
 from ..parallel.flat.stages import used as used_by
-from ..parallel.fsdp import ZERO3
-from ..parallel.zero import ZERO2
 from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
@@ -60,9 +58,8 @@ def _of_uses(step: Step, traced: Traced, counted: Counted) -> list[Collective]:
     units, sizes = step.layout.storage.units, step.mesh.shape
     for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
         found += _between_stages(step, leaf, runs)
-        # What ZeRO does not shard is replicated, as in plain data parallelism.
-        promise = (DDP if rule.sharded and leaf.dim is None else rule).promise
-        found += [_entry(one, sizes) for one in promise.sends(used) if one.axes and one.count]
+        sent = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(used)
+        found += [_entry(one, sizes) for one in sent if one.axes and one.count]
     return found
 
 
@@ -75,7 +72,7 @@ def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
     ranks, rule = schedule.ranks, rule_of(step.strategy)
     for sharded, dtype, only in (
         ("params" in rule.sharded, step.policy.computed, False),
-        (rule in (ZERO2, ZERO3), step.policy.reduced, True),
+        (bool(rule.sharded) and rule.at_once, step.policy.reduced, True),
     ):
         most: dict[str, int] = {}
         for some in used_by(traced.program, schedule):

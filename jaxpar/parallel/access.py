@@ -1,5 +1,7 @@
 """How a program reaches parameters: a strategy's rule applied to the leaves of a layout."""
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +12,7 @@ from ..layout.leaves import Staged
 from ..machines import leaves_host
 from ..slicing.program import Program
 from ..strategy import Strategy
-from . import DDP, Rule, Use
+from . import Rule, Use, of_leaf
 
 
 class RuleAccess:
@@ -19,12 +21,11 @@ class RuleAccess:
     Of a stage's own leaf, a value is this rank's layers, chunk by chunk, on dim 0.
     """
 
-    def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy):
+    def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy, in_fp8: Collection[str] = ()):
         self.leaves, self.policy = [leaf.local for leaf in layout.storage.units], layout.policy
         self.split = [leaf.split for leaf in layout.storage.units]
         self.whole_at_rest = "params" not in rule.sharded
-        # What ZeRO does not shard is replicated, as in plain data parallelism.
-        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
+        self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
         once = strategy.turns == 1 and self.pipe == 1
@@ -89,10 +90,10 @@ class SpreadAccess:
     In a stage, a leaf is [pipe, ...], every rank's part of it; one that is not spread is whole on every rank.
     """
 
-    def __init__(self, layout: Layout, rule: Rule):
+    def __init__(self, layout: Layout, rule: Rule, in_fp8: Collection[str] = ()):
         self.leaves, self.policy = [leaf.local for leaf in layout.storage.leaves], layout.policy
         self.split, self.ranks = [leaf.split for leaf in layout.storage.leaves], layout.mesh.shape["pipe"]
-        self.rules = [DDP if rule.sharded and leaf.dim is None else rule for leaf in self.leaves]
+        self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
 
     def _use(self, index: int, lead: int) -> Use:
         leaf = self.leaves[index]

@@ -97,7 +97,8 @@ class Local:
         rows = microbatches(batch, strategy.microbatches)
         traced, rule = self.tracing(variables, first(rows), key), rule_of(strategy)
         cut = layout.storage.cut
-        access = SpreadAccess(layout, rule) if cut else RuleAccess(layout, rule, traced.program, strategy)
+        low = self.tracing.in_fp8
+        access = SpreadAccess(layout, rule, low) if cut else RuleAccess(layout, rule, traced.program, strategy, low)
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
     def opened(self, variables: Any) -> Any:

@@ -207,6 +207,11 @@ class Tracing:
         return self.layout.mesh.shape["tensor"]
 
     @property
+    def in_fp8(self) -> set[str]:
+        """The paths of leaves whose products are all in FP8."""
+        return {path for path, one in self.fp8.items() if not one.why}
+
+    @property
     def summed(self) -> dict[str, int]:
         """The mesh axes over which totals and counts are summed: of rows, and of positions."""
         context = self.layout.mesh.shape["context"]

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 
+from ...layout.leaves import PAD_FROM
 from ...machines import hosts_of, leaves_host
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel import rule_of
+from ...parallel.eight_bits import BLOCK
 from ...parallel.flat import stages
 from ...parallel.pipeline.chunks import padded
 from ...slicing.program import Program
@@ -57,6 +59,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
     remarks += [
         *_prefetched(step, batch),
+        *_in_8_bits(step, closed),
         *_remarks(step, traced.program, found, known, moved),
         *unasked,
         *_elsewhere(step, batch),
@@ -224,6 +227,15 @@ def _in_fp8(step: Step) -> Iterator[str]:
             yield f"Products of {paths} are in FP8, but for those of the gradients of weights, in {other}."
     if step.strategy.precision == "fp8" and all(one.why for one in found.values()):
         yield "precision=fp8: no product is in FP8; precision=bf16 is the same."
+
+
+def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
+    """What is gathered in 8 bits, or that nothing is though it was asked for."""
+    if (how := step.strategy.gather) != "compute":
+        sent = sum(one.bytes for one in closed if (one.kind, one.dtype) == ("all-gather", "uint8"))
+        what = "weights whose products are in FP8" if how == "fp8" else f"weights from {PAD_FROM:,} elements"
+        said = f"{what} are gathered in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
+        yield f"gather={how}: {said if sent else f'there are no {what}, and gather=compute is the same'}."
 
 
 def _prefetched(step: Step, batch: Any) -> Iterator[str]:

@@ -26,8 +26,8 @@ from .reference import Reference
 # Relative to a leaf's scale; see `Difference`. Where another order of sums changes bfloat16's last bit, another FP8
 # number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
 # left where all else is computed in float32.
-TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25}
-_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7}
+TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25, "int8": 0.1}  # int8: of gathers
+_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
 _MARGIN = 16  # times the rounding that some runs show: theirs is a sample
 _FLOOR = 1e-3  # of the tree's largest element
 # Without a measure of rounding. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of the
@@ -155,7 +155,7 @@ def verify(
         shown(f"one device: {steps} steps")
         expected = reference.train(optimizer, key, batch, steps)
 
-        low = [strategy.precision, *reference.low(batch)]
+        low = [strategy.precision, *["int8"] * (strategy.gather == "int8"), *reference.low(batch)]
         tolerance = max(TOLERANCE[dtype] for dtype in low)
         if strategy.reduce == "compute":
             tolerance *= step.replicas
