@@ -17,7 +17,7 @@ ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857) the device computes, o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -176,29 +176,60 @@ def kept(applied: Any, new: Any, old: Any) -> Any:
 
 def _over_blocks(fun: Callable[[list[Any], Any], list[Any]], given: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
     """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried."""
-    shape = given[0].shape
-    block = _block(shape, max(x.dtype.itemsize for x in (*given, *carried)))
-    grid = [n // b for n, b in zip(shape, block, strict=True)]
-    here = lambda x: x if jax.typeof(x).memory_space == DEVICE else jax.device_put(x, DEVICE)
+    blocks = Blocks.of(given[0].shape, max(x.dtype.itemsize for x in (*given, *carried)))
 
     def body(number: jax.Array, carried: list[Any]) -> list[Any]:
-        at = [i * b for i, b in zip(jnp.unravel_index(number, grid), block, strict=True)]
-        new = fun([here(lax.dynamic_slice(x, at, block)) for x in (*given, *carried)], block)
-        back = lambda x, like: jax.device_put(x, HOST) if jax.typeof(like).memory_space == HOST else x
+        new = fun([blocks.take(x, number) for x in (*given, *carried)], blocks.block)
+        back = lambda x, like: jax.device_put(x, HOST) if is_on_host(like) else x
+        at = blocks.at(number)
         return [lax.dynamic_update_slice(x, back(y, x), at) for x, y in zip(carried, new, strict=True)]
 
-    return lax.fori_loop(0, math.prod(grid), body, list(carried))
+    return lax.fori_loop(0, blocks.count, body, list(carried))
 
 
-def _block(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The largest block of at most `BLOCK` bytes that divides a shape and lies in one piece."""
-    block = list(shape)
-    for dim, n in enumerate(shape):
-        rest = itemsize * math.prod(shape[dim + 1 :])
-        block[dim] = max((d for d in range(1, n + 1) if n % d == 0 and d * rest <= BLOCK), default=1)
-        if block[dim] > 1 or rest <= BLOCK:
-            break
-    return tuple(block)
+def is_on_host(x: jax.Array) -> bool:
+    """Whether an array of a traced program is in the host's memory."""
+    return jax.typeof(x).memory_space == HOST
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of arrays of one shape, in order: the largest of at most `BLOCK` bytes that divide it; each lies in one
+    piece.
+    """
+
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], itemsize: int) -> Self:
+        """Of arrays whose elements have at most so many bytes."""
+        block = list(shape)
+        for dim, n in enumerate(shape):
+            rest = itemsize * math.prod(shape[dim + 1 :])
+            block[dim] = max((d for d in range(1, n + 1) if n % d == 0 and d * rest <= BLOCK), default=1)
+            if block[dim] > 1 or rest <= BLOCK:
+                break
+        return cls(tuple(shape), tuple(block))
+
+    @property
+    def grid(self) -> list[int]:
+        """How many there are along each dim."""
+        return [n // b for n, b in zip(self.shape, self.block, strict=True)]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(self.grid)
+
+    def at(self, number: jax.Array) -> list[jax.Array]:
+        """Where a block begins."""
+        return [i * b for i, b in zip(jnp.unravel_index(number, self.grid), self.block, strict=True)]
+
+    def take(self, x: jax.Array, number: jax.Array) -> jax.Array:
+        """A block of an array, on the device."""
+        found = lax.dynamic_slice(x, self.at(number), self.block)
+        return jax.device_put(found, DEVICE) if is_on_host(x) else found
 
 
 def streams(optimizer: Any, layout: Layout, as_stacked: bool, multiplies: bool) -> Streams:

@@ -171,6 +171,27 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
     assert len(families([(s, None) for s in found], here())) > 2
 
 
+def test_what_waits_on_the_host() -> None:
+    """Its closed forms: as much less on the device, both ways over the host's link. Around it, every sum of what there
+    is to offload, and of what recomputes a budget; in a pipeline no activations, which its slots keep.
+    """
+    model, batch = stack(width=512), jax.ShapeDtypeStruct((ROWS, 512), jnp.float32)
+    estimator = Estimator(model, ADAM, here(), batch)
+    near, far = (estimator.estimate(jp.Strategy(fsdp=8, offload=offload)) for offload in ("none", "optimizer"))
+    moved = near.optimizer - far.optimizer
+    assert moved == 2 * 2 * L * 512 * F * 4 // 8
+    assert far.seconds - near.seconds == pytest.approx(2 * moved / (H100.host_bandwidth or 0))
+    auto = estimator.estimate(jp.Strategy(fsdp=8, remat="auto", budget="1GB"))
+    assert auto.seconds == near.seconds
+    assert auto.activations < near.activations
+
+    found = list(neighbours(jp.Strategy(fsdp=8, remat="layer", offload="optimizer"), here(), ROWS))
+    assert {s.offload for s in found if s.pipe == 1} == {"none", "activations", "optimizer", "activations+optimizer"}
+    assert {s.budget for s in found} == {"", f"{int((1 - RESERVE) * (H100.memory_bytes or 0))}B"}
+    beside = neighbours(jp.Strategy(fsdp=8, remat="layer", offload="activations+optimizer"), here(), ROWS)
+    assert {s.offload for s in beside if s.pipe > 1} == {"optimizer"}
+
+
 def test_families_take_turns() -> None:
     names = (
         "data=8",

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...model.paths import name_of
+from ...step.streamed import Blocks, is_on_host
 from ...text import few
 
 
@@ -75,13 +76,26 @@ def name_of_device(device: Any) -> str:
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32."""
+    """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32. What is on the
+    host comes to the device a block at a time.
+    """
+    if not is_on_host(x):
+        return _checksum(x, jnp.uint32(0))
+    size = jnp.dtype(x.dtype).itemsize
+    blocks = Blocks.of(x.shape, size)
+    words = jnp.uint32(math.prod(blocks.block) * size // min(size, 4))
+    add = lambda number, total: total + _checksum(blocks.take(x, number), words * number.astype(jnp.uint32))
+    return jax.lax.fori_loop(0, blocks.count, add, jnp.uint32(0))
+
+
+def _checksum(x: jax.Array, first: jax.Array) -> jax.Array:
+    """That of words from number `first` on."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     size = jnp.dtype(x.dtype).itemsize
     words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[min(size, 4)])
     count = math.prod(words.shape)
-    odd = 2 * jax.lax.iota(jnp.uint32, count) + jnp.uint32(1)
+    odd = 2 * (first + jax.lax.iota(jnp.uint32, count)) + jnp.uint32(1)
     return (words.reshape(-1).astype(jnp.uint32) * odd).sum(dtype=jnp.uint32)
 
 

@@ -14,9 +14,11 @@
                  microbatch; of weights and gradients what the rule promises, those of experts for themselves
     update       of an optimizer of whole matrices: FLOPs of the busiest owner at float32's peak, and the exchanges that
                  `parallel/owners.py` promises; both are part of compute and sent
-    seconds      compute + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond compute,
-                 at `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less than
-                 the program takes
+    host         with `offload`, the optimizer's state both ways, during which nothing computes, and activations both
+                 ways, which hide behind compute; over the host's bandwidth
+    seconds      compute + host + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond
+                 compute, at `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less
+                 than the program takes
 
 The forms only choose what is compiled. Every number that is shown of a line comes from its compiled program.
 """
@@ -106,11 +108,12 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Held:
-    """Of the layout under one strategy: bytes at rest, the leaves of experts and all others, whether ZeRO shards them
-    over hosts, and the owners of whole matrices, None of an elementwise optimizer.
+    """Of the layout under one strategy: bytes at rest and on the host, the leaves of experts and all others, whether
+    ZeRO shards them over hosts, and the owners of whole matrices, None of an elementwise optimizer.
     """
 
     bytes: dict[str, int]
+    host: int
     groups: dict[bool, _Group]
     across: bool
     owners: Owners | None
@@ -161,7 +164,13 @@ class Estimator:
         return Splits(experts, context), ""
 
     def estimate(self, strategy: Strategy) -> Estimate:
-        """The closed forms of a strategy whose sizes are numbers, but for an `fsdp` of -1."""
+        """The closed forms of a strategy whose sizes are numbers, but for an `fsdp` of -1. With remat="auto", which
+        keeps what there is room for, the seconds of remat="none" and the bytes of "layer".
+        """
+        if strategy.remat == "auto":
+            fixed = (dataclasses.replace(strategy, remat=remat, budget="") for remat in ("none", "layer"))
+            fastest, smallest = map(self.estimate, fixed)
+            return dataclasses.replace(fastest, activations=smallest.activations)
         facts = _once(self._facts, _program(strategy), lambda: self._facts_of(strategy))
         s, shape = strategy, strategy.sizes(len(self.target.devices), self.target.hosts)
         pipe, m, stages = shape["pipe"], s.microbatches, shape["pipe"] * s.chunks
@@ -193,6 +202,13 @@ class Estimator:
             assert peak is not None  # `plan` has seen to it
             compute += held.owners.flops / peak
             waits += sum(self._seconds(one.kind, one.bytes, shape, one.axes) for one in held.owners.sends)
+        if s.offloads:
+            if (speed := self.target.hardware.host_bandwidth) is None:
+                raise ValueError(f"{self.target.kind} has no host_bandwidth to plan offload={s.offload!r} by")
+            waits += 2 * held.host / speed
+            if "activations" in s.offloads:
+                waits += max(0.0, 2 * s.turns * kept / speed - compute)
+                kept *= 2 / max(2, facts.layers)  # two layers at a time
         seconds, sent = compute + waits + max(0.0, hideable - compute), waits + hideable
         return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
@@ -223,7 +239,9 @@ class Estimator:
             if ranks > 1 and not leaf.of_a_stage:
                 group.outside += count
                 group.outside_trained += count * leaf.trainable
-        return _Held(step.layout.bytes, groups, leaves_host(step.mesh, SHARDS), step.update.owners)
+        return _Held(
+            step.layout.bytes, step.layout.host_bytes, groups, leaves_host(step.mesh, SHARDS), step.update.owners
+        )
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
@@ -315,7 +333,8 @@ def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
 
 def _places(s: Strategy) -> tuple[Any, ...]:
     """What the layout of a state depends on."""
-    return s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.expert, s.context, s.tensor, s.precision, s.reduce
+    axes = s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.expert, s.context, s.tensor
+    return *axes, s.precision, s.reduce, "optimizer" in s.offloads
 
 
 def _program(s: Strategy) -> tuple[Any, ...]:

@@ -80,11 +80,13 @@ class Line:
         idle = self.bubble * multiplied
         again = (multiplied - idle) * (1 - self.least / self.useful) if self.least else 0.0
         other = found["compute"] - multiplied
-        waits = max(0.0, found["seconds"] - found["compute"] - sum(self.exposed.values()))  # in slots, for other ranks
+        copies = kinds.get("copy to host", 0.0) + kinds.get("copy from host", 0.0)
+        waits = found["seconds"] - found["compute"] - sum(self.exposed.values()) - copies  # in slots, for other ranks
         return {
             "matmuls and attention": multiplied - idle - again,
             "recomputation": again,
-            "the pipeline's bubble": idle + waits,
+            "the pipeline's bubble": idle + max(0.0, waits),
+            "exposed copies to and from the host": copies,
             "memory-bound kernels": other,
             **{f"exposed collectives over {axes}": seconds for axes, seconds in self.exposed.items()},
         }

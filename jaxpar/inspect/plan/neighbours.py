@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ...axes import AXES, ROWS
-from ...strategy import PER_RANK, Strategy
+from ...strategy import OFFLOADS, PER_RANK, Strategy
 from ...tables import SCHEDULES
 from ..targets.devices import Target
+from ..targets.hardware import RESERVE
 from .candidates import NONE, REMATS, Splits
 
 T = TypeVar("T")
@@ -30,14 +31,19 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
-    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat`, `reduce`,
-    `zero`, how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards
-    run side by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global
-    batch and `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
+    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat` (where it
+    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, how
+    context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side by
+    side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
+    `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
-    changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMATS]
+    changes: list[dict[str, Any]] = [{"remat": remat, "budget": ""} for remat in REMATS]
+    if strategy.remat != "none" and target.hardware.memory_bytes:
+        changes += [{"remat": "auto", "budget": f"{int((1 - RESERVE) * target.hardware.memory_bytes)}B"}]
+    if strategy.offloads:
+        changes += [{"offload": offload} for offload in ("none", *OFFLOADS, "+".join(OFFLOADS))]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
     if strategy.concurrent > 1:
@@ -96,6 +102,9 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         return None
     if values["pipe"] > 1:
         change = change | {"concurrent": 1}
+        change |= {"remat": "layer", "budget": ""} if change.get("remat", strategy.remat) == "auto" else {}
+        offload = change.get("offload", strategy.offload)
+        change |= {"offload": "optimizer" if "optimizer" in offload else "none"}
     if values["pipe"] == 1:
         change = change | {"chunks": 1, "schedule": Strategy.schedule}
     elif strategy.pipe == 1:

@@ -257,13 +257,18 @@ class _Planner:
                 # is sent hides behind compute: of what is as long, that which sends less is first.
                 chunked = strategy.logits == best.strategy.logits
                 likely = memory_overrun(best) * estimate.bytes <= self.usable
-                again = REMATS.index(strategy.remat)
-                worse = again > REMATS.index(best.strategy.remat) or any(
+                again = self._again(strategy)
+                worse = again > self._again(best.strategy) or any(
                     getattr(estimate, name) > getattr(least, name) for name in ("seconds", "sent", "bytes")
                 )  # what is so in nothing, as reduce="compute", comes first, whatever closed forms promise of others
                 order = not likely, chunked, worse, estimate.seconds, again, estimate.sent, str(strategy)
                 found.append((*order, strategy, estimate))
         return min(found, key=lambda one: one[:7])[7:] if found else None
+
+    @staticmethod
+    def _again(strategy: Strategy) -> int:
+        """Where a strategy stands among those that compute less and less again; those that choose are last."""
+        return REMATS.index(strategy.remat) if strategy.remat in REMATS else len(REMATS)
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
@@ -300,6 +305,9 @@ class _Planner:
             found += self._fitting((one for one in split if one.context > 1), bar)
             if why:
                 self.refused["context=2"] = why
+        if not found:  # what no device has room for waits on the host
+            every = candidates(self.target, rows, precision, whole)
+            found = self._fitting((dataclasses.replace(one, offload="optimizer") for one in every), bar)
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
@@ -383,7 +391,14 @@ def numbers(
     }
 
 
-_ALIKE = ("pipe", "expert", "context", "tensor", "remat")  # what compilers need beyond closed forms depends on these
+_ALIKE = (
+    "pipe",
+    "expert",
+    "context",
+    "tensor",
+    "remat",
+    "offload",
+)  # what compilers need beyond closed forms depends on these
 
 
 def memory_overrun(line: Line) -> float:
