@@ -134,8 +134,13 @@ class Kind:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many there are on the ranks that deal them out."""
         return self.each * len(self.regions)
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return sum(math.prod(region.shape[d] for d in region.batch) for region in self.regions)
 
     def read(self, env: Mapping[Any, Any]) -> list[list[jax.Array]]:
         """Of each input the values of the leaves; one, where it is none of theirs and the same of all."""
@@ -176,7 +181,7 @@ class Bundle:
     @property
     def alone(self) -> bool:
         """Whether there is one matrix, which all ranks gather and work on."""
-        return sum(kind.count for kind in self.kinds) == 1
+        return bool(self.axes) and sum(kind.count for kind in self.kinds) == 1
 
     @property
     def even(self) -> bool:
@@ -211,6 +216,8 @@ class Bundle:
         return [Sent(kind, self.axes, dtype, 1, self.ranks * width) for dtype, width in widths]
 
     def __str__(self) -> str:
+        if not self.axes:
+            return "whole where they lie: nothing is sent"
         over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
         if self.alone:  # an owner would have as much to do, and as much to send
             return f"alone on {over}: gathered, and computed by all"

@@ -11,6 +11,7 @@ Shampoo or SOAP gathers it. So each matrix has an owner among the R ranks that s
     R divides K         2 (R-1)/R K S/R
     dealt out           2 (R-1)/R W, with W the bytes of the owner that has most
     one matrix alone    (R-1)/R S: an all-gather; all ranks repeat its FLOPs, which its owner would have too
+    stacks by layer     0: each rank of a stage, or of some experts, has whole ones
 
 Stacks, and matrices of one shape and program, whose number R divides are dealt out evenly, each in an exchange of its
 own. All others that the same axes spread are dealt out together, those of most FLOPs first, each to the rank that has
@@ -85,7 +86,7 @@ class Owners:
         return [sent for bundle in self.bundles for sent in bundle.sends()]
 
     def __str__(self) -> str:
-        every = self.repeated + sum(kind.flops * kind.count for bundle in self.bundles for kind in bundle.kinds)
+        every = self.repeated + sum(kind.flops * kind.total for bundle in self.bundles for kind in bundle.kinds)
         return f"{number(self.flops)}FLOP on the busiest device, {self.flops / max(1, every):.3f} of all matrices'"
 
     def stored(self, places: Any) -> Any:
@@ -153,11 +154,11 @@ class Dealer(NamedTuple):
             rest, batch = self.rest[regions[0].leaf], regions[0].batch
             spread = {axis for d, over in enumerate(rest) if d not in batch for axis in over}
             axes = tuple(axis for axis in self.sizes if axis in spread)
-            kind = self._kind(regions, axes) if axes else None
+            kind = self._kind(regions, axes) if any(rest) else None
             if kind is not None:
                 uneven = kind.count % self._parts(axes)
                 pools.setdefault((axes, None if uneven else regions[0].leaf), []).append(kind)
-            elif axes:
+            elif any(rest):
                 notes |= self._named(regions, "as the layout keeps it: its program is none of one matrix after another")
         bundles = [_bundle(kinds, axes, self._parts(axes)) for (axes, _), kinds in pools.items()]
         within: dict[int, Any] = {id(eqn): (eqn, inner[id(eqn)]) for eqn in eqns if id(eqn) in inner}
@@ -200,7 +201,7 @@ class Dealer(NamedTuple):
 
     def _value(self, region: Region, var: Any, axes: tuple[str, ...]) -> MatrixValue | None:
         """How a value of a region is kept: as its leaf; with the owners if they are the ranks of even parts of a stack,
-        and no other reads it; or along its longest dim. None of what is no leaf's.
+        and no other reads it, or if nothing is moved; or along its longest dim. None of what is no leaf's.
         """
         if var not in region.dims:
             return None
@@ -208,7 +209,7 @@ class Dealer(NamedTuple):
         at = {region.place(var, d) or 0: own[d] for d in region.batch}
         batch = tuple(at)
         even = bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *axes)) == 0
-        home = even and (var in region.state or not as_leaf)
+        home = not axes or (even and (var in region.state or not as_leaf))
         if home or not as_leaf:
             shape = (*shape, 1) if len(batch) == len(shape) else shape
             longest = max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])
