@@ -198,6 +198,23 @@ def capped() -> jp.Model:
     return _functions(attend)
 
 
+def sinks() -> jp.Model:
+    """As gpt-oss: each head's own share of a softmax that no key gets, learned; T5's table of distances, in buckets."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        places = jnp.arange(q.shape[1])
+        behind = jnp.maximum(places[:, None] - places, 0)
+        large = 2 + (jnp.log(jnp.maximum(behind, 1) / 2) * 2).astype(jnp.int32)
+        buckets = jnp.where(behind < 2, behind, jnp.minimum(large, 7))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(params["bias"][buckets], 2, 0)
+        scores = jnp.where(places[:, None] >= places, scores, -jnp.inf)
+        sink = jnp.broadcast_to(params["bias"][0][:, None, None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
+        return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+    return _functions(attend)
+
+
 def spelled_out() -> jp.Model:
     """Attention of documents that share a row, written out, heads before positions; its mask is made in every layer."""
 
@@ -396,6 +413,7 @@ MODELS = {
         alibi,
         padded,
         capped,
+        sinks,
         t5,
         spelled_out,
         window,

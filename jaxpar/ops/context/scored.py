@@ -36,6 +36,9 @@ Labels = tuple[Along | None, ...]  # of each dim
 Value = tuple[Any, Labels]  # a variable of a program, and along what its dims run
 
 
+SINK: Value = (None, (None, None, Along("t")))  # [b, H, t]: what is in a softmax beside the scores, and has no value
+
+
 class ScoreStep(NamedTuple):
     """An equation, its operands (values or literals) and its result."""
 
@@ -89,7 +92,7 @@ class ScoreFunction:
       steps: its equations, in order.
       product: the product of queries and keys.
       scores: what the softmax is of.
-      operands: what it reads beside the product.
+      operands: what it reads beside the product; last of all, there may be a `SINK`.
     """
 
     text: str
@@ -172,6 +175,11 @@ class ScoreBlock:
     operands: tuple[jax.Array, ...]
     first: jax.Array | int
 
+    @property
+    def sink(self) -> jax.Array | None:
+        """What is in the softmax of each query beside the scores."""
+        return self.operands[-1] if self.function.operands[-1:] == (SINK,) else None
+
     def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
         """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
         given, n = iter(floats), q.shape[1]
@@ -184,18 +192,18 @@ class ScoreBlock:
         return self.function(dots, places, operands)
 
 
-def start(q: jax.Array) -> tuple[jax.Array, ...]:
+def start(q: jax.Array, block: ScoreBlock) -> tuple[jax.Array, ...]:
     """What is merged with the first block: sums of weighed values [b, t, H, h]; m and l [b, H, t]; in float32."""
     b, t, heads, _ = q.shape
-    each = jnp.zeros((b, heads, t), dtype_of_sums(q))
-    return jnp.zeros(q.shape, dtype_of_sums(q)), jnp.full_like(each, -jnp.inf), each
+    most, sums = jnp.full((b, heads, t), -jnp.inf, dtype_of_sums(q)), jnp.zeros(q.shape, dtype_of_sums(q))
+    return (sums, most, jnp.zeros_like(most)) if block.sink is None else (sums, block.sink, jnp.ones_like(most))
 
 
 def attend(
     parts: list[Rectangle], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
     """Some parts merged with what is so far, as `start` has it."""
-    so_far = so_far or start(q)
+    so_far = so_far or start(q, parts[0].replay)
     for r in parts:
         k, v = r.of_keys(kv, 2)
         before = [r.of_queries(x, d) for x, d in zip(so_far, _QUERIES, strict=True)]
@@ -211,7 +219,6 @@ def attend(
 
 def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
     def some(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
-        assert r.replay is not None
         sums, most, total = (cut(x, first, n, d) for x, d in zip(before, _QUERIES, strict=True))
         scores = r.replay.scores(r, first, cut(q, first, n), k, *filter(_is_float, r.replay.operands))
         b, groups, each, *_ = scores.shape
@@ -231,9 +238,18 @@ def finish(q: jax.Array, sums: jax.Array, most: jax.Array, total: jax.Array) -> 
     return (sums / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype), (_finite(most), total)
 
 
-def nothing(q: jax.Array, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """What the gradients of queries and of operands that are floats are added to."""
-    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in (q, *filter(_is_float, operands)))
+def nothing(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
+    """What the gradients of queries and of operands that are floats are added to; `final` is as of `pull`."""
+    sums = _zeros(q, *operands)
+    if rounds.function.operands[-1:] != (SINK,):
+        return sums
+    out, (most, total), given = final  # no block has a sink, whose value is nought
+    along = (given.astype(most.dtype) * out.astype(most.dtype)).sum(-1)
+    return *sums[:-1], -jnp.exp(operands[-1] - most) / total * jnp.swapaxes(along, 1, 2)
+
+
+def _zeros(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in arrays if _is_float(x))
 
 
 def pull(
@@ -248,7 +264,7 @@ def pull(
     for r in parts:
         k, v = r.of_keys(kv, 2)
         mine = [r.of_queries(x, d) for x, d in ((q, 1), (out, 1), (given, 1), (most, 2), (total, 2))]
-        (dk, dv, *more), own = _pulled(r, mine, k, v, nothing(k, (v, *(x for x in r.replay.operands))))  # type: ignore[union-attr]
+        (dk, dv, *more), own = _pulled(r, mine, k, v, _zeros(k, v, *r.replay.operands))
         if r.there is not None:  # what is not there may be infinite
             dk, dv, own, *more = (jnp.where(r.there, x, 0) for x in (dk, dv, own, *more))
         dq = lax.dynamic_update_slice_in_dim(dq, r.of_queries(dq) + own, r.query, 1)
@@ -259,11 +275,10 @@ def pull(
 
 def _pulled(r: Rectangle, mine: Sequence[jax.Array], k: jax.Array, v: jax.Array, sums: Any) -> tuple[Any, jax.Array]:
     def some(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
-        assert r.replay is not None
         q, out, given, most, total = (cut(x, first, n, d) for x, d in zip(mine, (1, 1, 1, 2, 2), strict=True))
         arrays = [x.astype(dtype_of_sums(x)) for x in (q, k)]
         floats = [x for x in r.replay.operands if _is_float(x)]
-        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)  # type: ignore[union-attr]
+        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)
         each = lambda x: x.reshape(*scores.shape[:-1], 1)
         weights = jnp.exp(scores - each(most)) / each(total)
         d_out, result = (_grouped(x, k).astype(scores.dtype) for x in (given, out))
@@ -295,7 +310,9 @@ def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: j
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
         block = ScoreBlock(options.function, places, operands, 0)
-        weights = jax.nn.softmax(block.scores(r, 0, q, k, *filter(_is_float, operands)))
+        scores = block.scores(r, 0, q, k, *filter(_is_float, operands))
+        more = [] if block.sink is None else [block.sink.reshape(*scores.shape[:-1], 1)]
+        weights = jax.nn.softmax(jnp.concatenate([scores, *more], -1))[..., : scores.shape[-1]]
         return jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(q.shape).astype(q.dtype)
 
     return jax.checkpoint(whole)(q, k, v, *operands)

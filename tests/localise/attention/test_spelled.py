@@ -16,7 +16,8 @@ from flax import nnx
 from jax import lax
 
 import jaxpar as jp
-from jaxpar.localise.context import calls, spelled
+from jaxpar.localise.attention import spelled
+from jaxpar.localise.context import calls
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
 
@@ -375,6 +376,7 @@ CELLS = (
     ("padded", "context=4,attention=ring"),
     ("alibi", "context=2,tensor=2,attention=ring"),
     ("capped", "fsdp=2,context=2,attention=ring,remat=layer"),
+    ("sinks", "context=4,attention=ring"),
     ("t5", "context=4,attention=auto"),
     ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
     ("encoder_decoder", "context=4,attention=ulysses"),

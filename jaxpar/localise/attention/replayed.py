@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from ...ops.context.blocks import dtype_of_sums
 from ...ops.context.scored import (
+    SINK,
     Along,
     Labels,
     ScoreFunction,
@@ -34,27 +37,40 @@ Named = tuple[Any, Names]
 
 
 def replayed(
-    dots: Named, scores: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, causal: bool
+    dots: Named,
+    scores: Named,
+    sinks: Sequence[Any],
+    sizes: Mapping[Any, int],
+    scope: Scope,
+    last: Any,
+    causal: bool,
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
     """An attention whose scores become others: what it reads; the function of queries, keys, values [B, T, H, h] and of
     what it reads; what it does with scores, for people. Raises Hindered.
 
-    `dots` are the product of queries and keys, and the names of its dims; `scores` what the softmax is of; `sizes` are
-    those of rows, heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
+    `dots` are the product of queries and keys, and the names of its dims; `scores` what the softmax is of, beside
+    `sinks`; `sizes` are those of rows, heads, groups, "t" and "s", in this order; `causal`, whether no later key than a
+    query's own counts.
     """
     names, (*others, length, _) = [*sizes], sizes.values()
     reader = ScoreReader((dots[0], _sides(dots[1], last)), length, math.prod(others))
     end = reader.value(scores[0], _sides(scores[1], last), scope, last)
     into, back = (ScoreLayout.of(names, sizes, own) for own in (dots[1], scores[1]))
-    known = tuple(reader.steps), reader.product, end, tuple(reader.operands)
+    known = tuple(reader.steps), reader.product, end, (*reader.operands, *[SINK] * bool(sinks))
     function = ScoreFunction("\n".join(reader.text), into, back, *known)
     kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
-        operands = [reader.counting(value, x) for value, x in zip(reader.operands, read, strict=True)]
-        return local_kernel(kept, [None] * (3 + len(read)), None)(q, k, v, *operands)
+        operands = [reader.counting(value, x) for value, x in zip(reader.operands, read, strict=False)]
+        if sinks:
+            more = jnp.concatenate(read[len(operands) :], dim).astype(dtype_of_sums(q))
+            shape = len(q), k.shape[2], q.shape[2] // k.shape[2], length, 1
+            more = back.back(jax.nn.logsumexp(more, dim, keepdims=True), shape)
+            operands.append(more.reshape(len(q), -1, length))
+        return local_kernel(kept, [None] * (3 + len(operands)), None)(q, k, v, *operands)
 
-    read = tuple(x for x, _ in reader.operands)
+    dim = [[part.name for part in dims] for dims in scores[1]].index(["s"])
+    read = (*(x for x, _ in reader.operands), *sinks)
     takes = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
     return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
 
