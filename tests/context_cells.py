@@ -175,12 +175,15 @@ def t5() -> jp.Model:
 
 
 def padded() -> jp.Model:
-    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all."""
+    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all; and
+    weights are dropped, for all rows and heads alike.
+    """
 
     def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
         counts = batch["document"] < batch["tokens"][:, :1] % 3
         bias = jnp.where(counts, 0.0, jnp.finfo(q.dtype).min)[:, None, None]
-        return nn.dot_product_attention(q, k, v, bias=bias)
+        dropout = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.2, "deterministic": False}
+        return nn.dot_product_attention(q, k, v, bias=bias, **dropout)
 
     return _functions(attend)
 

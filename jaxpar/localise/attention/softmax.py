@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...program import jaxpr as jx
@@ -22,58 +22,56 @@ Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is,
 
 @dataclass(frozen=True)
 class Weights:
-    """A softmax: of which scores, along which of their dims, and the equations from its result to a product; `sinks`
-    are scores of no key, which are in the sum alone.
+    """A softmax over keys.
+
+    Attributes:
+      scores: what it is of.
+      dim: along which of their dims.
+      result: its result.
+      sinks: scores of no key, which are in its sum alone.
+      after: the equations from its result to a product, each with its operand.
     """
 
     scores: Any
     dim: int
-    after: tuple[Any, ...]
+    result: Any
     sinks: tuple[Any, ...] = ()
+    after: tuple[tuple[Any, int], ...] = ()
 
 
 def weights_of(atom: Any, scope: Scope) -> Weights | None:
-    """The softmax that an operand of a product is, moved and cast; None where it is none. Raises Hindered."""
-    after: list[Any] = []
-    while (eqn := scope.made(atom)) is not None and moves(eqn):
-        after.append(eqn)
-        atom = eqn.invars[0]
+    """The softmax that an operand of a product is, moved, cast and multiplied; None where it is none."""
+    eqn = None if jx.is_literal(atom) else scope.made(atom)
     if eqn is None:
         return None
-    if eqn.primitive.name == "slice":
-        return _beside_sinks(eqn, tuple(reversed(after)), scope)
-    if (found := _softmax(eqn, scope)) is not None:
-        return Weights(*found, tuple(reversed(after)))
-    if eqn.primitive.name in ("mul", "div", "select_n"):
-        wide = [x for x in eqn.invars if not jx.is_literal(x) and x.aval.shape == eqn.outvars[0].aval.shape]
-        if any((found := weights_of(x, scope)) and chain_to(found.scores, scope) for x in wide):
-            raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does")
+    found = _beside_sinks(eqn, scope) if eqn.primitive.name == "slice" else _softmax(eqn, scope)
+    if found is not None or not (moves(eqn) or eqn.primitive.name in ("mul", "div", "select_n")):
+        return found
+    for i, x in enumerate(eqn.invars):
+        found = weights_of(x, scope) if moves(eqn) or x.aval.shape == atom.aval.shape else None
+        if found is not None and (moves(eqn) or chain_to(found.scores, scope)):
+            return replace(found, after=(*found.after, (eqn, i)))
     return None
 
 
-def _beside_sinks(cut: Any, after: tuple[Any, ...], scope: Scope) -> Weights | None:
+def _beside_sinks(eqn: Any, scope: Scope) -> Weights | None:
     """A softmax of scores and of more, which a slice leaves out of its result (gpt-oss; arXiv:2309.17453)."""
-    divided = _behind(cut.invars[0], scope)
-    found = None if divided is None else _softmax(divided, scope)
-    joined = None if found is None else _behind(found[0], scope)
-    if (
-        found is None
-        or joined is None
-        or joined.primitive.name != "concatenate"
-        or found[1] != joined.params["dimension"]
-    ):
+    made = _behind(eqn.invars[0], scope)
+    found = None if made is None else _softmax(made, scope)
+    joined = None if found is None else _behind(found.scores, scope)
+    if found is None or joined is None or joined.primitive.name != "concatenate":
         return None
-    ends = [*itertools.accumulate(x.aval.shape[found[1]] for x in joined.invars)]
-    kept = cut.params["start_indices"][found[1]], cut.params["limit_indices"][found[1]]
-    if kept not in (pairs := [*itertools.pairwise([0, *ends])]) or {*(cut.params["strides"] or [1])} != {1}:
+    ends = [0, *itertools.accumulate(x.aval.shape[found.dim] for x in joined.invars)]
+    kept, strides = (eqn.params[name] for name in ("start_indices", "strides"))
+    if kept[found.dim] not in ends[:-1] or joined.params["dimension"] != found.dim or {*(strides or [1])} != {1}:
         return None
-    at = pairs.index(kept)
-    scores, sinks = joined.invars[at], (*joined.invars[:at], *joined.invars[at + 1 :])
-    return None if scores.aval.shape != cut.outvars[0].aval.shape else Weights(scores, found[1], after, sinks)
+    scores, at = joined.invars[ends.index(kept[found.dim])], ends.index(kept[found.dim])
+    sinks = (*joined.invars[:at], *joined.invars[at + 1 :])
+    return Weights(scores, found.dim, eqn.outvars[0], sinks) if scores.aval.shape == eqn.outvars[0].aval.shape else None
 
 
-def _softmax(eqn: Any, scope: Scope) -> tuple[Any, int] | None:
-    """The scores, and the dim, of which an equation computes a softmax; None where it computes something else."""
+def _softmax(eqn: Any, scope: Scope) -> Weights | None:
+    """Of an equation that computes a softmax; None where it computes something else."""
     if eqn.primitive.name != "div":
         return None
     over, total = (_behind(x, scope) for x in eqn.invars)
@@ -86,7 +84,7 @@ def _softmax(eqn: Any, scope: Scope) -> tuple[Any, int] | None:
     varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
     if varies or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
         return None
-    return scores, int(dim)
+    return Weights(scores, int(dim), eqn.outvars[0])
 
 
 def _casts(eqn: Any) -> bool:

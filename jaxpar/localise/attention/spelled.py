@@ -191,12 +191,11 @@ class _Scores:
             if eqn.primitive.name not in ("add", "sub") or max(self.hiding, default=0) > -math.inf:
                 self.seen, self.hiding = ALL, []  # a bias that is added leaves what is hidden without end
 
-    def options(self, t: int, s: int, sinks: bool, eqn: Any) -> tuple[bool, int | None, tuple[Any, ...]]:
+    def options(self, t: int, s: int, eqn: Any, *others: Hindered) -> tuple[bool, int | None, tuple[Any, ...]]:
         """`causal`, `window` and the segment ids of `jp.attention`. Raises Hindered."""
-        if self.replayed is not None:
-            raise self.replayed
-        if sinks:
-            raise Hindered(eqn, "has a softmax of more than its keys")
+        for why in (self.replayed, *others):
+            if why is not None:
+                raise why
         if any(by > HIDING for by in self.hiding):
             raise Hindered(eqn, f"hides keys by {max(self.hiding):g}, which is above {HIDING:g}")
         return self.seen.options(t, s, eqn)
@@ -227,11 +226,15 @@ class _Scores:
             match self._of(eqn.invars[0], eqn):
                 case Either(seen, yes, no) if {yes, no} == {0, 1}:
                     seen = seen if yes == operand - 1 else seen.complement(eqn)
-                    self._hide(seen, number_of(self._of(eqn.invars[3 - operand], eqn), eqn))
+                    self._hide(seen, self.put(eqn, operand))
                 case _:
                     raise Hindered(eqn, "chooses scores by what is no function of positions or ids")
         else:
             raise Hindered(eqn, f"computes {name} of scores")
+
+    def put(self, eqn: Any, operand: int) -> float:
+        """What a choice between an operand and a number takes for that. Raises Hindered."""
+        return number_of(self._of(eqn.invars[3 - operand], eqn), eqn)
 
     def _hide(self, seen: Seen, by: float) -> None:
         self.seen, self.hiding = self.seen & seen, [*self.hiding, by]
@@ -290,9 +293,18 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
     scores = _Scores(of_dots, scope)
     for eqn, operand in chain:
         scores.pass_through(eqn, operand)
-    of_p = scores.names
-    for eqn in weights.after:
-        of_p = moved(eqn, of_p)
+    of_p, made = scores.names, jx.depends(scope.eqns, [weights.result]) if weights.after else set()
+    beside = [Hindered(last, "has a softmax of more than its keys")] if weights.sinks else []
+    for eqn, operand in weights.after:
+        if moves(eqn):
+            of_p = moved(eqn, of_p)
+        else:
+            others = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x)]
+            if made.intersection(others) or (eqn.primitive.name, operand) in (("div", 1), ("select_n", 0)):
+                raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
+            if eqn.primitive.name == "select_n" and replace(scores, names=of_p).put(eqn, operand) != 0:
+                raise Hindered(eqn, "takes other numbers than 0 for some weights")
+            beside.append(Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does"))
 
     query, key, value = product.invars[1 - at], product.invars[at], last.invars[1 - side]
     summed, shared = _numbers(last)
@@ -312,7 +324,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
     rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
     result = last.outvars[0].aval
     try:
-        causal, window, read = scores.options(sizes["t"], sizes["s"], bool(weights.sinks), last)
+        causal, window, read = scores.options(sizes["t"], sizes["s"], last, *beside)
         which = [*["causal"] * causal, *[f"window={window}"] * bool(window), *["segments"] * bool(read)]
         options = {"causal": causal, "window": window, "scale": scores.scale}
 
@@ -325,7 +337,10 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
             raise
         order = {name: sizes[name] for name in (*rows, *heads, *groups, "t", "s")}
         ends = (product.outvars[0], of_dots), (weights.scores, scores.names)
-        read, attend, what = replayed(*ends, weights.sinks, order, scope, last, scores.causal())
+        after = (
+            ((weights.result, scores.names), (last.invars[side], of_p)) if len(beside) > bool(weights.sinks) else None
+        )
+        read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, scores.causal())
         which = [*["causal"] * scores.causal(), what]
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
