@@ -175,12 +175,15 @@ def t5() -> jp.Model:
 
 
 def padded() -> jp.Model:
-    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all."""
+    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all; and
+    weights are dropped, for all rows and heads alike.
+    """
 
     def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
         counts = batch["document"] < batch["tokens"][:, :1] % 3
         bias = jnp.where(counts, 0.0, jnp.finfo(q.dtype).min)[:, None, None]
-        return nn.dot_product_attention(q, k, v, bias=bias)
+        dropout = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.2, "deterministic": False}
+        return nn.dot_product_attention(q, k, v, bias=bias, **dropout)
 
     return _functions(attend)
 
@@ -194,6 +197,23 @@ def capped() -> jp.Model:
         seen = jnp.tri(length, dtype=bool) & jnp.triu(jnp.ones((length, length), bool), -5)
         weights = jax.nn.softmax(jnp.where(seen, jnp.tanh(scores / cap) * cap, -2.3819763e38))
         return jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :, :groups]).reshape(q.shape)
+
+    return _functions(attend)
+
+
+def sinks() -> jp.Model:
+    """As gpt-oss: each head's own share of a softmax that no key gets, learned; T5's table of distances, in buckets."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        places = jnp.arange(q.shape[1])
+        behind = jnp.maximum(places[:, None] - places, 0)
+        large = 2 + (jnp.log(jnp.maximum(behind, 1) / 2) * 2).astype(jnp.int32)
+        buckets = jnp.where(behind < 2, behind, jnp.minimum(large, 7))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(params["bias"][buckets], 2, 0)
+        scores = jnp.where(places[:, None] >= places, scores, -jnp.inf)
+        sink = jnp.broadcast_to(params["bias"][0][:, None, None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
+        return jnp.einsum("bhts,bshd->bthd", weights, v)
 
     return _functions(attend)
 
@@ -396,6 +416,7 @@ MODELS = {
         alibi,
         padded,
         capped,
+        sinks,
         t5,
         spelled_out,
         window,

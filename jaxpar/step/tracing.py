@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
+from ..localise.attention import spelled
 from ..localise.context import RULES as CONTEXT_RULES
-from ..localise.context import AttentionMode, calls, choose, spelled, split_sequence
+from ..localise.context import AttentionMode, calls, choose, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
 from ..localise.fp8 import Fp8Products, chosen, in_fp8, of_blocks

@@ -6,4 +6,3 @@ from .attention_mode import calls as calls
 from .attention_mode import choose as choose
 from .localiser import split_sequence as split_sequence
 from .rules import RULES as RULES
-from .spelled import spelled as spelled

@@ -116,7 +116,7 @@ def pull(
     return (dq,), dkv
 
 
-def nothing(q: jax.Array, _: Any) -> tuple[jax.Array]:
+def nothing(q: jax.Array, *_: Any) -> tuple[jax.Array]:
     """What the gradients of queries are added to."""
     return (jnp.zeros(q.shape, dtype_of_sums(q)),)
 

@@ -124,7 +124,9 @@ def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | 
         mine, own = rounds.blocks.pull(rounds.parts(step, ids), q, whole[whose], (out, total, given), sums[0])
         return mine, lax.dynamic_update_index_in_dim(sums[1], own, whose, 0)
 
-    first = turn(0, (rounds.blocks.nothing(q, ids), jnp.zeros(whole.shape, dtype_of_sums(q))))
+    first = turn(
+        0, (rounds.blocks.nothing(q, rounds, ids, (out, total, given)), jnp.zeros(whole.shape, dtype_of_sums(q)))
+    )
     sums, dkv = lax.fori_loop(1, rounds.hops + 1, turn, first)
     return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.axis)[0], ids)
 

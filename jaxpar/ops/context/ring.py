@@ -102,7 +102,8 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
 
 def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
     q, k, v, ids, out, total = kept
-    kv, final, sums = jnp.stack([k, v]), (out, total, given), rounds.blocks.nothing(q, ids)
+    kv, final = jnp.stack([k, v]), (out, total, given)
+    sums = rounds.blocks.nothing(q, rounds, ids, final)
     if not rounds.hops:
         sums, dkv = rounds.blocks.pull(rounds.parts(0, ids), q, kv, final, sums)
     else:

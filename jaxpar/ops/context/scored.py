@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from ...program import factors
 from ...program import jaxpr as jx
@@ -34,6 +35,9 @@ class Along(NamedTuple):
 
 Labels = tuple[Along | None, ...]  # of each dim
 Value = tuple[Any, Labels]  # a variable of a program, and along what its dims run
+
+
+SINK: Value = (None, (None, None, Along("t")))  # [b, H, t]: what is in a softmax beside the scores, and has no value
 
 
 class ScoreStep(NamedTuple):
@@ -79,35 +83,56 @@ class ScoreLayout:
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
-    """What a program makes of scores, to be replayed for some queries and keys.
+class ScoreProgram:
+    """What a program makes of scores or weights, to be replayed for some queries and keys.
 
     Attributes:
-      text: the program as text: functions of equal texts and layouts are equal.
-      into: the layout of the product.
-      back: that of the scores.
+      text: the program as text: those of equal texts and layouts are equal.
+      into: the layout of what it starts with.
+      back: that of its result.
       steps: its equations, in order.
-      product: the product of queries and keys.
-      scores: what the softmax is of.
-      operands: what it reads beside the product.
+      start: what it starts with.
+      end: its result.
+      operands: what it reads beside.
     """
 
     text: str
     into: ScoreLayout
     back: ScoreLayout
     steps: tuple[ScoreStep, ...] = field(compare=False, repr=False)
-    product: Value = field(compare=False, repr=False)
-    scores: Value = field(compare=False, repr=False)
+    start: Value = field(compare=False, repr=False)
+    end: Value = field(compare=False, repr=False)
     operands: tuple[Value, ...] = field(compare=False, repr=False)
 
-    def __call__(self, dots: jax.Array, places: Mapping[str, jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
-        """Scores [b, k, g, t, s] of their dot products, where queries "t" and keys "s" are at these places."""
+    def __call__(self, x: jax.Array, places: Mapping[str, jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
+        """Of [b, k, g, t, s] the same, where queries "t" and keys "s" are at these places."""
         env = dict(zip(self.operands, operands, strict=True))
-        env[self.product] = self.into.put(dots).astype(self.product[0].aval.dtype)
+        env[self.start] = self.into.put(x).astype(self.start[0].aval.dtype)
         for step in self.steps:
-            values = [x.val if jx.is_literal(x) else env[x] for x in step.operands]
+            values = [y.val if jx.is_literal(y) else env[y] for y in step.operands]
             env[step.result] = _replayed(step, values, places)
-        return self.back.back(env[self.scores].astype(dots.dtype), dots.shape)
+        return self.back.back(env[self.end].astype(x.dtype), x.shape)
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """What becomes of the products of queries and keys until they are multiplied by values.
+
+    Attributes:
+      scores: of the products the scores, of which a softmax is taken.
+      weights: of a softmax what values are multiplied by, linear in it, as dropout is; None: the softmax.
+      sink: whether the softmax has more than the scores; its operand `SINK` is then the last.
+    """
+
+    scores: ScoreProgram
+    weights: ScoreProgram | None = None
+    sink: bool = False
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """Of both programs, and the sink."""
+        more = () if self.weights is None else self.weights.operands
+        return (*self.scores.operands, *more, *[SINK] * self.sink)
 
     def dims(self, side: str) -> list[int | None]:
         """The dim of each operand that runs along a side."""
@@ -124,6 +149,9 @@ def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str,
         shape, along = local(params["shape"], None), labels[d]
         at = jnp.arange(shape[d]) if along is None else places[along.side] + along.start
         return lax.broadcast_in_dim(at.astype(params["dtype"]), shape, (d,))
+    if eqn.primitive.name == "random_bits":
+        along = zip(labels, params["shape"], strict=True)
+        return _bits(values[0], params["shape"], [places[x.side] + x.start if x else jnp.arange(n) for x, n in along])
     if eqn.primitive.name == "slice":
         starts = tuple(0 if x else n for x, n in zip(labels, params["start_indices"], strict=True))
         changes = {"start_indices": starts, "limit_indices": local(params["limit_indices"], None)}
@@ -134,6 +162,26 @@ def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str,
     return jx.bind(eqn, values, **changes)[0]
 
 
+def _bits(key: jax.Array, shape: Sequence[int], places: Sequence[jax.Array]) -> jax.Array:
+    """Of `jax.random.bits(key, shape)` in uint32 those at these places of each dim: threefry of their numbers."""
+    high = low = jnp.zeros([len(at) for at in places], jnp.uint32)
+    for d, at in enumerate(places):
+        stride = math.prod(shape[d + 1 :])
+        at = jnp.expand_dims(at.astype(jnp.uint32), [i for i in range(len(shape)) if i != d])
+        more = at * jnp.uint32(stride % 2**32)
+        carry = _high(at, stride % 2**32) + at * jnp.uint32(stride >> 32)
+        high, low = high + carry + (low + more < more), low + more
+    both = threefry_2x32(jax.random.key_data(key), jnp.stack([high, low]))
+    return both[0] ^ both[1]
+
+
+def _high(a: jax.Array, b: int) -> jax.Array:
+    """The upper 32 bits of a product of uint32."""
+    low, high = a & 0xFFFF, a >> 16
+    middle = high * jnp.uint32(b & 0xFFFF) + (low * jnp.uint32(b & 0xFFFF) >> 16)
+    return high * jnp.uint32(b >> 16) + (middle >> 16) + ((low * jnp.uint32(b >> 16) + (middle & 0xFFFF)) >> 16)
+
+
 def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
     """Along what the dims of an equation's operands run, where those of its result run along `labels`; None where it
     cannot be replayed for some of their elements.
@@ -141,6 +189,9 @@ def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
     name, shapes = eqn.primitive.name, factors.shapes(eqn)[0]
     if name == "iota":
         return []
+    if name == "random_bits":  # which each element has by its number, in this way of drawing alone
+        threefry = str(eqn.invars[0].aval.dtype) == "key<fry>" and jax.config.values["jax_threefry_partitionable"]
+        return [()] if threefry and not eqn.invars[0].aval.shape and eqn.params["bit_width"] == 32 else None
     if name == "slice":
         if {*(eqn.params["strides"] or [1])} != {1}:
             return None
@@ -172,30 +223,46 @@ class ScoreBlock:
     operands: tuple[jax.Array, ...]
     first: jax.Array | int
 
-    def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
-        """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
-        given, n = iter(floats), q.shape[1]
+    @property
+    def sink(self) -> jax.Array | None:
+        """What is in the softmax of each query beside the scores."""
+        return self.operands[-1] if self.function.sink else None
+
+    def _cut(self, r: Rectangle, first: jax.Array | int, n: int, floats: Sequence[jax.Array]) -> tuple[Any, list[Any]]:
+        given = iter(floats)
         operands = [next(given) if _is_float(x) else x for x in self.operands]
         for side, at, size in (("t", r.query + first, n), ("s", self.first, r.keys)):
             dims = self.function.dims(side)
             operands = [x if d is None else cut(x, at, size, d) for x, d in zip(operands, dims, strict=True)]
-        places = {"t": cut(self.places["t"], first, n, 0), "s": self.places["s"]}
+        return {"t": cut(self.places["t"], first, n, 0), "s": self.places["s"]}, operands
+
+    def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
+        """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
+        places, operands = self._cut(r, first, q.shape[1], floats)
         dots = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k).astype(dtype_of_sums(q)), k.astype(dtype_of_sums(q)))
-        return self.function(dots, places, operands)
+        return self.function.scores(dots, places, operands[: len(self.function.scores.operands)])
+
+    def weights(self, r: Rectangle, first: jax.Array | int, weights: jax.Array, *floats: jax.Array) -> jax.Array:
+        """What values are multiplied by, of a softmax, or of what it is a multiple of."""
+        if (program := self.function.weights) is None:
+            return weights
+        places, operands = self._cut(r, first, weights.shape[3], floats)
+        begin = len(self.function.scores.operands)
+        return program(weights, places, operands[begin : begin + len(program.operands)])
 
 
-def start(q: jax.Array) -> tuple[jax.Array, ...]:
+def start(q: jax.Array, block: ScoreBlock) -> tuple[jax.Array, ...]:
     """What is merged with the first block: sums of weighed values [b, t, H, h]; m and l [b, H, t]; in float32."""
     b, t, heads, _ = q.shape
-    each = jnp.zeros((b, heads, t), dtype_of_sums(q))
-    return jnp.zeros(q.shape, dtype_of_sums(q)), jnp.full_like(each, -jnp.inf), each
+    most, sums = jnp.full((b, heads, t), -jnp.inf, dtype_of_sums(q)), jnp.zeros(q.shape, dtype_of_sums(q))
+    return (sums, most, jnp.zeros_like(most)) if block.sink is None else (sums, block.sink, jnp.ones_like(most))
 
 
 def attend(
     parts: list[Rectangle], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
     """Some parts merged with what is so far, as `start` has it."""
-    so_far = so_far or start(q)
+    so_far = so_far or start(q, parts[0].replay)
     for r in parts:
         k, v = r.of_keys(kv, 2)
         before = [r.of_queries(x, d) for x, d in zip(so_far, _QUERIES, strict=True)]
@@ -211,14 +278,15 @@ def attend(
 
 def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
     def some(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
-        assert r.replay is not None
         sums, most, total = (cut(x, first, n, d) for x, d in zip(before, _QUERIES, strict=True))
-        scores = r.replay.scores(r, first, cut(q, first, n), k, *filter(_is_float, r.replay.operands))
+        floats = [*filter(_is_float, r.replay.operands)]
+        scores = r.replay.scores(r, first, cut(q, first, n), k, *floats)
         b, groups, each, *_ = scores.shape
         now = jnp.maximum(most, scores.max(-1).reshape(most.shape))
         weights = jnp.exp(scores - _finite(now).reshape(b, groups, each, n, 1))
         kept = jnp.exp(most - _finite(now))
-        new = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(sums.shape)
+        multiplied = r.replay.weights(r, first, weights, *floats)
+        new = jnp.einsum("bkgts,bskh->btkgh", multiplied, v.astype(weights.dtype)).reshape(sums.shape)
         sums = sums * jnp.swapaxes(kept, 1, 2)[..., None] + new
         return None, (sums, now, total * kept + weights.sum(-1).reshape(most.shape))
 
@@ -231,9 +299,18 @@ def finish(q: jax.Array, sums: jax.Array, most: jax.Array, total: jax.Array) -> 
     return (sums / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype), (_finite(most), total)
 
 
-def nothing(q: jax.Array, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """What the gradients of queries and of operands that are floats are added to."""
-    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in (q, *filter(_is_float, operands)))
+def nothing(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
+    """What the gradients of queries and of operands that are floats are added to; `final` is as of `pull`."""
+    sums = _zeros(q, *operands)
+    if not rounds.function.sink:
+        return sums
+    out, (most, total), given = final  # no block has a sink, whose value is nought
+    along = (given.astype(most.dtype) * out.astype(most.dtype)).sum(-1)
+    return *sums[:-1], -jnp.exp(operands[-1] - most) / total * jnp.swapaxes(along, 1, 2)
+
+
+def _zeros(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in arrays if _is_float(x))
 
 
 def pull(
@@ -248,7 +325,7 @@ def pull(
     for r in parts:
         k, v = r.of_keys(kv, 2)
         mine = [r.of_queries(x, d) for x, d in ((q, 1), (out, 1), (given, 1), (most, 2), (total, 2))]
-        (dk, dv, *more), own = _pulled(r, mine, k, v, nothing(k, (v, *(x for x in r.replay.operands))))  # type: ignore[union-attr]
+        (dk, dv, *more), own = _pulled(r, mine, k, v, _zeros(k, v, *r.replay.operands))
         if r.there is not None:  # what is not there may be infinite
             dk, dv, own, *more = (jnp.where(r.there, x, 0) for x in (dk, dv, own, *more))
         dq = lax.dynamic_update_slice_in_dim(dq, r.of_queries(dq) + own, r.query, 1)
@@ -259,18 +336,19 @@ def pull(
 
 def _pulled(r: Rectangle, mine: Sequence[jax.Array], k: jax.Array, v: jax.Array, sums: Any) -> tuple[Any, jax.Array]:
     def some(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
-        assert r.replay is not None
         q, out, given, most, total = (cut(x, first, n, d) for x, d in zip(mine, (1, 1, 1, 2, 2), strict=True))
         arrays = [x.astype(dtype_of_sums(x)) for x in (q, k)]
         floats = [x for x in r.replay.operands if _is_float(x)]
-        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)  # type: ignore[union-attr]
+        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)
         each = lambda x: x.reshape(*scores.shape[:-1], 1)
         weights = jnp.exp(scores - each(most)) / each(total)
         d_out, result = (_grouped(x, k).astype(scores.dtype) for x in (given, out))
         along = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]
-        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(scores.dtype)) - along
-        dq, dk, *more = back(weights * d_weights)
-        dv = jnp.einsum("bkgts,btkgh->bskh", weights, d_out)
+        multiplied, linear = jax.vjp(lambda *x: r.replay.weights(r, first, *x), weights, *floats)
+        d_weights, *others = linear(jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(scores.dtype)))
+        dq, dk, *more = back(weights * (d_weights - along))
+        dv = jnp.einsum("bkgts,btkgh->bskh", multiplied, d_out)
+        more = [x + y for x, y in zip(more, others, strict=True)]
         return tuple(x + y for x, y in zip(sums, (dk, dv, *more), strict=True)), dq
 
     sums, dqs = by_queries(r.queries, some, sums)
@@ -295,7 +373,11 @@ def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: j
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
         block = ScoreBlock(options.function, places, operands, 0)
-        weights = jax.nn.softmax(block.scores(r, 0, q, k, *filter(_is_float, operands)))
+        floats = [*filter(_is_float, operands)]
+        scores = block.scores(r, 0, q, k, *floats)
+        more = [] if block.sink is None else [block.sink.reshape(*scores.shape[:-1], 1)]
+        weights = jax.nn.softmax(jnp.concatenate([scores, *more], -1))[..., : scores.shape[-1]]
+        weights = block.weights(r, 0, weights, *floats)
         return jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(q.shape).astype(q.dtype)
 
     return jax.checkpoint(whole)(q, k, v, *operands)

@@ -16,7 +16,8 @@ from flax import nnx
 from jax import lax
 
 import jaxpar as jp
-from jaxpar.localise.context import calls, spelled
+from jaxpar.localise.attention import spelled
+from jaxpar.localise.context import calls
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
 
@@ -307,6 +308,36 @@ NOT_TAKEN: dict[Spelling, str] = {
 }
 
 
+def with_a_sink(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As gpt-oss: a share of the softmax that no key gets."""
+    sink = jnp.broadcast_to(q[:, :1, :, 0, None].transpose(0, 2, 1, 3), (B, H, T, 1))
+    s = jnp.where(triangle(), scores(q, k), LEAST)
+    return weighed(soft(jnp.concatenate([s, sink], -1))[..., :-1], v)
+
+
+def dropped_by_flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same for all rows and heads."""
+    options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), "deterministic": False}
+    return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))), **options)
+
+
+def squared_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = soft(scores(q, k))
+    return weighed(weights * weights, v)
+
+
+def others_for_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.where(jnp.eye(T, dtype=bool), 1, soft(scores(q, k))), v)
+
+
+NOT_TAKEN |= {
+    with_a_sink: "has a softmax of more than its keys",
+    dropped_by_flax: "computes mul of weights, as dropout does",
+    squared_weights: "computes mul of weights, which is not linear",
+    others_for_weights: "takes other numbers than 0 for some weights",
+}
+
+
 @pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
 def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
     flat = jx.trace(fun, *arrays()[:3])[0]
@@ -319,6 +350,9 @@ def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
 
 
 REPLAYED = {
+    dropped: "by a function of scores and positions",
+    dropped_by_flax: "causal, by a function of scores and positions",
+    with_a_sink: "causal, by a function of scores and positions",
     alibi: "by a function of scores and positions that reads ",
     soft_cap: "causal, by a function of scores and positions",
     both_sides: "by a function of scores and positions that reads ",
@@ -375,6 +409,7 @@ CELLS = (
     ("padded", "context=4,attention=ring"),
     ("alibi", "context=2,tensor=2,attention=ring"),
     ("capped", "fsdp=2,context=2,attention=ring,remat=layer"),
+    ("sinks", "context=4,attention=ring"),
     ("t5", "context=4,attention=auto"),
     ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
     ("encoder_decoder", "context=4,attention=ulysses"),

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jec
@@ -25,18 +25,9 @@ from ...ops.attention import attention
 from ...program import jaxpr as jx
 from ...program import primitives
 from ...program.walk import CALLS, CUSTOM, called
-from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of, ones_dropped
+from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of
 from .replayed import replayed
-
-
-class Dim(NamedTuple):
-    """A dim of more than one element: "t", "s" and "h" as above, ("b", n) of rows and heads, ("g", d) of groups."""
-
-    name: Any
-    size: int
-
-
-Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is, merged; none of one element
+from .softmax import Dim, Names, Weights, chain_to, moved, moves, weights_of
 
 
 @dataclass(frozen=True)
@@ -165,131 +156,11 @@ def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
             continue
         for side in (0, 1):
             try:
-                if (weights := _weights(eqn.invars[side], scope)) is not None:
+                if (weights := weights_of(eqn.invars[side], scope)) is not None:
                     found.append(_attention(eqn, side, weights, scope, noted.replay))
             except Hindered as why:
                 noted.not_taken[jx.where(eqn)] = str(why)
     return found
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A softmax: of which scores, along which of their dims, and the equations from its result to a product."""
-
-    scores: Any
-    dim: int
-    after: tuple[Any, ...]
-
-
-def _weights(atom: Any, scope: Scope) -> _Weights | None:
-    """The softmax that an operand of a product is, moved and cast; None where it is none. Raises Hindered."""
-    after: list[Any] = []
-    while (eqn := scope.made(atom)) is not None and _moves(eqn):
-        after.append(eqn)
-        atom = eqn.invars[0]
-    if eqn is None:
-        return None
-    if (found := _softmax(eqn, scope)) is not None:
-        return _Weights(*found, tuple(reversed(after)))
-    if eqn.primitive.name in ("mul", "div", "select_n"):
-        wide = [x for x in eqn.invars if not jx.is_literal(x) and x.aval.shape == eqn.outvars[0].aval.shape]
-        if any((found := _weights(x, scope)) and _score_chain(found.scores, scope) for x in wide):
-            raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does")
-    return None
-
-
-def _softmax(eqn: Any, scope: Scope) -> tuple[Any, int] | None:
-    """The scores, and the dim, of which an equation computes a softmax; None where it computes something else."""
-    if eqn.primitive.name != "div":
-        return None
-    over, total = (_behind(x, scope) for x in eqn.invars)
-    if over is None or total is None or over.primitive.name != "exp" or total.primitive.name != "reduce_sum":
-        return None
-    (dim, *others), shifted = total.params["axes"], scope.made(over.invars[0])
-    if others or _behind(total.invars[0], scope) is not over or shifted is None or shifted.primitive.name != "sub":
-        return None
-    scores, shift = shifted.invars
-    varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
-    if varies or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
-        return None
-    return scores, int(dim)
-
-
-def _casts(eqn: Any) -> bool:
-    """Whether a result is its operand, in another dtype or under a name; gradients pass."""
-    known, name = primitives.of(eqn), eqn.primitive.name
-    return name == "name" or (known.elementwise and known.view and name != "stop_gradient")
-
-
-def _reshapes(eqn: Any) -> bool:
-    """Whether an equation only brings, takes, merges or splits dims, or repeats along new ones."""
-    known = primitives.of(eqn)
-    return known.moves and known.view
-
-
-def _behind(atom: Any, scope: Scope) -> Any:
-    """The equation of a value behind casts, and behind what only brings dims of one element or repeats along them."""
-    while (eqn := scope.made(atom)) is not None:
-        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
-        if not _casts(eqn) and not (_reshapes(eqn) and (same or eqn.primitive.name == "broadcast_in_dim")):
-            return eqn
-        atom = eqn.invars[0]
-    return None
-
-
-def _along(atom: Any, dim: int, scope: Scope) -> bool:
-    """Whether a value may vary along a dim of the scores."""
-    while not jx.is_literal(atom) and atom.aval.shape and atom.aval.shape[dim] != 1:
-        eqn = scope.made(atom)
-        if eqn is None or not (_casts(eqn) or eqn.primitive.name in ("stop_gradient", "broadcast_in_dim")):
-            return True
-        if eqn.primitive.name == "broadcast_in_dim":
-            dims, shape = [int(d) for d in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape
-            return dim in dims and shape[dims.index(dim)] != 1
-        atom = eqn.invars[0]
-    return False
-
-
-def _moves(eqn: Any) -> bool:
-    """Whether an equation only casts a value, or moves, merges and splits its dims."""
-    if (name := eqn.primitive.name) == "broadcast_in_dim":
-        dims = [*map(int, eqn.params["broadcast_dimensions"])]
-        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
-        return bool(dims) and same and dims == sorted(dims)
-    return name == "transpose" or _casts(eqn) or _reshapes(eqn)
-
-
-def _moved(eqn: Any, names: Names) -> Names:
-    """The names of the dims of such an equation's result, from its operand's. Raises Hindered."""
-    if eqn.primitive.name == "transpose":
-        return tuple(names[int(d)] for d in eqn.params["permutation"])
-    if _casts(eqn):
-        return names
-    rest, moved = [dim for dims in names for dim in dims], list[tuple[Dim, ...]]()
-    for n in eqn.outvars[0].aval.shape:
-        taken = []
-        while math.prod(dim.size for dim in taken) < n and rest:
-            taken.append(rest.pop(0))
-        if math.prod(dim.size for dim in taken) != n:
-            raise Hindered(eqn, "cuts dims of scores elsewhere than they were")
-        moved.append(tuple(taken))
-    return tuple(moved)
-
-
-def _score_chain(atom: Any, scope: Scope) -> tuple[Any, list[tuple[Any, int]]] | None:
-    """The product of queries and keys behind scores, and the equations from it to them, each with its operand."""
-    if jx.is_literal(atom) or (eqn := scope.made(atom)) is None:
-        return None
-    name = eqn.primitive.name
-    if name == "dot_general":
-        return eqn, []
-    operands = {"mul": (0, 1), "div": (0,), "add": (0, 1), "sub": (0,), "select_n": (1, 2)}.get(name, (0,))
-    for i in operands if len(eqn.invars) > max(operands) else ():
-        x = eqn.invars[i]
-        small = jx.is_literal(x) or math.prod(x.aval.shape) != math.prod(atom.aval.shape)
-        if not small and (behind := _score_chain(x, scope)) is not None:
-            return behind[0], [*behind[1], (eqn, i)]
-    return None
 
 
 @dataclass
@@ -306,8 +177,8 @@ class _Scores:
 
     def pass_through(self, eqn: Any, operand: int) -> None:
         """Raises Hindered where an equation changes more than scores, one by one."""
-        if _moves(eqn):
-            self.names = _moved(eqn, self.names)
+        if moves(eqn):
+            self.names = moved(eqn, self.names)
             return
         try:
             self._scaled_or_hidden(eqn, operand)
@@ -320,10 +191,11 @@ class _Scores:
             if eqn.primitive.name not in ("add", "sub") or max(self.hiding, default=0) > -math.inf:
                 self.seen, self.hiding = ALL, []  # a bias that is added leaves what is hidden without end
 
-    def options(self, t: int, s: int, eqn: Any) -> tuple[bool, int | None, tuple[Any, ...]]:
+    def options(self, t: int, s: int, eqn: Any, *others: Hindered) -> tuple[bool, int | None, tuple[Any, ...]]:
         """`causal`, `window` and the segment ids of `jp.attention`. Raises Hindered."""
-        if self.replayed is not None:
-            raise self.replayed
+        for why in (self.replayed, *others):
+            if why is not None:
+                raise why
         if any(by > HIDING for by in self.hiding):
             raise Hindered(eqn, f"hides keys by {max(self.hiding):g}, which is above {HIDING:g}")
         return self.seen.options(t, s, eqn)
@@ -354,11 +226,15 @@ class _Scores:
             match self._of(eqn.invars[0], eqn):
                 case Either(seen, yes, no) if {yes, no} == {0, 1}:
                     seen = seen if yes == operand - 1 else seen.complement(eqn)
-                    self._hide(seen, number_of(self._of(eqn.invars[3 - operand], eqn), eqn))
+                    self._hide(seen, self.put(eqn, operand))
                 case _:
                     raise Hindered(eqn, "chooses scores by what is no function of positions or ids")
         else:
             raise Hindered(eqn, f"computes {name} of scores")
+
+    def put(self, eqn: Any, operand: int) -> float:
+        """What a choice between an operand and a number takes for that. Raises Hindered."""
+        return number_of(self._of(eqn.invars[3 - operand], eqn), eqn)
 
     def _hide(self, seen: Seen, by: float) -> None:
         self.seen, self.hiding = self.seen & seen, [*self.hiding, by]
@@ -406,9 +282,9 @@ def _of_product(eqn: Any, operands: Sequence[Names]) -> Names:
     return (*(operands[0][d] for d in shared[0]), *rest(0), *rest(1))
 
 
-def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bool) -> SpelledAttention:
+def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: bool) -> SpelledAttention:
     """The attention that ends in a product, of weights that are operand `side` and of values. Raises Hindered."""
-    if (behind := _score_chain(weights.scores, scope)) is None:
+    if (behind := chain_to(weights.scores, scope)) is None:
         raise Hindered(last, "weighs values by a softmax of what is no product of two")
     product, chain = behind
     at = 0 if _is_keys(product, chain, weights) else 1
@@ -417,9 +293,18 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bo
     scores = _Scores(of_dots, scope)
     for eqn, operand in chain:
         scores.pass_through(eqn, operand)
-    of_p = scores.names
-    for eqn in weights.after:
-        of_p = _moved(eqn, of_p)
+    of_p, made = scores.names, jx.depends(scope.eqns, [weights.result]) if weights.after else set()
+    beside = [Hindered(last, "has a softmax of more than its keys")] if weights.sinks else []
+    for eqn, operand in weights.after:
+        if moves(eqn):
+            of_p = moved(eqn, of_p)
+        else:
+            others = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x)]
+            if made.intersection(others) or (eqn.primitive.name, operand) in (("div", 1), ("select_n", 0)):
+                raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
+            if eqn.primitive.name == "select_n" and replace(scores, names=of_p).put(eqn, operand) != 0:
+                raise Hindered(eqn, "takes other numbers than 0 for some weights")
+            beside.append(Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does"))
 
     query, key, value = product.invars[1 - at], product.invars[at], last.invars[1 - side]
     summed, shared = _numbers(last)
@@ -439,7 +324,7 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bo
     rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
     result = last.outvars[0].aval
     try:
-        causal, window, read = scores.options(sizes["t"], sizes["s"], last)
+        causal, window, read = scores.options(sizes["t"], sizes["s"], last, *beside)
         which = [*["causal"] * causal, *[f"window={window}"] * bool(window), *["segments"] * bool(read)]
         options = {"causal": causal, "window": window, "scale": scores.scale}
 
@@ -452,7 +337,10 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bo
             raise
         order = {name: sizes[name] for name in (*rows, *heads, *groups, "t", "s")}
         ends = (product.outvars[0], of_dots), (weights.scores, scores.names)
-        read, attend, what = replayed(*ends, order, scope, last, scores.causal())
+        after = (
+            ((weights.result, scores.names), (last.invars[side], of_p)) if len(beside) > bool(weights.sinks) else None
+        )
+        read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, scores.causal())
         which = [*["causal"] * scores.causal(), what]
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
@@ -473,10 +361,10 @@ def _attention(last: Any, side: int, weights: _Weights, scope: Scope, replay: bo
     return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys")
 
 
-def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: _Weights) -> bool:
+def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: Weights) -> bool:
     """Whether the first operand of a product is the keys: whether the softmax is over a dim of it. Raises Hindered."""
     mark = lambda i: tuple((Dim(i, n),) if n != 1 else () for n in product.invars[i].aval.shape)
     names = _of_product(product, (mark(0), mark(1)))
     for eqn, _ in chain:
-        names = _moved(eqn, names) if _moves(eqn) else names
+        names = moved(eqn, names) if moves(eqn) else names
     return [dim.name for dim in names[weights.dim]] == [0]

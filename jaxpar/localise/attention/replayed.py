@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from ...ops.context.blocks import dtype_of_sums
 from ...ops.context.scored import (
     Along,
     Labels,
     ScoreFunction,
     ScoreLayout,
+    ScoreProgram,
     ScoreStep,
     Value,
     operands_of,
@@ -34,29 +37,57 @@ Named = tuple[Any, Names]
 
 
 def replayed(
-    dots: Named, scores: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, causal: bool
+    scores: tuple[Named, Named],
+    weights: tuple[Named, Named] | None,
+    sinks: Sequence[Any],
+    sizes: Mapping[Any, int],
+    scope: Scope,
+    last: Any,
+    causal: bool,
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
     """An attention whose scores become others: what it reads; the function of queries, keys, values [B, T, H, h] and of
     what it reads; what it does with scores, for people. Raises Hindered.
 
-    `dots` are the product of queries and keys, and the names of its dims; `scores` what the softmax is of; `sizes` are
-    those of rows, heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
+    `scores` are the product of queries and keys and what the softmax is of, beside `sinks`, each with the names of its
+    dims; `weights` the softmax and what values are multiplied by, None where that is it; `sizes` are those of rows,
+    heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
     """
-    names, (*others, length, _) = [*sizes], sizes.values()
-    reader = ScoreReader((dots[0], _sides(dots[1], last)), length, math.prod(others))
-    end = reader.value(scores[0], _sides(scores[1], last), scope, last)
-    into, back = (ScoreLayout.of(names, sizes, own) for own in (dots[1], scores[1]))
-    known = tuple(reader.steps), reader.product, end, tuple(reader.operands)
-    function = ScoreFunction("\n".join(reader.text), into, back, *known)
+    programs = [_program(*ends, sizes, scope, last) for ends in (scores, weights) if ends is not None]
+    function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks))
     kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
+    dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
+    every = [value for program in programs for value in program.operands]
+    length = sizes["t"]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
-        operands = [reader.counting(value, x) for value, x in zip(reader.operands, read, strict=True)]
-        return local_kernel(kept, [None] * (3 + len(read)), None)(q, k, v, *operands)
+        operands = [_counting(value, x, length) for value, x in zip(every, read, strict=False)]
+        if sinks:
+            more = jnp.concatenate(read[len(operands) :], dim).astype(dtype_of_sums(q))
+            shape = len(q), k.shape[2], q.shape[2] // k.shape[2], length, 1
+            more = programs[0].back.back(jax.nn.logsumexp(more, dim, keepdims=True), shape)
+            operands.append(more.reshape(len(q), -1, length))
+        return local_kernel(kept, [None] * (3 + len(operands)), None)(q, k, v, *operands)
 
-    read = tuple(x for x, _ in reader.operands)
+    read = (*(x for x, _ in every), *sinks)
     takes = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
     return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
+
+
+def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any) -> ScoreProgram:
+    """From scores to scores, or from weights to weights."""
+    reader = ScoreReader((start[0], _sides(start[1], last)), sizes["t"], math.prod([*sizes.values()][:-2]))
+    value = reader.value(end[0], _sides(end[1], last), scope, last)
+    into, back = (ScoreLayout.of([*sizes], sizes, names) for _, names in (start, end))
+    steps, operands = tuple(reader.steps), tuple(reader.operands)
+    return ScoreProgram("\n".join(reader.text), into, back, steps, reader.start, value, operands)
+
+
+def _counting(value: Value, x: jax.Array, length: int) -> jax.Array:
+    """Of an operand the positions that count, where it has more."""
+    for d, along in enumerate(value[1]):
+        if along is not None:
+            x = lax.slice_in_dim(x, along.start, along.start + length, axis=d)
+    return x
 
 
 def _sides(names: Names, eqn: Any) -> Labels:
@@ -69,15 +100,15 @@ def _sides(names: Names, eqn: Any) -> Labels:
 
 @dataclass
 class ScoreReader:
-    """One reading: of scores that are made of `product`, for so many positions and `numbers` of each position at most.
+    """One reading: of what is made of `start`, for so many positions and `numbers` of each position at most.
 
     Attributes:
       steps: the equations to be replayed, in order.
-      operands: what they read beside the product.
+      operands: what they read beside the start.
       named: a name for each value that has been read, so that equal programs have equal texts.
     """
 
-    product: Value
+    start: Value
     length: int
     numbers: int
     steps: list[ScoreStep] = field(default_factory=list)
@@ -91,16 +122,16 @@ class ScoreReader:
             return atom
         labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
         value, sides, eqn = (atom, labels), {x.side for x in labels if x}, scope.made(atom)
-        if value in self.named or value == self.product:
+        if value in self.named or value == self.start:
             return value
         if len(sides) == 2 and eqn is None and atom in scope.outer and scope.around is not None:
             return self.value(scope.outer[atom], labels, scope.around, reader)
         if len(sides) == 2 and eqn is not None:
-            if (known := operands_of(eqn, labels)) is None or atom is self.product[0]:
+            if (known := operands_of(eqn, labels)) is None or atom is self.start[0]:
                 raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")
             ins = [self.value(x, own, scope, eqn) for x, own in zip(eqn.invars, known, strict=True)]
             self.steps.append(ScoreStep(eqn, tuple(ins), value))
-            of = [str(x) if jx.is_literal(x) else self.named.get(x, "scores") for x in ins]
+            of = [str(x) if jx.is_literal(x) else self.named.get(x, "start") for x in ins]
             self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {of}")
         else:
             if len(sides) == 1 and math.prod(atom.aval.shape) > self.numbers * self.length:
@@ -112,10 +143,3 @@ class ScoreReader:
     def _name(self, value: Value, text: str) -> None:
         self.named[value] = f"v{len(self.named)}"
         self.text.append(f"{self.named[value]} = {text} {value[0].aval.str_short()} {value[1]}")
-
-    def counting(self, value: Value, x: jax.Array) -> jax.Array:
-        """Of an operand the positions that count, where it has more."""
-        for d, along in enumerate(value[1]):
-            if along is not None:
-                x = lax.slice_in_dim(x, along.start, along.start + self.length, axis=d)
-        return x

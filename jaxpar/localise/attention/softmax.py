@@ -1,0 +1,164 @@
+"""A softmax over keys, in the spellings of JAX, Flax and by hand, on the way to a product with values."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...program import jaxpr as jx
+from ...program import primitives
+from .hidden import Hindered, Scope, ones_dropped
+
+
+class Dim(NamedTuple):
+    """A dim of more than one element: "t", "s" and "h" as above, ("b", n) of rows and heads, ("g", d) of groups."""
+
+    name: Any
+    size: int
+
+
+Names = tuple[tuple[Dim, ...], ...]  # of each dim of a value: those that it is, merged; none of one element
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A softmax over keys.
+
+    Attributes:
+      scores: what it is of.
+      dim: along which of their dims.
+      result: its result.
+      sinks: scores of no key, which are in its sum alone.
+      after: the equations from its result to a product, each with its operand.
+    """
+
+    scores: Any
+    dim: int
+    result: Any
+    sinks: tuple[Any, ...] = ()
+    after: tuple[tuple[Any, int], ...] = ()
+
+
+def weights_of(atom: Any, scope: Scope) -> Weights | None:
+    """The softmax that an operand of a product is, moved, cast and multiplied; None where it is none."""
+    eqn = None if jx.is_literal(atom) else scope.made(atom)
+    if eqn is None:
+        return None
+    found = _beside_sinks(eqn, scope) if eqn.primitive.name == "slice" else _softmax(eqn, scope)
+    if found is not None or not (moves(eqn) or eqn.primitive.name in ("mul", "div", "select_n")):
+        return found
+    for i, x in enumerate(eqn.invars):
+        found = weights_of(x, scope) if moves(eqn) or x.aval.shape == atom.aval.shape else None
+        if found is not None and (moves(eqn) or chain_to(found.scores, scope)):
+            return replace(found, after=(*found.after, (eqn, i)))
+    return None
+
+
+def _beside_sinks(eqn: Any, scope: Scope) -> Weights | None:
+    """A softmax of scores and of more, which a slice leaves out of its result (gpt-oss; arXiv:2309.17453)."""
+    made = _behind(eqn.invars[0], scope)
+    found = None if made is None else _softmax(made, scope)
+    joined = None if found is None else _behind(found.scores, scope)
+    if found is None or joined is None or joined.primitive.name != "concatenate":
+        return None
+    ends = [0, *itertools.accumulate(x.aval.shape[found.dim] for x in joined.invars)]
+    kept, strides = (eqn.params[name] for name in ("start_indices", "strides"))
+    if kept[found.dim] not in ends[:-1] or joined.params["dimension"] != found.dim or {*(strides or [1])} != {1}:
+        return None
+    scores, at = joined.invars[ends.index(kept[found.dim])], ends.index(kept[found.dim])
+    sinks = (*joined.invars[:at], *joined.invars[at + 1 :])
+    return Weights(scores, found.dim, eqn.outvars[0], sinks) if scores.aval.shape == eqn.outvars[0].aval.shape else None
+
+
+def _softmax(eqn: Any, scope: Scope) -> Weights | None:
+    """Of an equation that computes a softmax; None where it computes something else."""
+    if eqn.primitive.name != "div":
+        return None
+    over, total = (_behind(x, scope) for x in eqn.invars)
+    if over is None or total is None or over.primitive.name != "exp" or total.primitive.name != "reduce_sum":
+        return None
+    (dim, *others), shifted = total.params["axes"], scope.made(over.invars[0])
+    if others or _behind(total.invars[0], scope) is not over or shifted is None or shifted.primitive.name != "sub":
+        return None
+    scores, shift = shifted.invars
+    varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
+    if varies or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
+        return None
+    return Weights(scores, int(dim), eqn.outvars[0])
+
+
+def _casts(eqn: Any) -> bool:
+    """Whether a result is its operand, in another dtype or under a name; gradients pass."""
+    known, name = primitives.of(eqn), eqn.primitive.name
+    return name == "name" or (known.elementwise and known.view and name != "stop_gradient")
+
+
+def _reshapes(eqn: Any) -> bool:
+    """Whether an equation only brings, takes, merges or splits dims, or repeats along new ones."""
+    known = primitives.of(eqn)
+    return known.moves and known.view
+
+
+def _behind(atom: Any, scope: Scope) -> Any:
+    """The equation of a value behind casts, and behind what only brings dims of one element or repeats along them."""
+    while (eqn := scope.made(atom)) is not None:
+        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
+        if not _casts(eqn) and not (_reshapes(eqn) and (same or eqn.primitive.name == "broadcast_in_dim")):
+            return eqn
+        atom = eqn.invars[0]
+    return None
+
+
+def _along(atom: Any, dim: int, scope: Scope) -> bool:
+    """Whether a value may vary along a dim of the scores."""
+    while not jx.is_literal(atom) and atom.aval.shape and atom.aval.shape[dim] != 1:
+        eqn = scope.made(atom)
+        if eqn is None or not (_casts(eqn) or eqn.primitive.name in ("stop_gradient", "broadcast_in_dim")):
+            return True
+        if eqn.primitive.name == "broadcast_in_dim":
+            dims, shape = [int(d) for d in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape
+            return dim in dims and shape[dims.index(dim)] != 1
+        atom = eqn.invars[0]
+    return False
+
+
+def moves(eqn: Any) -> bool:
+    """Whether an equation only casts a value, or moves, merges and splits its dims."""
+    if (name := eqn.primitive.name) == "broadcast_in_dim":
+        dims = [*map(int, eqn.params["broadcast_dimensions"])]
+        same = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
+        return bool(dims) and same and dims == sorted(dims)
+    return name == "transpose" or _casts(eqn) or _reshapes(eqn)
+
+
+def moved(eqn: Any, names: Names) -> Names:
+    """The names of the dims of such an equation's result, from its operand's. Raises Hindered."""
+    if eqn.primitive.name == "transpose":
+        return tuple(names[int(d)] for d in eqn.params["permutation"])
+    if _casts(eqn):
+        return names
+    rest, moved = [dim for dims in names for dim in dims], list[tuple[Dim, ...]]()
+    for n in eqn.outvars[0].aval.shape:
+        taken = []
+        while math.prod(dim.size for dim in taken) < n and rest:
+            taken.append(rest.pop(0))
+        if math.prod(dim.size for dim in taken) != n:
+            raise Hindered(eqn, "cuts dims of scores elsewhere than they were")
+        moved.append(tuple(taken))
+    return tuple(moved)
+
+
+def chain_to(atom: Any, scope: Scope) -> tuple[Any, list[tuple[Any, int]]] | None:
+    """The product of queries and keys behind scores, and the equations from it to them, each with its operand."""
+    if jx.is_literal(atom) or (eqn := scope.made(atom)) is None:
+        return None
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return eqn, []
+    operands = {"mul": (0, 1), "div": (0,), "add": (0, 1), "sub": (0,), "select_n": (1, 2)}.get(name, (0,))
+    for i in operands if len(eqn.invars) > max(operands) else ():
+        x = eqn.invars[i]
+        small = jx.is_literal(x) or math.prod(x.aval.shape) != math.prod(atom.aval.shape)
+        if not small and (behind := chain_to(x, scope)) is not None:
+            return behind[0], [*behind[1], (eqn, i)]
+    return None
