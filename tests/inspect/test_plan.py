@@ -171,6 +171,16 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
     assert len(families([(s, None) for s in found], here())) > 2
 
 
+def test_gathers_in_fp8_are_tried_where_products_round_so_in_any_case() -> None:
+    strategy = jp.Strategy.parse("fsdp=8,precision=fp8")
+    low = dataclasses.replace(strategy, gather="fp8")
+    assert low in neighbours(strategy, here(), ROWS)
+    found = list(neighbours(low, here(), ROWS))
+    assert strategy in found
+    assert {s.gather for s in found if s.zero != 3 or s.fsdp == 1} == {"compute"}
+    assert {s.gather for s in neighbours(jp.Strategy.parse("fsdp=8,precision=bf16"), here(), ROWS)} == {"compute"}
+
+
 def test_families_take_turns() -> None:
     names = (
         "data=8",
