@@ -63,8 +63,8 @@ class Speed(Common):
 
     model: str = "gpt2"
     """gpt2 (124M), gpt2-medium (355M), llama3.2-1b (1.2B)"""
-    strategies: tuple[str, ...] = ("fsdp", "single,remat=layer")
-    """beside `single`, which all are compared with"""
+    strategies: tuple[str, ...] = ("fsdp", "single,remat=layer", "single,precision=fp8")
+    """beside `single`, which all are compared with; in bf16 where they name no precision"""
     rows: int | None = None
     """of a batch, instead of the model's own number here"""
     rounds: int = 10

@@ -41,7 +41,8 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
         start = time.perf_counter()
         state, metrics = step(state, batch)
     else:
-        ours = jp.make_train_step(model.model, OPTIMIZER, f"{spec['contender']},precision=bf16", jax.devices()[:1])
+        precision = "" if "precision=" in spec["contender"] else ",precision=bf16"
+        ours = jp.make_train_step(model.model, OPTIMIZER, spec["contender"] + precision, jax.devices()[:1])
         state = ours.init(key)
         start = time.perf_counter()
         said |= look(ours, batch, model.flops(rows, length))

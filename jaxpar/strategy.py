@@ -98,6 +98,8 @@ class Strategy:
         microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
+      fp8_except: with precision="fp8", parts of paths whose products stay in bfloat16, as "attention:ffn/down"; `*` is
+        any characters.
       reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
@@ -155,6 +157,7 @@ class Strategy:
     concurrent: int = 1
     deferred_batch_norm: bool = False
     precision: str = "f32"
+    fp8_except: str = ""
     reduce: str = "f32"
     gather: str = "compute"
     remat: str | Callable[..., bool] = "none"
@@ -261,6 +264,11 @@ class Strategy:
             raise ValueError(
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
+            )
+        if not isinstance(self.fp8_except, str) or (self.fp8_except and self.precision != "fp8"):
+            raise ValueError(
+                f"fp8_except={self.fp8_except!r} with precision={self.precision!r}: give parts of paths as text, such "
+                "as 'attention:ffn/down', with precision='fp8'; or leave it out"
             )
         if self.gather == "fp8" and self.precision != "fp8":
             raise ValueError(

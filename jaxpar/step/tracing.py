@@ -441,7 +441,7 @@ class Tracing:
         """A program of one device with products in FP8: those that are chosen in the whole program, `rolled`."""
         alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
         leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
-        found = chosen(rolled, leaves, self.layout.policy.compute)
+        found = chosen(rolled, leaves, self.layout.policy.compute, self.strategy.fp8_except)
         own, there = in_fp8(flat, [path for path, _ in leaves], [path for path, one in found.items() if not one.why])
         lost = "this layout's program has no product of it and the data that could be followed"
         self.fp8.update(

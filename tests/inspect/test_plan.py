@@ -192,6 +192,16 @@ def test_what_waits_on_the_host() -> None:
     assert {s.offload for s in beside if s.pipe > 1} == {"optimizer"}
 
 
+def test_gathers_in_fp8_are_tried_where_products_round_so_in_any_case() -> None:
+    strategy = jp.Strategy.parse("fsdp=8,precision=fp8")
+    low = dataclasses.replace(strategy, gather="fp8")
+    assert low in neighbours(strategy, here(), ROWS)
+    found = list(neighbours(low, here(), ROWS))
+    assert strategy in found
+    assert {s.gather for s in found if s.zero != 3 or s.fsdp == 1} == {"compute"}
+    assert {s.gather for s in neighbours(jp.Strategy.parse("fsdp=8,precision=bf16"), here(), ROWS)} == {"compute"}
+
+
 def test_families_take_turns() -> None:
     names = (
         "data=8",

@@ -32,8 +32,8 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat` (where it
-    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, how
-    context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side by
+    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, `gather`,
+    how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side by
     side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
     `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
@@ -61,6 +61,8 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         changes += [{"schedule": "1f1b-overlap"}] if shape["expert"] > 1 else []
     if strategy.fsdp != 1:
         changes += [{"zero": zero} for zero in (1, 2, 3)]
+    if strategy.fsdp != 1 and strategy.zero == 3 and strategy.precision == "fp8":
+        changes += [{"gather": "compute"}, {"gather": "fp8"}]  # which FP8 products round to the same numbers
     if shape["context"] > 1:
         changes += [{"attention": way} for way in ("auto", "ring", "gather", "usp")]
     for fewer in AXES:
@@ -115,6 +117,8 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         change = change | {"concurrent": 1}
     if values["fsdp"] == 1:
         change = change | {"zero": Strategy.zero}
+    if values["fsdp"] == 1 or change.get("zero", strategy.zero) != 3:
+        change = change | {"gather": Strategy.gather}
     if change.get("context") == 1:
         change = change | {"attention": Strategy.attention}
     return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)

@@ -82,7 +82,7 @@ class Reference:
         flat, out = jx.trace(loss, params, (variables, rows, key), axes=dict(axes))
         alike = of_blocks([(path, x.shape) for path, x in named])
         leaves = [(path, path in alike) for path, _ in named]
-        found = chosen(flat, leaves, Policy.of(self.strategy).compute)
+        found = chosen(flat, leaves, Policy.of(self.strategy).compute, self.strategy.fp8_except)
         own, _ = in_fp8(flat, [path for path, _ in named], [path for path, one in found.items() if not one.why])
         run = jx.run(own.eqns, (*own.constvars, *own.invars), own.outvars)
         outs = run(*own.consts, *(x for _, x in named), *jax.tree.leaves((variables, rows, key)))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from ...program import jaxpr as jx
 from ...program.dims import NOTHING, Followed, Follower, source
 from ...program.primitives import PRODUCTS
 from ...program.walk import CUSTOM, programs, visit, with_programs
+from ...text import few
 from .product import ScaledProduct, product
 
 SMALLEST = 128  # features: a smaller product takes less time than the kernels that quantise its operands
@@ -34,7 +36,7 @@ def of_blocks(leaves: Sequence[tuple[str, Any]]) -> set[str]:
     return {leaves[i][0] for one in families(leaves, lambda path: False) for row in one.members for i in row}
 
 
-def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dict[str, Fp8Products]:
+def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: str = "") -> dict[str, Fp8Products]:
     """Which leaves' products are to be in FP8, and why others are not, by path.
 
     Args:
@@ -42,6 +44,9 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dic
       leaves: of each parameter its path, and whether it is one of alike blocks, as which one of three dims or more that
         a loop scans counts as well.
       dtype: the compute dtype: what the model computes in another stays.
+      but: as `Strategy.fp8_except`.
+
+    Raises ValueError where a part of `but` is in the path of no leaf that would be in FP8.
     """
     found, env = _products(flat, len(leaves))
     loops = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
@@ -50,6 +55,7 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dic
     custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
     closed = {id(one) for eqn in custom for jaxpr in programs(eqn) for one, _ in visit(jaxpr.eqns)}
     said: dict[str, Fp8Products] = {}
+    unmet = dict.fromkeys(but.split(":") if but else ())
     for eqn, side, numbers in found:
         path = leaves[numbers[0]][0]
         if not any(leaves[i][1] or i in scanned for i in numbers):
@@ -60,9 +66,22 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any) -> dic
             why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
             why = _unfit(eqn, side, dtype)
+        for part in () if why else filter(partial(_within, path), but.split(":")):
+            unmet.pop(part, None)
+            why = f"fp8_except={part}"
         before = said.get(path, Fp8Products(0, why))
         said[path] = Fp8Products(before.count + 1, before.why or why)
+    if unmet:
+        raise ValueError(
+            f"fp8_except={but!r}: {few(list(unmet))} is in the path of no leaf whose products would be in FP8; use a "
+            f"part of {few([path for path, one in said.items() if not one.why]) or 'a path that step.explain names'}"
+        )
     return said
+
+
+def _within(path: str, part: str) -> bool:
+    """Whether whole names of a path are this part of one."""
+    return bool(part) and fnmatchcase(f"/{path}/", f"*/{part}/*")
 
 
 def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str]) -> tuple[jx.Flat, set[str]]:

@@ -170,6 +170,22 @@ def test_products_that_stay_say_why(strategy: str) -> None:
     assert why["head/kernel"] == "of no layer of a stack or list"
 
 
+def test_paths_that_are_excepted_stay() -> None:
+    model, text = _models()["llama"], _text()
+    why = lambda but: {
+        path: one.why
+        for path, one in _traced(jp.make_train_step(model, SGD, f"single,precision=fp8,fp8_except={but}"), text).items()
+    }
+    for but in ("ffn/down:attention", "*/down:atten*"):
+        found = why(but)
+        assert [path for path, one in found.items() if not one] == ["layers/ffn/gate/kernel", "layers/ffn/up/kernel"]
+        assert found["layers/ffn/down/kernel"] == f"fp8_except={but.partition(':')[0]}"
+    with pytest.raises(ValueError, match=r"fp8_except='ffn/dow': ffn/dow is in .* no leaf.*a part of layers/attention"):
+        why("ffn/dow")
+    with pytest.raises(ValueError, match=r"fp8_except='ffn' with precision='bf16'.*with precision='fp8'"):
+        jp.Strategy.parse("ddp,precision=bf16,fp8_except=ffn")
+
+
 def test_a_server_is_refused() -> None:
     with pytest.raises(ValueError, match=r"server=True with precision='fp8'.*use ddp, or precision='bf16'"):
         jp.Strategy.parse("dp,precision=fp8")
