@@ -29,7 +29,7 @@ from ..make import TrainStep
 from ..model.paths import name_of
 from .folder import write_whole
 from .loop import Loop
-from .recorder import read
+from .recorder import read, until
 
 FILE = "digests.jsonl"
 _FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
@@ -125,8 +125,7 @@ class Record:
         head = {"step": number, "about": made.about(), "run": self._run, "steps": self._loop.steps}
         head |= {"names": made.names, "on": made.devices}
         assert self._loop.out is not None
-        kept = [line for line in read(self._loop.out / FILE) if line["step"] <= number]
-        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in (*kept, head)).encode())
+        write_whole(self._path, until(self._loop.out / FILE, number) + f"{json.dumps(head)}\n".encode())
 
     def take(self, number: int, state: State, batch: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Of the state after step `number`, if it is one of those."""
