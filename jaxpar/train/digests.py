@@ -45,9 +45,13 @@ class Digests:
             self._groups.setdefault(re.sub(r"(?<=/)\d+(?=/|$)", "*", leaf.path), []).append(at)
 
     @functools.cached_property
+    def _state(self) -> State:
+        return self._step.abstract_state()
+
+    @functools.cached_property
     def names(self) -> list[str]:
         """Of the leaves of the state, in their order."""
-        return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._step.abstract_state())]
+        return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._state)]
 
     @property
     def devices(self) -> list[str]:
@@ -74,7 +78,7 @@ class Digests:
     def written(self, number: int, taken: Any) -> dict[str, Any]:
         """The digest of step `number`, as JSON. Raises ValueError where replicas hold other bits."""
         scalars, batch, sums, norms = jax.tree.map(np.asarray, taken)
-        replicas.check(self._step.abstract_state(), sums, self._step.layout.mesh, number)
+        replicas.check(self._state, sums, self._step.layout.mesh, number)
         return {
             "step": number,
             **{name: float(value).hex() for name, value in scalars.items()},
