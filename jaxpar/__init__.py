@@ -13,7 +13,7 @@ from .hosts.initialize import initialize
 from .inspect.jitted import Promises, check, explain, predict
 from .inspect.nonfinite import trace_nonfinite
 from .inspect.plan.planner import plan
-from .inspect.verify import verify
+from .inspect.verify import bisect, verify
 from .layout.dims.matrices import matrices
 from .layout.mesh import enough_threads, simulate
 from .layout.state import State
@@ -47,6 +47,7 @@ __all__ = [
     "Units",
     "all_rows",
     "attention",
+    "bisect",
     "check",
     "check_ids",
     "collectives",

@@ -29,7 +29,7 @@ from ..make import TrainStep
 from ..model.paths import name_of
 from .folder import write_whole
 from .loop import Loop
-from .recorder import read
+from .recorder import read, until
 
 FILE = "digests.jsonl"
 _FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
@@ -45,9 +45,13 @@ class Digests:
             self._groups.setdefault(re.sub(r"(?<=/)\d+(?=/|$)", "*", leaf.path), []).append(at)
 
     @functools.cached_property
+    def _state(self) -> State:
+        return self._step.abstract_state()
+
+    @functools.cached_property
     def names(self) -> list[str]:
         """Of the leaves of the state, in their order."""
-        return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._step.abstract_state())]
+        return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._state)]
 
     @property
     def devices(self) -> list[str]:
@@ -74,7 +78,7 @@ class Digests:
     def written(self, number: int, taken: Any) -> dict[str, Any]:
         """The digest of step `number`, as JSON. Raises ValueError where replicas hold other bits."""
         scalars, batch, sums, norms = jax.tree.map(np.asarray, taken)
-        replicas.check(self._step.abstract_state(), sums, self._step.layout.mesh, number)
+        replicas.check(self._state, sums, self._step.layout.mesh, number)
         return {
             "step": number,
             **{name: float(value).hex() for name, value in scalars.items()},
@@ -125,8 +129,7 @@ class Record:
         head = {"step": number, "about": made.about(), "run": self._run, "steps": self._loop.steps}
         head |= {"names": made.names, "on": made.devices}
         assert self._loop.out is not None
-        kept = [line for line in read(self._loop.out / FILE) if line["step"] <= number]
-        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in (*kept, head)).encode())
+        write_whole(self._path, until(self._loop.out / FILE, number) + f"{json.dumps(head)}\n".encode())
 
     def take(self, number: int, state: State, batch: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Of the state after step `number`, if it is one of those."""

@@ -22,7 +22,16 @@ from ..buckets import Bucket, Place, remove, writing
 from .loop import Loop
 
 # What a run writes into its folder, and all that `overwrite` removes.
-WRITTEN = ("config.yaml", "metrics.jsonl", "digests.jsonl", "loss.png", "checkpoints", "tensorboard")
+WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "digests.jsonl",
+    "pace.jsonl",
+    "pace.png",
+    "loss.png",
+    "checkpoints",
+    "tensorboard",
+)
 _OWNER = ".owner"
 _live: set[str] = set()  # claims of this process: one that it could not take back does not keep it out
 

@@ -33,12 +33,8 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: st
     points = [(x["step"], x["held_out_loss"] * units.factor) for x in lines if x.get("held_out_loss") is not None]
     if not steps:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     routed = [x for x in lines if "dropped" in x and "load_0" in x]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure()
     if routed:
         figure.set_size_inches(7, 7.4)
         axes, load, dropped = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 1))
@@ -48,12 +44,43 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: st
         axes = dropped = figure.add_subplot()
     _draw_losses(axes, steps, points, units)
     axes.set_title(title, color=_INK, fontsize=10)
+    dropped.set_xlabel("step", color=_INK)
+    _written(figure, path)
+
+
+def plot_pace(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws of each process how long it is away from its devices between two steps, and how long a step takes."""
+    figure = _figure()
+    axes, steps = figure.add_subplot(), [x["step"] for x in lines]
+    ranks = range(min(len(x["away"]) for x in lines))
+    last = [lines[-1]["away"][rank] for rank in ranks]
+    for rank in ranks:
+        slow = last[rank] == max(last)
+        style = {"color": _POINTS, "linewidth": 1.4, "label": f"rank {rank}", "zorder": 3} if slow else {"color": _LINE}
+        axes.plot(steps, [1e3 * x["away"][rank] for x in lines], **{"linewidth": 0.7, **style})
+    axes.plot(steps, [1e3 * x["seconds"][0] for x in lines], "--", color=_INK, linewidth=1, label="a step")
+    axes.set_ylabel("ms between two steps")
+    axes.set_xlabel("step", color=_INK)
+    axes.set(ylim=(0, None))
+    axes.legend(frameon=False, labelcolor=_INK)
+    _written(figure, path)
+
+
+def _figure() -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _written(figure: Any, path: Path) -> None:
     for one in figure.axes:
         one.tick_params(colors=_INK)
         one.spines[["top", "right"]].set_visible(False)
         one.spines[["bottom", "left"]].set_color(_INK)
         one.yaxis.label.set_color(_INK)
-    dropped.set_xlabel("step", color=_INK)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=160, transparent=True)
     write_whole(path, picture.getvalue())

@@ -40,9 +40,7 @@ class Recorder:
             return
         path = trainer.files / "metrics.jsonl"
         with self._writing(path):
-            before = read(trainer.loop.out / "metrics.jsonl")
-            kept = [json.dumps(line) for line in before if line["step"] <= metrics["step"]]
-            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+            write_whole(path, until(trainer.loop.out / "metrics.jsonl", metrics["step"]))
             self._file = path.open("a", buffering=1)
         if importlib.util.find_spec("tensorboardX") is not None:
             folder = trainer.files / "tensorboard"
@@ -135,6 +133,11 @@ def read(path: Place) -> list[dict[str, Any]]:
     if lines and not lines[-1].endswith(b"}"):
         lines.pop()
     return [_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def until(path: Place, step: float) -> bytes:
+    """Of such a file, what a run wrote up to a step, after which it goes on."""
+    return "".join(f"{json.dumps(line)}\n" for line in read(path) if line["step"] <= step).encode()
 
 
 def _line(path: Place, number: int, text: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from ..checkpoint.about import same_run
 from ..checkpoint.saved import Checkpoint, numbers
 from ..data.streams import training
-from ..inspect.verify.parity import TOLERANCE
+from ..inspect.verify.differences import TOLERANCE
 from ..text import few
 from .digests import Digests, differing, digests_of
 from .input import Input

@@ -34,6 +34,7 @@ from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, Staging, claimed
 from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
+from .pace import Pace
 from .progress import Progress
 from .recorder import Recorder
 from .suspects import beyond, suspects
@@ -116,6 +117,7 @@ class Trainer:
         self.files: Path | None = None
         self.finite = Finite(self.loop)
         self._record = Record(self.step, self.loop, self.about) if self.loop.record else None
+        self._pace, self._busy = Pace.of_run(self.loop.record), 0.0
         self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
         self._warned: set[str] = {*self.ids}  # the leaves of which none is to be given any more
         self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
@@ -149,6 +151,7 @@ class Trainer:
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
+            stack.callback(lambda: self._pace and self._pace.end())
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
             stack.enter_context(ending.failing())
@@ -219,6 +222,8 @@ class Trainer:
             self.progress.say(str(rows))
         if self._record is not None:
             self._record.begin(self.number, self.files)
+        if self._pace is not None and loop.out is not None and self.files is not None:
+            self._pace.begin(self.number, loop.out, self.files)
         ending.going_on(self.number, self.files)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
@@ -226,7 +231,9 @@ class Trainer:
             stop.last = self.number + 1 == loop.steps
             if loop.on_nonfinite == "explain":  # the state that a step was not applied to must not go into the next
                 self._report()
+            begin = time.perf_counter()
             self.state, metrics = self.step(self.state, batch)
+            self._busy += time.perf_counter() - begin
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
@@ -342,7 +349,7 @@ class Trainer:
         return True
 
     def _start_clock(self) -> None:
-        self._clock, self._input.waited = time.perf_counter(), 0.0
+        self._clock, self._input.waited, self._busy = time.perf_counter(), 0.0, 0.0
 
     def _settle(self) -> None:
         """Reports the last step. Raises NotFiniteError where it or its update is not finite."""
@@ -356,11 +363,12 @@ class Trainer:
         if self._late is None:
             return
         number, metrics, batch = self._late
-        self._late = None
+        self._late, begin = None, time.perf_counter()
         values = self._inside({name: float(value) for name, value in metrics.items()}, batch, f"step {number}")
         ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        away, self._busy = seconds - self._busy - (now - begin), 0.0
         if told := self.finite.look(
             number, values, lambda: suspects(batch, self._lookups), lambda: self._traced(batch)
         ):
@@ -370,6 +378,8 @@ class Trainer:
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":
             values["rollbacks"] = self.finite.rollbacks
+        if self._pace is not None and (told := self._pace.add(number, seconds, away, self._input.waited)):
+            self.progress.say(told)
         speed = {"seconds": seconds, f"{self.units.rows}_per_second": self.rows * self.units.per_row / seconds}
         share = {"input_share": min(1.0, self._input.waited / seconds)}
         self.rows = self._input.rows

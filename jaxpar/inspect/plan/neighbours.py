@@ -33,8 +33,8 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat` (where it
     recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, `gather`,
-    how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side by
-    side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
+    how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side
+    by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
     `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)

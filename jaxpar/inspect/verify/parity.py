@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -17,22 +16,15 @@ from rich.text import Text
 from ...layout.state import State
 from ...make import make_train_step
 from ...model.model import MAKERS, Model
-from ...model.paths import name_of
 from ...step.core import Step
 from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
+from .bisect import Bisected, bisect
+from .differences import TOLERANCE, Difference, differences
 from .reference import Reference
 
-# Relative to a leaf's scale; see `Difference`. Where another order of sums changes bfloat16's last bit, another FP8
-# number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
-# left where all else is computed in float32.
-TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25, "int8": 0.1}  # int8: of gathers
 _EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
 _MARGIN = 16  # times the rounding that some runs show: theirs is a sample
-_FLOOR = 1e-3  # of the tree's largest element
-# Without a measure of rounding. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of the
-# tree's largest element, about one float32 epsilon.
-_UNMEASURED = 1e-2
 _OF = {
     "leaf": "its largest element",
     "tree": "a thousandth of the largest element of all leaves",
@@ -41,34 +33,10 @@ _OF = {
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far one leaf is from one device's.
-
-    Attributes:
-      kind: "gradient" or "parameter".
-      path: of the leaf.
-      error: max |a - b| over the scale.
-      ratio: the best factor between the two (1 where they agree).
-      hint: what a whole ratio suggests.
-      scale: what the error is relative to, the largest of: "leaf", the leaf's largest element; "tree", a thousandth
-        of the largest element of all leaves; "terms", the terms that cancel in it, by the rounding that is left of
-        them: the gradient of a key's bias, or of a bias before BatchNorm, is zero and has no other scale. Such terms
-        are looked for where a leaf exceeds the tolerance: one device runs again, its initial values changed in the
-        last bit, and a leaf may be off by 16 times what that changes.
-    """
-
-    kind: str
-    path: str
-    error: float
-    ratio: float
-    hint: str
-    scale: str = "leaf"
-
-
-@dataclass(frozen=True)
 class Report:
     """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
-    furthest off; `idle`, whether every gradient is zero on one device, which proves little.
+    furthest off; `idle`, whether every gradient is zero on one device, which proves little; `where`, the equation at
+    which a difference begins (`jp.bisect`), or why none can be named.
     """
 
     ok: bool
@@ -77,6 +45,7 @@ class Report:
     expected_loss: float
     differences: tuple[Difference, ...]
     idle: bool = False
+    where: Bisected | str | None = None
 
     @property
     def worst(self) -> Difference:
@@ -99,7 +68,7 @@ class Report:
         if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
             some = ", ".join(by_terms[:4]) + (f" and {len(by_terms) - 4} more" if len(by_terms) > 4 else "")
             lines.append(f"judged by the terms that cancel in it: {some}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([str(self.where)] if self.where is not None else [])])
 
 
 def verify(
@@ -113,6 +82,8 @@ def verify(
     progress: bool | None = None,
 ) -> Report:
     """Compare a strategy with one device: loss, every gradient leaf, and parameters after some steps.
+
+    Where they differ, `jp.bisect` finds the equation, with which the report ends: about twenty programs more.
 
     The one device sees the same global batch, plainly: no jaxpar machinery beyond the model; where the loss draws
     random numbers, block by block with the blocks' keys.
@@ -170,10 +141,17 @@ def verify(
             terms = [[_MARGIN * x / tolerance for x in leaves] for leaves in rounding]
             again = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
             found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
-    close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
-    ok = close and all(d.error <= tolerance for d in found)
+        close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
+        ok = close and all(d.error <= tolerance for d in found)
+        where: Bisected | str | None = None
+        if not ok:
+            shown(f"{name}: which equation differs")
+            try:
+                where = bisect(model, name, None, batch, mesh, key)
+            except ValueError as error:  # the report is of the difference, whether or not its equation can be had
+                where = f"its equation is not known: {error}"
     idle = not any(np.any(leaf) for leaf in jax.tree.leaves(expected_grads))
-    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found), idle)
+    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found), idle, where)
 
 
 def _remembering(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -230,50 +208,3 @@ class _Shown:
             self._status.update(Text(f"verify: {what}"))
         elif self._on:
             self._console.print(Text(f"verify: {what}"), soft_wrap=True)
-
-
-def differences(kind: str, ours: Any, theirs: Any, terms: Sequence[float] | None = None) -> list[Difference]:
-    """Leaf by leaf, how far one tree is from the other.
-
-    `terms` is for each leaf the scale of the terms that cancel in it; where it is not measured, 1e-2 of the tree's
-    largest element stands for it.
-    """
-    pairs = [
-        (name_of(path), _real(a), _real(b))
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
-    ]
-    largest = max((np.abs(b).max(initial=0) for _, _, b in pairs), default=0.0)
-    floor = (_UNMEASURED if terms is None else _FLOOR) * largest
-    found = []
-    for (path, a, b), cancelling in zip(pairs, terms or [0.0] * len(pairs), strict=True):
-        scales = {"leaf": float(np.abs(b).max(initial=0)), "tree": max(floor, 1e-30), "terms": cancelling}
-        of = max(scales, key=lambda name: scales[name])
-        with np.errstate(invalid="ignore"):  # infinities
-            error = float(np.abs(a - b).max(initial=0) / scales[of])
-        ratio = float((a * b).sum() / (b * b).sum()) if (b * b).sum() > 0 else 1.0
-        error = error if np.isfinite(error) else float("inf")
-        found.append(Difference(kind, path, error, ratio, _hint(a, b, ratio), of))
-    return found
-
-
-def _real(x: Any) -> np.ndarray:
-    """float64; of complex numbers, real and imaginary parts."""
-    x = np.asarray(x)
-    return np.stack([x.real, x.imag]).astype(np.float64) if np.iscomplexobj(x) else x.astype(np.float64)
-
-
-def _hint(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
-    if not np.isfinite(b).all():
-        return "not finite on one device either: the loss has no such gradient there, as a norm has none at zero"
-    if not np.isfinite(a).all():
-        return "not finite: see the loss, or the loss scale"
-    if np.abs(b).max(initial=0) > 0 and not a.any():
-        return "zero: the gradient is lost"
-    near = Fraction(ratio).limit_denominator(64) if np.isfinite(ratio) else Fraction(1)
-    if near == 1 or abs(ratio - near) > 1e-3 * abs(ratio) or np.abs(a - float(near) * b).max() > 1e-3 * np.abs(b).max():
-        return ""
-    if near.denominator == 1:
-        return f"x{near}: a mean over replicas or microbatches is missing, or a sum is taken twice"
-    if near.numerator == 1:
-        return f"x1/{near.denominator}: a sum over replicas or microbatches is missing, or a mean is taken twice"
-    return ""

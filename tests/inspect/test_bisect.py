@@ -1,0 +1,129 @@
+"""Where two strategies part, the equation is named: three defects that this repository had are put back, and found."""
+
+import __future__
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar as jp
+from jaxpar.inspect.verify import Bisected
+from jaxpar.localise.tensor import primitives, sums
+from jaxpar.slicing import program
+from jaxpar.step import tracing
+
+TWO = jax.devices()[:2]
+
+
+def put_back(patch: pytest.MonkeyPatch, module: Any, name: str, now: str, before: str) -> None:
+    """A function of a module as it was."""
+    text = textwrap.dedent(inspect.getsource(getattr(module, name)))
+    assert text.count(now) == 1, "the defect is to be put back elsewhere"
+    made = dict(vars(module))
+    exec(compile(text.replace(now, before), f"{name} before", "exec", __future__.annotations.compiler_flag), made)
+    patch.setattr(module, name, made[name])
+
+
+def line(of: Callable[..., Any], text: str) -> str:
+    """The line of a function of this file that holds a text, as it is named."""
+    lines, first = inspect.getsourcelines(of)
+    (at,) = (number for number, one in enumerate(lines, first) if text in one)
+    return f"test_bisect.py:{at}:"
+
+
+def first_three(params: Any, batch: Any, key: Any) -> jax.Array:
+    x = batch["x"] @ params["w"]
+    picked = x[jnp.arange(3)[None], batch["label"][:, None]]  # of the first three rows of this block
+    return jnp.square(picked).mean()
+
+
+def rows_batch() -> Any:
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 5, 8).astype(np.int32)
+    return {"x": rng.normal(size=(8, 4)).astype(np.float32), "label": label}
+
+
+def test_rows_that_a_loss_couples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indices that count along another dim than the rows were taken for the rows' own: nothing was said."""
+    monkeypatch.setattr(tracing, "check_coupling", lambda *_, **__: None)
+    model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, first_three)
+    report = jp.verify(model, "ddp", rows_batch(), steps=1, mesh=TWO)
+    assert isinstance(found := report.where, Bisected)
+    assert (found.primitive, found.backward) == ("gather", False), str(found)
+    assert line(first_three, "picked = x[") in found.line
+    assert str(report).endswith(str(found))
+    assert "ddp and one device part at gather, its result, at " in str(found)
+
+
+def test_what_agrees_has_no_equation() -> None:
+    model = jp.Model(
+        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
+    )
+    found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
+    assert (found.primitive, found.programs) == ("", 1)
+    assert str(found) == "ddp and one device agree within 1e-05: there is no equation to name"
+    with pytest.raises(ValueError, match="compares one device with itself"):
+        jp.bisect(model, None, None, {"x": rows_batch()["x"]})
+
+
+def twice(params: Any, batch: Any, key: Any) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> Any:
+        h = x @ w["up"] + w["bias"]
+        return x + jnp.tanh(h) @ w["down"], None
+
+    x = batch["x"]
+    x, _ = jax.lax.scan(layer, x, params)
+    x, _ = jax.lax.scan(layer, x, params)
+    return (x**2).mean()
+
+
+@pytest.mark.battery
+def test_a_cotangent_of_a_stack_that_was_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two stacks read whole was handed over twice: the second stack's gradient counted twice."""
+    put_back(monkeypatch, program, "backward", "cts.pop(v) if v in cts", "cts[v] if v in cts")
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: 0.1 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return {"up": draw(1, 4, 8, 41), "bias": draw(2, 4, 41), "down": draw(3, 4, 41, 8)}
+
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    report = jp.verify(jp.Model(init, twice), "fsdp=2", batch, steps=1, mesh=TWO)
+    assert isinstance(found := report.where, Bisected), str(report)
+    assert found.backward
+    assert found.what == "the gradient of bias"
+    assert line(twice, 'h = x @ w["up"] + w["bias"]') in found.line, str(found)
+
+
+def largest(params: Any, batch: Any, key: Any) -> jax.Array:
+    h = batch["x"] @ params["up"]
+    best = h.max(axis=-1, keepdims=True)
+    return jnp.square(jnp.tanh(best) @ params["down"]).mean()
+
+
+@pytest.mark.battery
+def test_ties_on_several_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that tie for a maximum shared its gradient rank by rank, not one by one."""
+    for name, rule in primitives.RULES.items():  # the function puts itself into the table
+        monkeypatch.setitem(primitives.RULES, name, rule)
+    now = 'if not (x.active and name in ("reduce_max", "reduce_min")):'
+    put_back(monkeypatch, sums, "_reduce", now, "if True:")
+
+    def init(key: jax.Array) -> Any:
+        up = 0.1 * jax.random.normal(key, (4, 8))
+        for place in (0, 1, 4):  # two on the first rank, one on the second
+            up = up.at[:, place].set(5 * up[:, 0] if place == 0 else up[:, 0])
+        return {"up": up, "down": jnp.ones((1, 3))}
+
+    model = dataclasses.replace(jp.Model(init, largest), rules={"up": 1})
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+    # To `jp.verify` they are rounding: other last bits of the parameters decide which of them is largest.
+    found = jp.bisect(model, "tensor=2", None, batch, mesh=TWO)
+    assert (found.primitive, found.backward, found.what) == ("reduce_max", True, "the gradient of up"), str(found)
+    assert line(largest, "best = h.max(") in found.line
