@@ -22,7 +22,7 @@ from jaxpar.inspect.check import check as proof_of
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.localise.fp8.product import quantised
-from jaxpar.models import llama
+from jaxpar.models import llama, mixtral
 from jaxpar.parallel import Use, rule_of
 
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -92,7 +92,10 @@ def test_what_gathers_no_weights_is_refused(strategy: str, message: str) -> None
 
 
 @functools.cache
-def model() -> Any:
+def model(experts: bool = False) -> Any:
+    if experts:
+        config = mixtral.Config(vocab=128, dim=136, layers=2, heads=4, kv_heads=2, ffn=152, experts=4)
+        return jp.from_nnx(lambda rngs: mixtral.Mixtral(config, rngs=rngs), mixtral.loss, rows="independent")
     return jp.from_nnx(lambda rngs: llama.Llama(CONFIG, rngs=rngs), llama.loss)
 
 
@@ -103,18 +106,12 @@ def text() -> Any:
     return {"tokens": tokens, "mask": draw.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
 
 
-@functools.cache
-def gradient() -> Any:
-    call = lambda params, batch: (sums := model().call(params, None, batch, None)[0]["loss"]).total / sums.count
-    return jax.jit(jax.grad(call))
-
-
 def as_gathered(step: Any, params: Any) -> Any:
     """Parameters as ranks compute with them: rounded shard by shard, of a stack layer by layer."""
 
     def one(leaf: Any, x: np.ndarray) -> np.ndarray:
         lead = x.shape[: leaf.stage + 1] if leaf.path.startswith("layers/") else ()
-        parts = [step.mesh.shape[axis] for axis in ("tensor",) if leaf.tensor is not None]
+        parts = [step.mesh.shape[axis] for axis in ("tensor", "expert") if getattr(leaf, axis) is not None]
         if leaf.dim is None or math.prod(x.shape[len(lead) :]) // math.prod(parts) < LEAST:
             return x
         found = x.copy()
@@ -139,6 +136,7 @@ def as_gathered(step: Any, params: Any) -> Any:
                 "data=2,fsdp=2,prefetch=1,microbatches=2",
                 "fsdp=2,tensor=2,sequence=true",
                 "fsdp=2,context=2",
+                "fsdp=2,expert=2",
                 "fsdp=2,microbatches=2,concurrent=2",
                 "pipe=2,fsdp=2,microbatches=4",
                 "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
@@ -148,16 +146,19 @@ def as_gathered(step: Any, params: Any) -> Any:
     ],
 )
 def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
-    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context)=(\d)", strategy)
-    step = jp.make_train_step(model(), SGD, f"{strategy},gather=int8", mesh=jax.devices()[: math.prod(map(int, sizes))])
-    params = first = model().unwrap(initial(model()))
-    optimizer, grads = SGD.init(first), None
+    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
+    net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
+    step = jp.make_train_step(net, SGD, f"{strategy},gather=int8", mesh=devices)
+    call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
+    first, gradient = initial(net), jax.jit(jax.grad(call))
+    params, grads = net.unwrap(first), None
+    optimizer = SGD.init(params)
     for _ in range(STEPS):
-        found = jax.device_get(gradient()(as_gathered(step, params), text()))
+        found = jax.device_get(gradient(as_gathered(step, params)))
         grads = found if grads is None else grads
         changes, optimizer = SGD.update(found, optimizer)
         params = jax.tree.map(np.add, params, jax.device_get(changes))
-    check_cell(step, model(), initial(model()), text(), STEPS, grads, params)
+    check_cell(step, net, first, text(), STEPS, grads, params)
 
 
 def test_explain_and_check_have_the_bytes() -> None:

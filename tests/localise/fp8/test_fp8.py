@@ -20,6 +20,7 @@ from jaxpar.collectives.compiling import compiler_options
 from jaxpar.inspect.check import check
 from jaxpar.inspect.compiled.cost import Costs
 from jaxpar.inspect.explain import explain
+from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets import target
 from jaxpar.layout import precision
 from jaxpar.localise.fp8 import product as fp8
@@ -293,11 +294,17 @@ def _compiled(devices: str, strategy: str) -> Any:
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("strategy", ["tensor=2", pytest.param("fsdp=2,remat=layer", marks=pytest.mark.battery)])
+@pytest.mark.parametrize(
+    "strategy", ["tensor=2", pytest.param("fsdp=2,remat=layer,gather=fp8", marks=pytest.mark.battery)]
+)
 def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     step, batch, compiled = _compiled("2xH100", f"{strategy},precision=fp8")
-    (found,) = [one for one in check(step, batch, compiled).findings if one.part == "products"]
-    assert (found.verdict, found.promised) == ("ok", found.found)
+    proof = check(step, batch, compiled)
+    assert proof.ok, proof
+    (found,) = [one for one in proof.findings if one.part == "products"]
+    assert found.promised == found.found
+    sent = Ledger.from_hlo(compiled.as_text(), step.mesh)
+    assert any(one.dtype == "uint8" for one in sent) == ("gather" in strategy)
     flops = Costs.from_hlo(compiled.as_text()).flops
     layer = 4 * CONFIG.dim**2 + 3 * CONFIG.dim * CONFIG.ffn
     again = layer - CONFIG.dim * CONFIG.ffn if "remat" in strategy else 0  # nothing reads the last product again
