@@ -1,8 +1,8 @@
 """Digests of steps, some kilobytes each, by which a step that is computed again is compared with what a run computed.
 
 Of a state there is a checksum of each leaf, over all devices, and one of each device, over all leaves: a device that
-computed something else changes its own and those of the leaves concerned. Of parameters there are norms too, which
-rounding apart are the same under every layout.
+computed something else changes its own and those of the leaves concerned. They are of one layout. The loss and the
+gradients' norm are the same under every one, rounding apart.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,9 +38,8 @@ class Digests:
 
     def __init__(self, step: TrainStep):
         self._step = step
-        self._groups: dict[str, list[int]] = {}  # parameters by names that every layout has: layers kept apart or not
-        for at, leaf in enumerate(step.layout.leaves):
-            self._groups.setdefault(re.sub(r"(?<=/)\d+(?=/|$)", "*", leaf.path), []).append(at)
+        words = lambda leaves: [replicas.checksum(raw(x)) for x in leaves]
+        self._words = jax.jit(words, out_shardings=NamedSharding(step.mesh, PartitionSpec()))
 
     @functools.cached_property
     def _state(self) -> State:
@@ -69,15 +66,14 @@ class Digests:
 
     def take(self, state: State, batch: Any, metrics: Mapping[str, jax.Array]) -> Any:
         """What `written` makes a digest of, as arrays that are not waited for; the state may be donated next."""
-        norms, words = self._jitted
         scalars = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
         names = [name_of(path) or "batch" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-        sums = zip(names, words(jax.tree.leaves(batch)), strict=True)
-        return scalars, dict(sums), self._step.checksums(state), norms(state.params)
+        sums = zip(names, self._words(jax.tree.leaves(batch)), strict=True)
+        return scalars, dict(sums), self._step.checksums(state)
 
     def written(self, number: int, taken: Any) -> dict[str, Any]:
         """The digest of step `number`, as JSON. Raises ValueError where replicas hold other bits."""
-        scalars, batch, sums, norms = jax.tree.map(np.asarray, taken)
+        scalars, batch, sums = jax.tree.map(np.asarray, taken)
         replicas.check(self._state, sums, self._step.layout.mesh, number)
         return {
             "step": number,
@@ -85,21 +81,7 @@ class Digests:
             "batch": {name: int(value) for name, value in batch.items()},
             "leaves": _combined(sums),
             "devices": _combined(sums.T),
-            "norms": dict(zip(self._groups, map(float, norms), strict=True)),
         }
-
-    @functools.cached_property
-    def _jitted(self) -> tuple[Any, Any]:
-        here = NamedSharding(self._step.layout.mesh, PartitionSpec())
-
-        def norms(params: Any) -> jax.Array:
-            leaves = [jnp.abs(x).astype(jnp.float32) for x in jax.tree.leaves(params)]
-            groups = [[jnp.square(leaves[i]).sum() for i in at] for at in self._groups.values()]
-            return jnp.sqrt(jnp.stack([jnp.stack(group).sum() for group in groups]))
-
-        everywhere = NamedSharding(self._step.mesh, PartitionSpec())
-        words = lambda leaves: [replicas.checksum(raw(x)) for x in leaves]
-        return jax.jit(norms, out_shardings=here), jax.jit(words, out_shardings=everywhere)
 
 
 def _combined(sums: np.ndarray) -> list[int]:

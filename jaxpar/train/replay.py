@@ -28,9 +28,9 @@ class Replayed:
       since: that of the checkpoint that it was computed from; 0 for the initial values.
       compared: the recorded steps that were compared, in order.
       others: what is not as it was, so that bits may be others too: {"the strategy": (then, now)}. Where nothing is,
-        bits are compared; else losses, norms of gradients and norms of parameters, up to `tolerance` of their own.
+        bits are compared; else losses and norms of gradients, up to `tolerance` of their own.
       batch: the leaves of the batch that differ.
-      scalars: "loss", "grad_norm" that differ, and under other layouts "norm of" a parameter: (then, now).
+      scalars: "loss" and "grad_norm" that differ: (then, now).
       leaves: of the state, that differ; `devices`, on which.
       tolerance: for what is compared up to rounding.
     """
@@ -107,7 +107,9 @@ def replay(trainer: Trainer, number: int) -> Replayed:
     compared: list[int] = []
 
     def compare(at: int, batch: Any, metrics: Any) -> Replayed | None:
-        """What differs at a recorded step; None where nothing does. The state of a checkpoint has no batch."""
+        """What differs at a recorded step. None where nothing can be compared: a checkpoint has no loss and no batch,
+        and its bits are of one layout.
+        """
         head, then = recorded[at]
         if at > since and head["steps"] != loop.steps:
             raise ValueError(
@@ -119,13 +121,14 @@ def replay(trainer: Trainer, number: int) -> Replayed:
         others = {
             name: (was, here.get(name, "not there")) for name, was in head["about"].items() if was != here.get(name)
         }
-        compared.append(at)
         names, devices, scalars = list[str](), list[str](), {}
         both = {
             name: (float.fromhex(then[name]), float.fromhex(now[name])) for name in ("loss", "grad_norm") if name in now
         }
+        if others and not both:
+            return None
+        compared.append(at)
         if others:
-            both |= {f"norm of {name}": (was, now["norms"].get(name, np.nan)) for name, was in then["norms"].items()}
             scalars = {name: pair for name, pair in both.items() if not np.isclose(*pair, rtol=tolerance, atol=1e-30)}
         elif head["names"] != made.names:
             raise ValueError(

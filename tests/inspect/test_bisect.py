@@ -69,6 +69,9 @@ def test_what_agrees_has_no_equation() -> None:
     found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
     assert (found.primitive, found.programs) == ("", 1)
     assert str(found) == "ddp and one device agree within 1e-05: there is no equation to name"
+    broken = jp.Model(lambda key: {"w": -jnp.ones((4, 5))}, lambda p, b, key: jnp.log(p["w"]).mean() * b["x"].mean())
+    with pytest.raises(ValueError, match=r"is not finite, which is in every cut; try step\.trace_nonfinite"):
+        jp.bisect(broken, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
     with pytest.raises(ValueError, match="compares one device with itself"):
         jp.bisect(model, None, None, {"x": rows_batch()["x"]})
 

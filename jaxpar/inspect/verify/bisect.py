@@ -91,7 +91,8 @@ def bisect(
     what sums them is named where all of these agree. Costs about log2 of the number of equations programs on each side,
     each compiled and run once, in a gradient step's memory. Communicates what these do.
 
-    Raises ValueError where the two make other programs of the loss, or a strategy takes none that is cut.
+    Raises ValueError where something is not finite, where the two make other programs of the loss, and where a strategy
+    takes none that is cut.
     """
     sides = [None if one is None else as_strategy(one) for one in (a, b)]
     if sides == [None, None]:
@@ -107,7 +108,8 @@ class _Cut:
 
     Attributes:
       seen: the equations of its program when it was last traced.
-      sizes: of every result of every equation, the dim of rows and its size for one row; None where there is none.
+      sizes: of every result of every equation, the dim of rows and its size for one row; None where it has no such dim,
+        or is no floating-point number.
     """
 
     def __init__(self, model: Model):
@@ -147,8 +149,8 @@ class _Cut:
             value, *new = value
         value = value[0] if isinstance(value, tuple) else value
         total = value.total if isinstance(value, Mean) else value
-        assert cut.rows, "no value with rows is alive"
-        found = Mean(cut.number + 0 * jnp.asarray(total, jnp.float32), jnp.float32(cut.rows))
+        # Before the first of them there is nothing to compare, and the number is 0 on both sides.
+        found = Mean(cut.number + 0 * jnp.asarray(total, jnp.float32), jnp.float32(max(cut.rows, 1)))
         return (found, *new) if self.inner.stateful else found
 
 
@@ -185,7 +187,7 @@ class _Run:
             env.update(zip(eqn.outvars, outs, strict=True))
             if not cast and number == stop and (at or len(self.site) == 1):
                 for v, known in sizes.items():
-                    if known is not None and last.get(v, -1) > i and jnp.issubdtype(v.aval.dtype, jnp.floating):
+                    if known is not None and last.get(v, -1) > i:
                         self.add(env[v], *known)
         return list(map(read, outvars))
 
@@ -247,7 +249,8 @@ class _Search:
             self.grows.update(zip(x.outvars, found, strict=True))
             if x.primitive.name not in _CASTS:
                 number += 1
-                self.cut.sizes[*at, number] = found
+                floats = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in x.outvars]
+                self.cut.sizes[*at, number] = [of if known else None for of, known in zip(found, floats, strict=True)]
 
     def found(self) -> Bisected:
         """The equation; the sides have no names yet."""
@@ -310,8 +313,10 @@ class _Search:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say of the loss has been said of it
                 (loss, grads), (other, others) = (self.ran(side) for side in self.sides)
+            if not all(np.isfinite(x).all() for x in (loss, other, *jax.tree.leaves((grads, others)))):
+                raise ValueError("a loss or gradient is not finite, which is in every cut; try step.trace_nonfinite")
             error = abs(loss - other) / max(abs(other), 1e-30)
-            self.told[site] = "the value", error if np.isfinite(error) else np.inf, False
+            self.told[site] = "the value", error, False
             worst = max(differences("gradient", grads, others), key=lambda d: d.error)
             if error <= self.tolerance < worst.error:
                 self.told[site] = f"the gradient of {worst.path}", worst.error, True

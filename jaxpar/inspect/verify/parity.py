@@ -80,10 +80,9 @@ def verify(
     mesh: Mesh | Sequence[jax.Device] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     progress: bool | None = None,
+    equation: bool = True,
 ) -> Report:
     """Compare a strategy with one device: loss, every gradient leaf, and parameters after some steps.
-
-    Where they differ, `jp.bisect` finds the equation, with which the report ends: about twenty programs more.
 
     The one device sees the same global batch, plainly: no jaxpar machinery beyond the model; where the loss draws
     random numbers, block by block with the blocks' keys.
@@ -94,6 +93,7 @@ def verify(
       key: the key of the initial values; `jax.random.key(0)` if None.
       optimizer: what takes the steps; SGD with momentum if None. (Adam would hide a wrong scale of the gradients in
         the parameters; the gradients are compared beside them, whatever the optimizer.)
+      equation: where they differ, find the equation (`jp.bisect`), with which the report ends: some twenty programs.
       progress: whether to show on standard error what runs; None: if that is a terminal.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -144,7 +144,7 @@ def verify(
         close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
         ok = close and all(d.error <= tolerance for d in found)
         where: Bisected | str | None = None
-        if not ok:
+        if equation and not ok:
             shown(f"{name}: which equation differs")
             try:
                 where = bisect(model, name, None, batch, mesh, key)
