@@ -87,10 +87,7 @@ class UpdateProgram:
     @property
     def leaves(self) -> dict[int, frozenset[int]]:
         """The leaves that are multiplied or factorised, and along which dims."""
-        found: dict[int, frozenset[int]] = {}
-        for dims in self.products:
-            found.update((i, found.get(i, frozenset()) | at) for i, at in dims.items())
-        return found
+        return {i: frozenset().union(*(at.get(i, ()) for at in self.products)) for dims in self.products for i in dims}
 
     @property
     def factors(self) -> bool:

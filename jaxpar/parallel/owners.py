@@ -145,10 +145,12 @@ class Dealer(NamedTuple):
             region = region_of(program, leaf, self.leaves[leaf].shape)
             if isinstance(region, str):
                 notes[self.leaves[leaf].path] = region
-            elif same := next((one for one in alike if not region.batch and self._same(one[0], region)), None):
-                same.append(region)
-            else:
+                continue
+            same = (one for one in alike if self.rest[one[0].leaf] == self.rest[leaf] and one[0].alike(region))
+            if (others := None if region.batch else next(same, None)) is None:
                 alike.append([region])
+            else:
+                others.append(region)
         pools: dict[Any, list[Kind]] = {}
         for regions in alike:
             rest, batch = self.rest[regions[0].leaf], regions[0].batch
@@ -185,10 +187,6 @@ class Dealer(NamedTuple):
 
     def _parts(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
-
-    def _same(self, one: Region, region: Region) -> bool:
-        """Whether two leaves lie alike, and have one program."""
-        return self.rest[one.leaf] == self.rest[region.leaf] and one.alike(region)
 
     def _kind(self, regions: Sequence[Region], axes: tuple[str, ...]) -> Kind | None:
         """A stack, or leaves of one shape; None where the program of one matrix is not known."""

@@ -16,7 +16,7 @@ import yaml
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
-from jaxpar.cli.options import TrainOptions, model_of, optimizer_of, units_of
+from jaxpar.cli.options import CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, units_of
 from jaxpar.inspect.targets.devices import peak_flops
 from jaxpar.models import named
 from jaxpar.train.recorder import read
@@ -240,7 +240,11 @@ def test_flops_and_peaks_make_the_mfu() -> None:
 
 
 def test_muon_takes_the_hidden_matrices() -> None:
-    """Its state has momenta of these alone, and all else is AdamW's."""
+    """Its state has momenta of these alone, and all else is AdamW's. `explain` and `check` refused the option."""
+    from jaxpar.cli.commands import _parse
+
+    for command, options in {"explain": ExplainOptions, "check": CheckOptions}.items():
+        assert _parse(options, command, ["--optimizer", "muon"]).optimizer == "muon"
     model = named("llama-tiny")
     options = TrainOptions(model="llama-tiny", optimizer="muon")
     tx = optimizer_of(options, model.model, model.example(1, 8))

@@ -242,6 +242,8 @@ PAIRS = [
     ("pipe=2,fsdp=4,microbatches=3", 8, "zero1", 6),
     ("zero1", 6, "ddp", 2),
     ("ddp", 2, "fsdp", 6),
+    ("fsdp", 6, "pipe=4,microbatches=3", 4),
+    ("pipe=4,microbatches=3", 4, "fsdp", 6),
 ]
 
 

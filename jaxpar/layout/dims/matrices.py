@@ -265,18 +265,18 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
       factors: whether it keeps factors of them, as Shampoo does, which is meant for embeddings and heads too.
     """
     found, stacks = _by_program(loss, dict(leaves)), layer_dims(leaves, looks_stacked(leaves))
-    shown = lambda paths: few([f"{path} {list(found[path].shape)}" for path in paths])
     layers = lambda path: {*found[path].batch, *([stacks[path]] if path in stacks else [])}
     mixed = [path for path, dims in multiplied.items() if not dims.isdisjoint(layers(path))]
     others = [path for path, dims in multiplied.items() if dims and path not in mixed and not found[path].output]
     missed = [path for path, dims in multiplied.items() if not dims and found[path].output]
     if not mixed and (factors or not others):
         return None
-    wrong = [
-        *([f"layers of a stack with one another, as if they were rows of a matrix: {shown(mixed)}"] if mixed else []),
-        *([f"what is no hidden matrix: {shown(others)}"] if others else []),
-        *([f"nothing of {shown(missed)}"] if missed else []),
-    ]
+    said = {
+        "layers of a stack with one another, as if they were rows of a matrix:": mixed,
+        "what is no hidden matrix:": others,
+        "nothing of": missed,
+    }
+    wrong = (f"{what} {few([f'{p} {list(found[p].shape)}' for p in paths])}" for what, paths in said.items() if paths)
     return (
         f"the optimizer multiplies {'; '.join(wrong)}. Say which dims are of matrices: optax.contrib.muon(..., "
         "muon_weight_dimension_numbers=jp.matrices(model, batch))"
