@@ -1,11 +1,11 @@
 """Which keys a mask lets a query see, read from the program that makes it: by positions and ids, never by trial.
 
-A value of the mask's program is a number, a position, an id, or a choice between two numbers by what is `Seen`. Query i
-sees key j where `least <= i - j <= most` and where all ids are equal: causal is `least` 0, a window of w `most` w - 1.
+A value of the mask's program is a number, a position, an id, or a table: what it is for each distance i - j of a query
+and a key, where their ids are equal and where they are not. What an equation makes of tables is computed for all
+distances. So a mask of [T, S] is known by 2 (T + S) numbers, whatever its program does with them.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,75 +80,36 @@ class Ids:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Where `least <= i - j <= most`, and the ids of query and key are equal; or at `fewer` keys yet."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    ids: frozenset[Ids] = frozenset()
-    fewer: bool = False
-
-    def __and__(self, other: "Seen") -> "Seen":
-        ids, fewer = self.ids | other.ids, self.fewer or other.fewer
-        return Seen(max(self.least, other.least), min(self.most, other.most), ids, fewer)
-
-    def complement(self, eqn: Any) -> "Seen":
-        """Where not; raises Hindered where that is not of this form."""
-        match (self.least > -math.inf, self.most < math.inf, bool(self.ids) or self.fewer):
-            case (True, False, False):
-                return Seen(most=self.least - 1)
-            case (False, True, False):
-                return Seen(least=self.most + 1)
-        raise Hindered(eqn, "hides keys on two sides, or by equal ids")
-
-    def moved(self, by: int) -> "Seen":
-        """Of queries and keys that are counted from others, so that i - j is less by a number."""
-        return replace(self, least=self.least - by, most=self.most - by)
-
-    def options(self, t: int, s: int, eqn: Any) -> tuple[bool, int | None, tuple[Any, ...]]:
-        """`causal`, `window` and the segment ids of `jp.attention` for t queries and s keys. Raises Hindered."""
-        if self.fewer:
-            raise Hindered(eqn, "hides keys by what is no function of positions and no ids of queries and keys")
-        least = -math.inf if self.least <= 1 - s else self.least
-        most = math.inf if self.most >= t - 1 else self.most
-        if least not in (-math.inf, 0) or (most < math.inf and (least != 0 or most < 0)):
-            raise Hindered(eqn, f"lets query i see keys from i - {most:g} to i - {least:g}")
-        if (self.ids or least == 0) and t != s:
-            raise Hindered(eqn, f"hides keys of {t} queries and {s} keys")
-        if len(self.ids) > 1:
-            raise Hindered(eqn, "compares two kinds of ids")
-        return least == 0, None if most == math.inf else int(most) + 1, tuple(x.atom for x in self.ids)
-
-
-ALL = Seen()
-
-
-@dataclass(frozen=True)
 class Constant:
     """The same everywhere."""
 
-    value: float
+    value: Any
 
 
 @dataclass(frozen=True)
-class Linear:
-    """i times the query's position, j times the key's, and a number."""
+class Place:
+    """The position of a query ("t") or a key ("s"), and a number."""
 
-    i: float
-    j: float
+    side: str
     plus: float
 
 
-@dataclass(frozen=True)
-class Either:
-    """`yes` where seen, `no` elsewhere."""
+@dataclass(frozen=True, eq=False)
+class Table:
+    """By distance, [2, T + S - 1]: where ids are not equal and where they are; i - j from 1 - S on.
 
-    seen: Seen
-    yes: float
-    no: float
+    Attributes:
+      values: what it is.
+      known: where that is known.
+      ids: those that are compared; none where both rows are one.
+    """
+
+    values: np.ndarray
+    known: np.ndarray
+    ids: frozenset[Ids] = frozenset()
 
 
-Value = Constant | Linear | Either | Ids
+Value = Constant | Place | Table | Ids
 
 
 def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
@@ -174,7 +135,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
     if (eqn := scope.made(atom)) is not None:
         try:
             value = _of_equation(eqn, labels, scope)
-            if isinstance(value, Linear) and atom.aval.dtype.name not in _COUNTS:
+            if isinstance(value, Place) and atom.aval.dtype.name not in _COUNTS:
                 raise Hindered(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
             return value
         except Hindered:
@@ -197,27 +158,28 @@ def _is_ids(atom: Any, labels: Labels) -> bool:
 
 
 def _of_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
-    """Of an array that is there: a number, positions, or one of two numbers by a band of positions."""
-    values = np.unique(array)
-    if len(values) == 1:
-        return Constant(values[0].item())
+    """Of an array that is there: a number, positions, or a table by distance."""
+    if array.size and (array == array.flat[0]).all():
+        return Constant(array.flat[0])
     square, wide = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
     if wide in (["t"], ["s"]) and (square == square[0] + np.arange(len(square))).all():
-        return _counted(wide[0], square[0].item())
-    if wide == ["t", "s"] and len(values) == 2:
-        away = np.arange(square.shape[0])[:, None] - np.arange(square.shape[1])
-        for yes, no in (values, values[::-1]):
-            of = away[square == yes]
-            band = (away >= of.min()) & (away <= of.max())
-            if (band == (square == yes)).all():
-                least = -math.inf if of.min() == away.min() else of.min().item()
-                most = math.inf if of.max() == away.max() else of.max().item()
-                return Either(Seen(least, most), yes.item(), no.item())
+        return Place(wide[0], square[0].item())
+    if wide == ["t", "s"] and (square[1:, 1:] == square[:-1, :-1]).all():
+        return _table(np.concatenate([square[0, :0:-1], square[:, 0]]))
     raise Hindered(reader, f"takes an array {list(array.shape)} that is no band of positions")
 
 
-def _counted(side: str, plus: float) -> Linear:
-    return Linear(1, 0, plus) if side == "t" else Linear(0, 1, plus)
+def _table(values: np.ndarray, ids: frozenset[Ids] = frozenset()) -> Table:
+    both = np.broadcast_to(values, (2, values.shape[-1]))
+    return Table(both, np.ones(both.shape, bool), ids)
+
+
+def _distances(eqn: Any, labels: Labels) -> np.ndarray:
+    """Of the result of an equation along queries and keys."""
+    size = {x: n for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if x in ("t", "s")}
+    if len(size) != 2:
+        raise Hindered(eqn, f"computes {eqn.primitive.name} of positions or ids")
+    return np.arange(1 - size["s"], size["t"])
 
 
 def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
@@ -228,7 +190,7 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     if name == "iota":
         side = labels[params["dimension"]]
         if side in ("t", "s"):
-            return _counted(side, 0)
+            return Place(side, 0)
         if side is None:
             return Constant(0)
     elif name == "broadcast_in_dim":
@@ -245,178 +207,91 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     elif name in ("slice", "dynamic_slice"):
         starts = params.get("start_indices") or [number_of(of(x, ()), eqn) for x in ins[1:]]
         if name == "dynamic_slice" or not params["strides"] or set(params["strides"]) == {1}:
+            whole = dict(zip(labels, ins[0].aval.shape, strict=True))
             first = {x: int(n) for x, n in zip(labels, starts, strict=True) if x is not None}
-            return _sliced(of(ins[0], labels), first.get("t", 0), first.get("s", 0), eqn)
-    elif name == "convert_element_type":
-        return _each(np.dtype(params["new_dtype"]).type, of(ins[0], labels), eqn)
-    elif name == "name" or (known.elementwise and known.view):
+            return _sliced(of(ins[0], labels), first, whole, eqn, labels)
+    elif name == "name" or (known.elementwise and known.view and name != "convert_element_type"):
         return of(ins[0], labels)
-    elif name in _ALONE:
-        return _each(_ALONE[name], same(ins[0]), eqn)
-    elif name in _TOGETHER:
-        return _together(name, [lambda x=x: same(x) for x in ins], eqn)
-    elif name == "select_n" and len(ins) == 3:
-        return _chosen(same(ins[0]), same(ins[1]), same(ins[2]), eqn)
+    elif name in _FUNCTIONS:
+        return _elementwise(eqn, [lambda x=x: same(x) for x in ins], labels)
     raise Hindered(eqn, f"computes {name} of positions or ids")
 
 
-def _sliced(value: Value, t: int, s: int, eqn: Any) -> Value:
+def _sliced(value: Value, first: Mapping[Any, int], whole: Mapping[Any, int], eqn: Any, labels: Labels) -> Value:
     match value:
         case Constant():
             return value
-        case Linear(i, j, plus):
-            return Linear(i, j, plus + i * t + j * s)
-        case Either(seen, yes, no) if not seen.ids:
-            return Either(seen.moved(t - s), yes, no)
+        case Place(side, plus):
+            return Place(side, plus + first.get(side, 0))
+        case Table(values, known, ids) if not ids:
+            at = _distances(eqn, labels) + first["t"] - first["s"] + whole["s"] - 1
+            return Table(values[:, at], known[:, at])
     raise Hindered(eqn, "cuts ids")
 
 
-def _each(of: Callable[[Any], Any], value: Value, eqn: Any) -> Value:
-    match value:
-        case Constant(x):
-            return Constant(_plain(of(x)))
-        case Either(seen, yes, no):
-            return Either(seen, _plain(of(yes)), _plain(of(no)))
-    if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.number):
-        return value
-    raise Hindered(eqn, f"computes {eqn.primitive.name} of positions or ids")
-
-
-def _plain(x: Any) -> Any:
-    return x.item() if isinstance(x, np.generic) else x
-
-
-def _together(name: str, operands: Sequence[Callable[[], Value]], eqn: Any) -> Value:
-    """Of two operands, one of which need not show where the other decides: keys that a mask hides stay hidden."""
-    found: list[Value | Hindered] = []
+def _elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labels) -> Value:
+    """Of an elementwise equation, one of whose operands need not show where the others decide."""
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    found: list[Value] = []
+    hindered: list[Hindered] = []
     for of in operands:
         try:
             found.append(of())
         except Hindered as why:
-            found.append(why)
-    a, b = found
-    match (a, b) if isinstance(b, Hindered) else (b, a):
-        case Either(seen, yes, no), Hindered() if eqn.outvars[0].aval.dtype == bool and no == {"and": 0, "or": 1}.get(
-            name
-        ):
-            return Either(replace(seen, fewer=True), yes, no)
-        case _, Hindered() as why:
-            raise why
-    return _both(name, a, b, eqn)  # type: ignore[arg-type]
-
-
-def _both(name: str, a: Value, b: Value, eqn: Any) -> Value:
-    """Of two operands. Raises Hindered."""
-    of = _TOGETHER[name]
-    match a, b:
-        case Constant(x), Constant(y):
-            return Constant(of(x, y))
-        case Either(seen, yes, no), Constant(y):
-            return Either(seen, of(yes, y), of(no, y))
-        case Constant(x), Either(seen, yes, no):
-            return Either(seen, of(x, yes), of(x, no))
-        case Either(), Either():
-            both, first, second, none = (of(x, y) for x in (a.yes, a.no) for y in (b.yes, b.no))
-            return _by_two(a.seen, b.seen, both, first, second, none, eqn)
-        case Ids(root, _, side), Ids(other, _, far) if root == other and {side, far} == {"t", "s"}:
+            hindered.append(why)
+    if hindered:  # keys that a mask hides stay hidden
+        decides = {"and": False, "or": True}.get(name) if dtype.name == "bool" else None
+        match found:
+            case [Table(values, known, ids)] if decides is not None:
+                return Table(values, known & (values == decides), ids)
+        raise hindered[0]
+    compute = np.errstate(all="ignore")(lambda *values: np.asarray(_FUNCTIONS[name](*values)).astype(dtype))
+    match found:
+        case [Place() as place] if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.number):
+            return place
+        case [Place(side, x), Constant(y)] if name in ("add", "sub"):
+            return Place(side, x + y if name == "add" else x - y)
+        case [Constant(1), Place() as place] | [Place() as place, Constant(1)] if name == "mul":
+            return place
+        case [Constant(x), Place(side, y)] if name == "add":
+            return Place(side, x + y)
+        case [Place(side, x), Place(other, y)] if {side, other} == {"t", "s"} and (name == "sub" or name in _COMPARED):
+            away = _distances(eqn, labels)
+            return _table(compute((away if side == "t" else -away) + (x - y), 0))
+        case [Ids(root, _, side) as a, Ids(other, _, far) as b] if root == other and {side, far} == {"t", "s"}:
             if name in ("eq", "ne"):
-                seen = Seen(ids=frozenset([a if side == "t" else b]))
-                return Either(seen, name == "eq", name != "eq")
-        case ((Linear() | Constant()), (Linear() | Constant())):
-            (i, j, x), (k, l, y) = _terms(a), _terms(b)
-            if name in ("add", "sub"):
-                sign = 1 if name == "add" else -1
-                return Linear(i + sign * k, j + sign * l, x + sign * y)
-            if name == "mul" and (isinstance(a, Constant) or isinstance(b, Constant)):
-                by = x if isinstance(a, Constant) else y
-                return Linear(*(by * z for z in (_terms(b) if isinstance(a, Constant) else _terms(a))))
-            if name in _COMPARED:
-                return _compared(name, i - k, j - l, x - y, eqn)
+                rows = np.array([[name == "ne"], [name == "eq"]])
+                return _table(rows.repeat(len(_distances(eqn, labels)), 1), frozenset([a if side == "t" else b]))
+        case _ if (numbers := [x for x in found if isinstance(x, Constant | Table)]) == found:
+            tables = [x for x in numbers if isinstance(x, Table)]
+            ids = frozenset[Ids]().union(*(x.ids for x in tables))
+            if len(ids) > 1:
+                raise Hindered(eqn, "compares two kinds of ids")
+            values = compute(*(x.values if isinstance(x, Table) else x.value for x in numbers))
+            return Table(values, np.all([x.known for x in tables], 0), ids) if tables else Constant(values[()])
     raise Hindered(eqn, f"computes {name} of what is no position, or of ids that are not the same")
-
-
-def _terms(value: Any) -> tuple[float, float, float]:
-    return (0, 0, value.value) if isinstance(value, Constant) else (value.i, value.j, value.plus)
-
-
-def _compared(name: str, i: float, j: float, plus: float, eqn: Any) -> Value:
-    """Whether i times the query's position, j times the key's, and a number compare so to nought."""
-    if i == -1 and j == 1:
-        name, i, j, plus = _FLIPPED.get(name, name), 1, -1, -plus
-    if (i, j) == (0, 0):
-        return Constant(_COMPARED[name](plus, 0))
-    if (i, j) != (1, -1):
-        raise Hindered(eqn, f"compares {i:g} times the query's position and {j:g} times the key's")
-    least = {"ge": math.ceil(-plus), "gt": math.floor(-plus) + 1, "eq": -plus, "ne": -plus}.get(name, -math.inf)
-    most = {"le": math.floor(-plus), "lt": math.ceil(-plus) - 1, "eq": -plus, "ne": -plus}.get(name, math.inf)
-    return Either(Seen(least, most), name != "ne", name == "ne")
-
-
-def _chosen(which: Value, no: Value, yes: Value, eqn: Any) -> Value:
-    """`select_n` of two cases."""
-    match which:
-        case Constant(x):
-            return yes if x else no
-        case Either(seen, 1, 0):
-            pass
-        case Either(seen, 0, 1):
-            yes, no = no, yes
-        case _:
-            raise Hindered(eqn, "chooses by what is no comparison of positions or ids")
-    match yes, no:
-        case Constant(x), Constant(y):
-            return Either(seen, x, y)
-        case Either(also, x, y), Constant(z):
-            return _by_two(seen, also, x, y, z, z, eqn)
-        case Constant(z), Either(also, x, y):
-            return _by_two(seen, also, z, z, x, y, eqn)
-    raise Hindered(eqn, "chooses between more than two numbers")
-
-
-def _by_two(a: Seen, b: Seen, both: float, first: float, second: float, none: float, eqn: Any) -> Either:
-    """What is `both` where a and b see, `first` where a alone does, and so on: a choice where three of the four are
-    one, or hide alike.
-    """
-    if first == second == none or (both == 0 and max(first, second, none) <= HIDING):
-        return Either(a & b, both, max(first, second, none))
-    if a.fewer or b.fewer:
-        raise Hindered(eqn, "has more than two values")
-    if both == first and second == none:
-        return Either(a, both, none)
-    if both == second and first == none:
-        return Either(b, both, none)
-    if a == b:
-        return Either(a, both, none)
-    if both == second == none:
-        return Either(a & b.complement(eqn), first, none)
-    if both == first == none:
-        return Either(b & a.complement(eqn), second, none)
-    if both == first == second:
-        return Either(a.complement(eqn) & b.complement(eqn), none, both)
-    raise Hindered(eqn, "has more than two values")
 
 
 _COUNTS = ("int32", "int64", "float32", "float64")  # that have every position, and every distance
 HIDING = -1e4  # what is added to a score so that its weight is nothing: exp underflows, whatever other scores are
-_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")
-}
-_FLIPPED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
-_TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "max": max,
-    "min": min,
-    "and": operator.and_,
-    "or": operator.or_,
+_COMPARED = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_COMPARED,
-}
-_ALONE: dict[str, Callable[[Any], Any]] = {
-    "neg": operator.neg,
-    "not": lambda x: not x,
-    "log": lambda x: math.log(x) if x else -math.inf,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "neg": np.negative,
+    "abs": np.abs,
+    "not": np.invert,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+    "convert_element_type": lambda x: x,
 }

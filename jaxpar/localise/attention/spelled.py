@@ -20,12 +20,13 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 
 from ...ops.attention import attention
 from ...program import jaxpr as jx
 from ...program import primitives
 from ...program.walk import CALLS, CUSTOM, called
-from .hidden import ALL, HIDING, Constant, Either, Hindered, Scope, Seen, describe, number_of
+from .hidden import HIDING, Constant, Hindered, Scope, Table, describe, number_of
 from .replayed import replayed
 from .softmax import Dim, Names, Weights, chain_to, moved, moves, weights_of
 
@@ -170,7 +171,7 @@ class _Scores:
     names: Names
     scope: Scope
     scale: float = 1.0
-    seen: Seen = ALL
+    hidden: Table | None = None  # which keys are, as far as that is known
     hiding: list[float] = field(default_factory=list)  # what is added to scores of hidden keys, or put in their place
     replayed: Hindered | None = None  # the first that is no part of `jp.attention`
     others: bool = False  # whether what is replayed may hide keys that are seen
@@ -189,22 +190,38 @@ class _Scores:
             others = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x) and x.aval.shape]
             self.others = self.others or bool(others)
             if eqn.primitive.name not in ("add", "sub") or max(self.hiding, default=0) > -math.inf:
-                self.seen, self.hiding = ALL, []  # a bias that is added leaves what is hidden without end
+                self.hidden, self.hiding = None, []  # a bias that is added leaves what is hidden without end
 
     def options(self, t: int, s: int, eqn: Any, *others: Hindered) -> tuple[bool, int | None, tuple[Any, ...]]:
-        """`causal`, `window` and the segment ids of `jp.attention`. Raises Hindered."""
+        """`causal`, `window` and the segment ids of `jp.attention` for t queries and s keys. Raises Hindered."""
         for why in (self.replayed, *others):
             if why is not None:
                 raise why
         if any(by > HIDING for by in self.hiding):
             raise Hindered(eqn, f"hides keys by {max(self.hiding):g}, which is above {HIDING:g}")
-        return self.seen.options(t, s, eqn)
+        if self.hidden is None:
+            return False, None, ()
+        (apart, alike), ids = self.hidden.values, self.hidden.ids
+        if not self.hidden.known.all() or (ids and not apart.all()):
+            raise Hindered(eqn, "hides keys by what is no function of positions and no ids of queries and keys")
+        away = np.arange(1 - s, t)[~alike].tolist()
+        if not away or away[-1] - away[0] >= len(away):
+            raise Hindered(eqn, "hides keys between others that a query sees")
+        least, most = (-math.inf if away[0] == 1 - s else away[0]), (math.inf if away[-1] == t - 1 else away[-1])
+        if least not in (-math.inf, 0) or (most < math.inf and least != 0):
+            raise Hindered(eqn, f"lets query i see keys from i - {most:g} to i - {least:g}")
+        if (ids or least == 0) and t != s:
+            raise Hindered(eqn, f"hides keys of {t} queries and {s} keys")
+        return least == 0, None if away[-1] == t - 1 else away[-1] + 1, tuple(x.atom for x in ids)
 
     def causal(self) -> bool:
         """Whether no later key than a query's own counts, and the weights of others are the same without it."""
-        exactly = not self.others and not self.seen.fewer and self.seen.least <= 0 <= self.seen.most
-        most = max(self.hiding, default=0)
-        return self.seen.least >= 0 and most <= HIDING and (exactly or most == -math.inf)
+        if self.hidden is None:
+            return False
+        own, most = self.hidden.values.shape[1] // 2, max(self.hiding)
+        exactly = not self.others and self.hidden.known.all() and not self.hidden.values[1, own]
+        later = (self.hidden.values & self.hidden.known)[:, :own].all()
+        return bool(later and most <= HIDING and (exactly or most == -math.inf))
 
     def _scaled_or_hidden(self, eqn: Any, operand: int) -> None:
         name, other = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
@@ -213,20 +230,24 @@ class _Scores:
             by = by if name == "mul" else 1 / by
             if by <= 0:
                 raise Hindered(eqn, f"scales scores by {by:g}")
-            self.scale, self.hiding = self.scale * by, [x * by for x in self.hiding]
+            self.scale, self.hiding = self.scale * float(by), [x * by for x in self.hiding]
         elif name in ("add", "sub"):
             match self._of(other, eqn):
                 case Constant(_):  # of which a softmax knows nothing
                     pass
-                case Either(seen, yes, no):
-                    self._hide(seen, no - yes if name == "add" else yes - no)
+                case Table(values, known, ids) if known.all():
+                    values = values.astype(float) * (1 if name == "add" else -1)
+                    hidden = values < values.max()
+                    by = np.max(values - values.max(), where=hidden, initial=-math.inf)
+                    if by > HIDING:
+                        raise Hindered(eqn, "adds a bias to scores")
+                    self._hide(Table(hidden, known, ids), by, eqn)
                 case _:
                     raise Hindered(eqn, "adds a bias to scores")
         elif name == "select_n":
             match self._of(eqn.invars[0], eqn):
-                case Either(seen, yes, no) if {yes, no} == {0, 1}:
-                    seen = seen if yes == operand - 1 else seen.complement(eqn)
-                    self._hide(seen, self.put(eqn, operand))
+                case Table(values, known, ids):
+                    self._hide(Table(values != operand - 1, known, ids), self.put(eqn, operand), eqn)
                 case _:
                     raise Hindered(eqn, "chooses scores by what is no function of positions or ids")
         else:
@@ -236,8 +257,14 @@ class _Scores:
         """What a choice between an operand and a number takes for that. Raises Hindered."""
         return number_of(self._of(eqn.invars[3 - operand], eqn), eqn)
 
-    def _hide(self, seen: Seen, by: float) -> None:
-        self.seen, self.hiding = self.seen & seen, [*self.hiding, by]
+    def _hide(self, keys: Table, by: float, eqn: Any) -> None:
+        if self.hidden is not None:
+            before, ids = self.hidden, self.hidden.ids | keys.ids
+            if len(ids) > 1:
+                raise Hindered(eqn, "compares two kinds of ids")
+            values = (before.values & before.known) | (keys.values & keys.known)
+            keys = Table(values, values | (before.known & keys.known), ids)
+        self.hidden, self.hiding = keys, [*self.hiding, by]
 
     def _of(self, atom: Any, eqn: Any) -> Any:
         label = lambda dims: (dims[0].name if dims[0].name in ("t", "s") and len(dims) == 1 else "b") if dims else None

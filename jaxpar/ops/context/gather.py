@@ -28,7 +28,6 @@ def gather_attention(
     causal: bool,
     window: int | None = None,
     mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     scale: float | None = None,
@@ -48,8 +47,6 @@ def gather_attention(
       window: position i sees keys i - window + 1 to i only; needs `causal`.
       mask: bool [b or 1, hq or 1, t/c or 1, s or 1], True where a query may see a key: this rank's queries, in the
         order in which it holds them, and all keys in the user's order, whatever `order` is.
-      bias: float, shape as of the mask, added to the scaled scores; it is differentiated. Scores are then held, for one
-        call: float32 [b, hq, t/c, s].
       segment_ids: int [b, t/c]; a query sees keys of its own id only.
       kv_segment_ids: int [b, s/c], of the keys; `segment_ids` if None.
       scale: a number; 1 / sqrt(d) if None.
@@ -63,7 +60,7 @@ def gather_attention(
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
-    if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is bias is None:
+    if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
         return by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
     c = count(axis)
@@ -76,13 +73,6 @@ def gather_attention(
         i, j = positions(q.shape[1], axis, order)[:, None], jnp.arange(keys.shape[1])
         seen = (j <= i) if window is None else (j <= i) & (j > i - window)
         mask = seen[None, None] if mask is None else mask & seen
-    if bias is not None:  # by XLA: cuDNN has no gradient of most biases
-        if segment_ids is not None and kv_segment_ids is not None:
-            alike = segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
-            mask = alike if mask is None else mask & alike
-        call = functools.partial(jax.nn.dot_product_attention, mask=mask, scale=scale, implementation="xla")
-        out = jax.checkpoint(lambda q, k, v, bias: call(q, k, v, bias=bias))(q, keys, values, bias)
-        return out if mask is None else jnp.where(jnp.swapaxes(mask.any(-1), 1, 2)[..., None], out, 0)
     among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
     return among(q, keys, values, causal=False, mask=mask, scale=scale)
 

@@ -33,7 +33,21 @@ FIRST = (
     ("decays", "context=4,data=2"),
     ("picked", "context=4,fsdp=2,zero=1"),
 )
-SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "packed_window", "spelled_out", "decays")
+SCANNED = (
+    "llama_gqa",
+    "gpt2",
+    "alibi",
+    "t5",
+    "window",
+    "packed",
+    "mixture",
+    "packed_window",
+    "spelled_out",
+    "decays",
+    "padded",
+    "capped",
+    "sinks",
+)
 EVERYWHERE = (
     *SCANNED[:6],
     "encoder_decoder",
