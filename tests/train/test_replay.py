@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from test_trainer import batches, trainer
 
 import jaxpar as jp
+from jaxpar.cli import main
 from jaxpar.train.digests import digests_of
 from jaxpar.train.recorder import read
 
@@ -103,6 +104,18 @@ def test_a_run_that_is_resumed_has_each_digest_once(recorded: Path, tmp_path: Pa
 def test_recording_changes_no_program(tmp_path: Path) -> None:
     texts = {run(tmp_path / str(record), record=record, steps=2).compiled.as_text() for record in (2, None)}
     assert len(texts) == 1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=2,ffn=32"
+    words = "--steps 2 --record 1 --length 8 --rows 8 --evaluate-batches 1 --sample 0 --quiet --strategy fsdp"
+    main(["train", "--model", model, "--out", str(tmp_path / "run"), *words.split()])
+    main(["replay", str(tmp_path / "run"), "--step", "2", "--rotate", "1"])
+    assert "step 2, computed again from the initial values, is the same to the bit: loss" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ends:
+        main(["replay", str(tmp_path / "run"), "--step", "3"])
+    assert ends.value.code == 2
+    assert "step 3 was not recorded; use one that was, such as 2, 1" in capsys.readouterr().err
 
 
 # -- bits that are flipped ---------------------------------------------------------------------------------------------
