@@ -36,6 +36,7 @@ _CHOICES = {
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
     "prefetch": ("auto",),
+    "sync": ("microbatch", "step"),
     "kernels": ("own", "fused"),
 }
 _OTHERS = {  # what a choice may be besides
@@ -117,7 +118,9 @@ class Strategy:
         one chunk. "auto" is 1 with several microbatches that ZeRO shards across hosts, and no pipeline: of one
         microbatch XLA's GPU compiler moves collectives over the iterations by itself, and within a host they hide in
         their own.
-
+      sync: when `zero=3` reduces the gradients of a layer: of every "microbatch", in its backward; or once a "step", of
+        whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
+        section 3.3.4). `zero=1` and 2 differ by just that.
       kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
         keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
         Ranks of `context` take it so anyway, unless `attention` is "gather".
@@ -155,6 +158,7 @@ class Strategy:
     offload: str = "none"
     logits: str | int = "auto"
     prefetch: str | int = "auto"
+    sync: str = "microbatch"
     kernels: str = "own"
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
@@ -228,6 +232,11 @@ class Strategy:
         if self.prefetch == 1 and self.server:
             why = "a server has no shards; use prefetch=0, or leave it out"
             raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {why}")
+        if self.sync == "step" and (self.zero != 3 or self.fsdp == 1 or self.rule or self.server):
+            raise ValueError(
+                f"sync='step' with {self._text(skip='sync') or 'data=1'}: it accumulates whole gradients of what "
+                "zero=3 shards over fsdp; give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)"
+            )
         if not isinstance(self.budget, str) or (self.budget and amount(self.budget, "B") and self.remat != "auto"):
             raise ValueError(
                 f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"

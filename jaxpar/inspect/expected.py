@@ -20,8 +20,6 @@ import jax.numpy as jnp
 from ..layout.leaves import Leaf
 from ..parallel import DDP, Sent, rule_of
 from ..parallel.flat.stages import used as used_by
-from ..parallel.fsdp import ZERO3
-from ..parallel.zero import ZERO2
 from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
@@ -75,7 +73,7 @@ def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
     ranks, rule = schedule.ranks, rule_of(step.strategy)
     for sharded, dtype, only in (
         ("params" in rule.sharded, step.policy.computed, False),
-        (rule in (ZERO2, ZERO3), step.policy.reduced, True),
+        (rule.at_once, step.policy.reduced, True),
     ):
         most: dict[str, int] = {}
         for some in used_by(traced.program, schedule):

@@ -9,7 +9,7 @@ from .contract import Times as Times
 from .contract import Use as Use
 from .contract import Uses as Uses
 from .ddp import DDP as DDP
-from .fsdp import ZERO3
+from .fsdp import ZERO3, ZERO3_ONCE
 from .server import SERVER
 from .zero import ZERO1, ZERO2
 from .zero import publish as publish
@@ -48,7 +48,8 @@ def rule_of(strategy: Strategy) -> Rule:
     if strategy.server:
         return SERVER
     if not strategy.rule:
-        return DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: ZERO3}[strategy.zero]
+        three = ZERO3_ONCE if strategy.sync == "step" else ZERO3
+        return DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: three}[strategy.zero]
     if strategy.rule not in _RULES:
         known = f"use one of {', '.join(_RULES)}{did_you_mean(strategy.rule, _RULES)}, or " if _RULES else ""
         raise ValueError(

@@ -54,7 +54,8 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         # Tokens on their way to experts go behind another microbatch's layer, where there is one beside.
         changes += [{"schedule": "1f1b-overlap"}] if shape["expert"] > 1 else []
     if strategy.fsdp != 1:
-        changes += [{"zero": zero} for zero in (1, 2, 3)]
+        changes += [{"zero": zero, "sync": Strategy.sync} for zero in (1, 2, 3)]
+        changes += [{"zero": 3, "sync": "step"}] if strategy.turns > 1 else []
     if shape["context"] > 1:
         changes += [{"attention": way} for way in ("auto", "ring", "gather", "usp")]
     for fewer in AXES:
@@ -105,7 +106,7 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
     if change.get("microbatches", strategy.microbatches) % change.get("concurrent", strategy.concurrent):
         change = change | {"concurrent": 1}
     if values["fsdp"] == 1:
-        change = change | {"zero": Strategy.zero}
+        change = change | {"zero": Strategy.zero, "sync": Strategy.sync}
     if change.get("context") == 1:
         change = change | {"attention": Strategy.attention}
     return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)
