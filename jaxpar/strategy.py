@@ -115,9 +115,9 @@ class Strategy:
         reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
         computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
         step gathers and reduces one layer more than it needs. A pipeline does so from tick to tick, under `1f1b` with
-        one chunk. "auto" is 1 with several microbatches that ZeRO shards across hosts, and no pipeline: of one
-        microbatch XLA's GPU compiler moves collectives over the iterations by itself, and within a host they hide in
-        their own.
+        one chunk. "auto" is 1 where ZeRO shards across hosts, without a pipeline, with several microbatches or beside
+        `tensor` or `expert`: of one microbatch of layers that send nothing else XLA's GPU compiler moves collectives
+        over the iterations by itself, and within a host they hide in their own.
       sync: when `zero=3` reduces the gradients of a layer: of every "microbatch", in its backward; or once a "step", of
         whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
         section 3.3.4). `zero=1` and 2 differ by just that.
@@ -331,7 +331,7 @@ class Strategy:
     def prefetches(self, across_hosts: bool) -> bool:
         """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
         if self.prefetch == "auto":
-            return across_hosts and self.turns > 1 and self.pipe == 1
+            return across_hosts and self.pipe == 1 and (self.turns > 1 or (self.tensor, self.expert) != (1, 1))
         return self.prefetch == 1
 
     @property
