@@ -38,6 +38,7 @@ _CHOICES = {
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
     "prefetch": ("auto",),
+    "sync": ("microbatch", "step"),
     "kernels": ("own", "fused"),
 }
 _OTHERS = {  # what a choice may be besides
@@ -122,10 +123,12 @@ class Strategy:
         reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
         computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
         step gathers and reduces one layer more than it needs. A pipeline does so from tick to tick, under `1f1b` with
-        one chunk. "auto" is 1 with several microbatches that ZeRO shards across hosts, and no pipeline: of one
-        microbatch XLA's GPU compiler moves collectives over the iterations by itself, and within a host they hide in
-        their own.
-
+        one chunk. "auto" is 1 where ZeRO shards across hosts, without a pipeline, with several microbatches or beside
+        `tensor` or `expert`: of one microbatch of layers that send nothing else XLA's GPU compiler moves collectives
+        over the iterations by itself, and within a host they hide in their own.
+      sync: when `zero=3` reduces the gradients of a layer: of every "microbatch", in its backward; or once a "step", of
+        whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
+        section 3.3.4). `zero=1` and 2 differ by just that.
       kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
         keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
         Ranks of `context` take it so anyway, unless `attention` is "gather".
@@ -165,6 +168,7 @@ class Strategy:
     offload: str = "none"
     logits: str | int = "auto"
     prefetch: str | int = "auto"
+    sync: str = "microbatch"
     kernels: str = "own"
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
@@ -240,6 +244,11 @@ class Strategy:
         if self.prefetch == 1 and self.server:
             why = "a server has no shards; use prefetch=0, or leave it out"
             raise ValueError(f"prefetch=1 with {self._text(skip='prefetch')}: {why}")
+        if self.sync == "step" and (self.zero != 3 or self.fsdp == 1 or self.rule or self.server):
+            raise ValueError(
+                f"sync='step' with {self._text(skip='sync') or 'data=1'}: it accumulates whole gradients of what "
+                "zero=3 shards over fsdp; give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)"
+            )
         if not isinstance(self.budget, str) or (self.budget and amount(self.budget, "B") and self.remat != "auto"):
             raise ValueError(
                 f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"
@@ -349,7 +358,7 @@ class Strategy:
     def prefetches(self, across_hosts: bool) -> bool:
         """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
         if self.prefetch == "auto":
-            return across_hosts and self.turns > 1 and self.pipe == 1
+            return across_hosts and self.pipe == 1 and (self.turns > 1 or (self.tensor, self.expert) != (1, 1))
         return self.prefetch == 1
 
     @property

@@ -72,7 +72,7 @@ def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
     ranks, rule = schedule.ranks, rule_of(step.strategy)
     for sharded, dtype, only in (
         ("params" in rule.sharded, step.policy.computed, False),
-        (bool(rule.sharded) and rule.at_once, step.policy.reduced, True),
+        (rule.at_once, step.policy.reduced, True),
     ):
         most: dict[str, int] = {}
         for some in used_by(traced.program, schedule):

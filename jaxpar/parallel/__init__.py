@@ -9,15 +9,14 @@ from .contract import Times as Times
 from .contract import Use as Use
 from .contract import Uses as Uses
 from .ddp import DDP as DDP
-from .eight_bits import IN_FP8, IN_INT8
+from .eight_bits import ROUNDED
 from .eight_bits import of_leaf as of_leaf
-from .fsdp import ZERO3
+from .fsdp import ZERO3, ZERO3_ONCE
 from .server import SERVER
 from .zero import ZERO1, ZERO2
 from .zero import publish as publish
 
 _TREES = ("params", "grads", "optimizer")
-_GATHERS = {"compute": ZERO3, "int8": IN_INT8, "fp8": IN_FP8}
 _RULES: dict[str, Rule] = {}  # of users
 
 
@@ -51,7 +50,9 @@ def rule_of(strategy: Strategy) -> Rule:
     if strategy.server:
         return SERVER
     if not strategy.rule:
-        return DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: _GATHERS[strategy.gather]}[strategy.zero]
+        three = ZERO3_ONCE if strategy.sync == "step" else ZERO3
+        three = ROUNDED.get((three, strategy.gather), three)
+        return DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: three}[strategy.zero]
     if strategy.rule not in _RULES:
         known = f"use one of {', '.join(_RULES)}{did_you_mean(strategy.rule, _RULES)}, or " if _RULES else ""
         raise ValueError(

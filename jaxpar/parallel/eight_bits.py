@@ -28,7 +28,7 @@ from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import quantised
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
-from .fsdp import ZERO3
+from .fsdp import ZERO3, ZERO3_ONCE
 
 BLOCK = 256  # numbers with one scale
 _SCALE = 4  # bytes of one
@@ -71,10 +71,10 @@ def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:
     return elements >= PAD_FROM and jnp.issubdtype(dtype, jnp.floating)
 
 
-def _sends(leaf: Uses) -> Iterator[Sent]:
-    """The closed form: ZeRO-3's, whose all-gathers are of a byte for each number and 4 for each block of a shard."""
+def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
+    """The closed form: the rule's, whose all-gathers are of a byte for each number and 4 for each block of a shard."""
     times = iter(leaf.fetched)
-    for one in ZERO3.promise.sends(leaf):
+    for one in rule.promise.sends(leaf):
         each = next(times) if one.kind == "all-gather" else None
         if each is None or not _rounds(each.elements, leaf.compute):
             yield one
@@ -84,19 +84,20 @@ def _sends(leaf: Uses) -> Iterator[Sent]:
         yield dataclasses.replace(one, dtype=jnp.uint8, elements=each.count * size)
 
 
-def _of(name: str, rounding: Rounding) -> Rule:
-    promise = dataclasses.replace(ZERO3.promise, sends=_sends)
-    return dataclasses.replace(ZERO3, name=name, fetch=functools.partial(_fetch, rounding), promise=promise)
+def _rounded(rule: Rule, rounding: Rounding) -> Rule:
+    promise = dataclasses.replace(rule.promise, sends=functools.partial(_sends, rule))
+    name = f"{rule.name}, weights gathered in {rounding.__name__}"
+    return dataclasses.replace(rule, name=name, fetch=functools.partial(_fetch, rounding), promise=promise)
 
 
-IN_INT8 = _of("ZeRO-3, weights gathered in int8", int8)
-IN_FP8 = _of("ZeRO-3, weights of FP8 products gathered in FP8", fp8)
+ROUNDED = {(rule, how.__name__): _rounded(rule, how) for rule in (ZERO3, ZERO3_ONCE) for how in (int8, fp8)}
 
 
 def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
-    """How a leaf travels under a rule: what ZeRO does not shard is replicated, as in plain data parallelism; and of
-    `IN_FP8`, leaves that have no products in FP8 (`in_fp8`: paths of those that have) are gathered as they are.
+    """How a leaf travels under a rule: what ZeRO does not shard is replicated, as in plain data parallelism; and where
+    weights of FP8 products are gathered in FP8, others (not `in_fp8`, by path) are gathered as they are.
     """
     if rule.sharded and leaf.dim is None:
         return DDP
-    return ZERO3 if rule is IN_FP8 and leaf.path not in in_fp8 else rule
+    plain = (base for (base, how), rounded in ROUNDED.items() if rounded is rule and how == "fp8")
+    return rule if leaf.path in in_fp8 else next(plain, rule)

@@ -4,6 +4,8 @@ et al. 2023, PyTorch FSDP).
     per device   params P/N   grads P/N   optimizer K P/N
     sent         all-gather m P forwards and m P backwards, reduce-scatter m P       (m microbatches)
     over `data`  (hybrid sharding, FSDP section 3.2.2) an all-reduce of P/N
+    sync="step"  reduce-scatter P, of whole gradients that a device accumulates (FSDP section 3.3.4, without
+                 communication)
 
 A layer's parameters are whole while the layer runs, forwards and again backwards; with `Strategy.prefetch` while the
 layer before it runs as well, and a step sends one layer more. They are cast before they are gathered, so that low
@@ -18,26 +20,30 @@ import jax
 
 from ..collectives import all_gather
 from .contract import Promise, Rule, Sent, Use, Uses
-from .zero import finish, scatter, scattered
+from .zero import finish, finish_all, give_at_last, scatter, scattered
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
     return all_gather(x, use.shard, use.dim)
 
 
-def _sends(leaf: Uses) -> Iterator[Sent]:
-    """The closed form: an all-gather at every use, forwards and backwards; a reduce-scatter of every gradient."""
+def _gathered(leaf: Uses) -> Iterator[Sent]:
     for each in leaf.fetched:
         yield Sent("all-gather", leaf.shard, leaf.compute, each.count, each.total)
+
+
+def _sends(leaf: Uses) -> Iterator[Sent]:
+    """The closed form: an all-gather at every use, forwards and backwards; a reduce-scatter of every gradient."""
+    yield from _gathered(leaf)
     yield from scattered(leaf, leaf.given)
 
 
-ZERO3 = Rule(
-    "ZeRO-3",
-    frozenset({"params", "grads", "optimizer"}),
-    _fetch,
-    scatter,
-    finish,
-    Promise(frozenset({"params", "optimizer"}), _sends),
-    at_once=True,
-)
+def _sends_once(leaf: Uses) -> Iterator[Sent]:
+    """The same with a reduce-scatter of the step's gradient."""
+    yield from _gathered(leaf)
+    yield from scattered(leaf, leaf.once)
+
+
+_ALL, _HELD = frozenset({"params", "grads", "optimizer"}), frozenset({"params", "optimizer"})
+ZERO3 = Rule("ZeRO-3", _ALL, _fetch, scatter, finish, Promise(_HELD, _sends), at_once=True)
+ZERO3_ONCE = Rule("ZeRO-3", _ALL, _fetch, give_at_last, finish_all, Promise(_HELD, _sends_once))

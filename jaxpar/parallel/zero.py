@@ -28,11 +28,13 @@ def _fetch(x: jax.Array, use: Use) -> jax.Array:
     return x
 
 
-def _give_at_last(x: jax.Array, use: Use) -> jax.Array:
+def give_at_last(x: jax.Array, use: Use) -> jax.Array:
+    """The whole gradient; where it is all of the step's, the shard of its sum."""
     return _reduce(x, use) if use.last else x.astype(use.dtype)
 
 
-def _finish_all(x: jax.Array, use: Use) -> jax.Array:
+def finish_all(x: jax.Array, use: Use) -> jax.Array:
+    """What `give_at_last` left undone: the shard of the sum."""
     return x if use.last else _reduce(x, use)
 
 
@@ -113,5 +115,5 @@ def _sends_2(leaf: Uses) -> Iterator[Sent]:
 
 
 _SHARDED, _HELD = frozenset({"optimizer", "grads"}), frozenset({"optimizer"})
-ZERO1 = Rule("ZeRO-1", _SHARDED, _fetch, _give_at_last, _finish_all, Promise(_HELD, _sends_1), published=True)
+ZERO1 = Rule("ZeRO-1", _SHARDED, _fetch, give_at_last, finish_all, Promise(_HELD, _sends_1), published=True)
 ZERO2 = Rule("ZeRO-2", _SHARDED, _fetch, scatter, finish, Promise(_HELD, _sends_2), published=True, at_once=True)

@@ -51,17 +51,17 @@ def type_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
 
-def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats: bool = False) -> tuple[Flat, Any]:
+def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats: Any = False) -> tuple[Flat, Any]:
     """Trace `fun` at abstract arguments and flatten it; also the abstract output tree.
 
     `axes` are the mesh axes (name -> size) that `fun` may reduce over. With `remats`, rematerialised calls are
-    inlined as well: the caller sets its own policy.
+    inlined as well: all, where the caller sets its own policy, or those of which it says so.
     """
     closed, out = jax.make_jaxpr(fun, axis_env=list((axes or {}).items()), return_shape=True)(*args)
     return flatten(closed, remats=remats), out
 
 
-def flatten(closed: Any, remats: bool = False) -> Flat:
+def flatten(closed: Any, remats: Any = False) -> Flat:
     """Inline every nested `jit`, and every rematerialised call that holds a scan (or all of them); leave out
     constraints of shardings, but for those within loops.
     """
@@ -82,7 +82,7 @@ def flatten(closed: Any, remats: bool = False) -> Flat:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if (name in CALLS and (derived or kernels.of(eqn) is None)) or (
-                name in REMATS and (remats or _holds_scan(eqn.params["jaxpr"]))
+                name in REMATS and ((remats(eqn) if callable(remats) else remats) or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(called(eqn))
                 inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))

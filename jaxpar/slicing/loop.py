@@ -7,9 +7,17 @@ layers side by side would both compute and then both wait. So they take turns:
     other     C0          C1            C2           C0: what needs no all-to-all, C1: what needs the results of the
     one             C0            C1           C2    first ones, C2: what needs those that need these
     sent         other's   one's    other's  one's   each while the next computes
+
+Of one loop that gathers and reduces for other iterations (`InFlight`), each of these stands between two of its own
+collectives, where most is multiplied: XLA starts them where its last collective ends, with nothing left to hide them.
+
+    a mixture    C0  tokens to experts  C1  tokens back  C2          forwards, whose experts are C1
+    sent                                gather                       its experts' weights of the next layer
 """
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +27,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
-from ..program.collectives import KINDS
+from ..program.collectives import KINDS, PRIMITIVES, axes_of
+from ..program.primitives import PRODUCTS
 
 _EXCHANGES = KINDS["all-to-all"]
+_AHEAD = ("all-gather", "reduce-scatter")
 
 
 @dataclass(frozen=True)
 class LayerLoop:
     """The arguments of a `lax.scan`, whose `body(carry, number, x)` is told the iteration's number besides, and
-    `result(carry, ys)`: what its caller wants of what it returns.
+    `result(carry, ys)`: what its caller wants of what it returns. `ahead`: it gathers or reduces for other iterations.
     """
 
     body: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -36,6 +46,7 @@ class LayerLoop:
     length: int
     reverse: bool
     result: Callable[[Any, Any], Any]
+    ahead: bool = False
 
     def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
         """This loop with `fun` applied to its result."""
@@ -43,7 +54,8 @@ class LayerLoop:
 
     def run(self) -> Any:
         """The result."""
-        return self.result(*_counted(self.body, self.init, self.xs, self.length, self.reverse))
+        body = _in_windows(self.body) if self.ahead else self.body
+        return self.result(*_counted(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
         """The results of two independent loops, run as one; the other's all-to-alls come first."""
@@ -84,7 +96,8 @@ class _Iteration:
     """One iteration of a loop, which computes what it can before it needs the result of the next all-to-all."""
 
     def __init__(self, body: Callable[[Any, Any, Any], Any], state: Any, number: Any, x: Any):
-        flat, out = jx.trace(body, state, number, x)
+        # What is computed again in a backward's own loop is not what its forward has computed: XLA cannot merge them.
+        flat, out = jx.trace(body, state, number, x, remats=lambda eqn: not eqn.params["prevent_cse"])
         self._outs, self._tree = flat.outvars, jax.tree.structure(out)
         self._todo = jx.live(flat.eqns, flat.outvars)
         self.env = dict(
@@ -92,6 +105,50 @@ class _Iteration:
         )
         self.arrived = list(flat.invars[: len(jax.tree.leaves(state))])
         self._sends: list[Any] = []
+        self._exchanges: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
+
+    def windows(self) -> list[list[list[Any]]]:
+        """Takes out the gathers and scatters that serve other iterations: those of one kind and axes together, for each
+        window before, between and behind all its other collectives, by which it then computes.
+
+        The largest are in the window in which most is multiplied, and no two in one as long as another has products:
+        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait.
+        """
+        inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
+        needed: set[Any] = set()  # for a product
+        for eqn in reversed(self._todo):
+            if eqn.primitive.name in PRODUCTS or not needed.isdisjoint(eqn.outvars):
+                needed.update(inputs(eqn))
+        level: dict[Any, int] = {}
+        sent: set[Any] = set()  # by what is taken out, and what follows from it
+        ahead: dict[Any, list[Any]] = {}
+        exchanges: set[int] = set()
+        products: collections.Counter[int] = collections.Counter()
+        for eqn in self._todo:
+            at = max((level.get(v, 0) for v in inputs(eqn)), default=0)
+            kind = PRIMITIVES.get(eqn.primitive.name)
+            if not at and kind in _AHEAD and needed.isdisjoint(eqn.outvars):
+                ahead.setdefault((kind, axes_of(eqn)), []).append(eqn)
+                sent.update(eqn.outvars)
+            elif not sent.isdisjoint(inputs(eqn)):
+                sent.update(eqn.outvars)
+            elif jx.communicates([eqn], PRIMITIVES):
+                exchanges.add(id(eqn))
+                at += 1
+            else:
+                products[at] += sum(count for count, _ in jx.matmuls([eqn]).values())
+            level.update(dict.fromkeys(eqn.outvars, at))
+        windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
+        size = lambda eqns: sum(
+            math.prod(v.aval.shape) * v.aval.dtype.itemsize for e in eqns for v in (*e.invars, *e.outvars)
+        )
+        for eqns in sorted(ahead.values(), key=size, reverse=True):
+            best = max(range(len(windows)), key=lambda at: (products[at] > 0 and not windows[at], products[at]))
+            windows[best].append(eqns)
+        taken = {id(eqn) for eqns in ahead.values() for eqn in eqns}
+        self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in taken], []
+        self._exchanges = lambda eqn: id(eqn) in exchanges
+        return windows
 
     @property
     def unfinished(self) -> bool:
@@ -101,7 +158,7 @@ class _Iteration:
     @property
     def leaving(self) -> list[Any]:
         """The operands of the all-to-alls that can start."""
-        return [eqn.invars[0] for eqn in self._sends]
+        return [v for eqn in self._sends for v in eqn.invars if not jx.is_literal(v)]
 
     def compute(self) -> None:
         """All that needs no all-to-all but those that have arrived."""
@@ -109,11 +166,18 @@ class _Iteration:
         for eqn in self._todo:
             if not all(jx.is_literal(v) or v in self.env for v in eqn.invars):
                 later.append(eqn)
-            elif eqn.primitive.name in _EXCHANGES:
+            elif self._exchanges(eqn):
                 self._sends.append(eqn)
             else:
                 self._bind(eqn)
         self._todo = later
+
+    def send_ahead(self, eqns: Sequence[Any]) -> None:
+        """Runs some collectives, after the exchanges that have arrived and before those that can start."""
+        _hold(self, [v for eqn in eqns for v in eqn.invars], self, self.arrived)
+        for eqn in eqns:
+            self._bind(eqn)
+        _hold(self, self.leaving, self, [v for eqn in eqns for v in eqn.outvars])
 
     def send(self) -> None:
         """Runs the all-to-alls that can start."""
@@ -132,6 +196,22 @@ class _Iteration:
 
     def _read(self, atom: Any) -> Any:
         return atom.val if jx.is_literal(atom) else self.env[atom]
+
+
+def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """A body whose collectives for other iterations run each between two of its own."""
+
+    def run(state: Any, number: Any, x: Any) -> Any:
+        one = _Iteration(body, state, number, x)
+        for window in one.windows():
+            one.compute()
+            for eqns in window:
+                one.send_ahead(eqns)
+            one.send()
+        one.compute()
+        return one.result()
+
+    return run
 
 
 def _in_turn(one: _Iteration, other: _Iteration) -> tuple[Any, Any]:

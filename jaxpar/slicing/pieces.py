@@ -223,7 +223,7 @@ class Stack:
             made = [*carry, *ys], buffers if stash else saved
             return (*made, dataclasses.replace(flight, weights=early)) if flight else made
 
-        return LayerLoop(layer, first, every, self.length, self.reverse, result)
+        return LayerLoop(layer, first, every, self.length, self.reverse, result, flight is not None)
 
     def backwards(
         self,
@@ -291,7 +291,7 @@ class Stack:
             return (*made, dataclasses.replace(flight, weights=early))
 
         first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
-        return LayerLoop(layer, first, every, self.length, not self.reverse, result)
+        return LayerLoop(layer, first, every, self.length, not self.reverse, result, flight is not None)
 
     def backward_inputs(
         self,

@@ -271,6 +271,7 @@ class Step(FirstState, Intake):
                 "gradients": (self._value_and_grad, None, ()),
                 "measured": (self._measured, None, ()),
             }[name]
+            ahead = self.strategy.prefetches(leaves_host(self.mesh, SHARDS))
             run = jax.jit(
                 naming(fun, shapes_of(self.layout, batch)),
                 in_shardings=(state, rows),
@@ -284,8 +285,8 @@ class Step(FirstState, Intake):
                 else compiler_options(
                     self.mesh,
                     SHARDS,
-                    as_written=self.strategy.turns > 1 or self.strategy.prefetch == 1,
-                    ahead=self.strategy.prefetches(leaves_host(self.mesh, SHARDS)),
+                    as_written=self.strategy.turns > 1 or ahead,
+                    ahead=ahead,
                     fp8=self.strategy.precision == "fp8",
                 ),
             )

@@ -56,3 +56,35 @@ def test_each_computes_while_the_others_tokens_are_under_way() -> None:
     ]
     held = [[v.aval.shape[-1] for v in e.invars] for e in body.eqns if e.primitive.name == "optimization_barrier"]
     assert held == [[4, 6], [6, 4], [4, 6], [6, 4]]
+
+
+def test_what_is_sent_for_the_next_layer_runs_beside_the_largest_products() -> None:
+    """It stood behind the last all-to-all, with nothing beside it: a mixture on 64 devices waited 43% of a step."""
+
+    def body(carry: Any, number: Any, w: jax.Array) -> Any:
+        x, whole, late = carry
+        gathered = lax.all_gather(w, "fsdp", axis=0, tiled=True)  # the next layer's
+        reduced = lax.psum_scatter(late, "fsdp", scatter_dimension=0, tiled=True)  # the gradient of the one before
+        y = lax.all_to_all(x @ whole, "expert", 0, 0, tiled=True)
+        z = jnp.tanh(jnp.tanh(y @ whole) @ whole)
+        x = x + lax.all_to_all(z, "expert", 0, 0, tiled=True)
+        return (x, gathered, late), (x @ whole).sum() + reduced.sum()
+
+    def run(ahead: bool, x: jax.Array, w: jax.Array) -> Any:
+        loop = LayerLoop(body, (x, w[0], w[1]), w[:, :4], LENGTH, False, lambda carry, ys: (carry, ys), ahead)
+        return loop.run()
+
+    x, w = jnp.ones((2, 2, 8, 8)) / 8, jax.random.normal(jax.random.key(0), (2, 2, LENGTH, 8, 8))
+    axes = lambda fun: jax.vmap(jax.vmap(fun, axis_name="expert"), axis_name="fsdp")
+    spread = lambda ahead: axes(lambda x, w: run(ahead, x, w))(x, w)
+    jax.tree.map(lambda got, due: np.testing.assert_allclose(got, due, rtol=1e-5), spread(True), spread(False))
+
+    made = jax.make_jaxpr(lambda x, w: run(True, x, w), axis_env=[("expert", 2), ("fsdp", 2)])(x[0, 0], w[0, 0])
+    (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
+    (inside,) = jec.jaxprs_in_params(scan.params)
+    names = [eqn.primitive.name for eqn in inside.eqns]
+    sent = [name for name in names if name in ("all_to_all", "all_gather", "reduce_scatter")]
+    assert sent == ["reduce_scatter", "all_to_all", "all_gather", "all_to_all"]
+    held = [name for name in names if name in ("optimization_barrier", "all_gather", "dot_general")]
+    product, barrier = "dot_general", "optimization_barrier"
+    assert held == [product, barrier, product, product, barrier, "all_gather", barrier, product]

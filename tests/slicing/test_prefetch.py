@@ -196,14 +196,20 @@ def test_no_product_waits_for_the_weights_of_its_iteration(prefetch: int, waits:
     assert reached(backward, "dot_general", "reduce-scatter") == waits
 
 
-def test_by_itself_it_is_on_where_microbatches_gather_across_hosts() -> None:
+def test_by_itself_it_is_on_across_hosts_with_microbatches_or_beside_other_collectives() -> None:
     on = {
         (text, across)
-        for text in ("fsdp", "fsdp,microbatches=2", "pipe=2,fsdp=4,microbatches=2")
+        for text in (
+            "fsdp",
+            "fsdp,microbatches=2",
+            "fsdp=4,tensor=2",
+            "pipe=2,fsdp=2,tensor=2",
+            "pipe=2,fsdp=4,microbatches=2",
+        )
         for across in (0, 1)
         if jp.Strategy.parse(text).prefetches(bool(across))
     }
-    assert on == {("fsdp,microbatches=2", 1)}
+    assert on == {("fsdp,microbatches=2", 1), ("fsdp=4,tensor=2", 1)}
 
 
 def test_explain_says_what_is_held_besides() -> None:

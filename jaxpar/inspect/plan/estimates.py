@@ -3,7 +3,8 @@
     state        `Layout.bytes`: parameters and optimizer state of a device; gradients
     activations  what the traced loss keeps for its backward, per row, under this remat, tensor, context and expert:
                  `memory.forward`; of a pipeline, those of a stage times the schedule's slots. Beside them the layer
-                 that a prefetch gathers ahead, and the gradients of the one that it reduces behind
+                 that a prefetch gathers ahead, and the gradients of the one that it reduces behind; and whole
+                 gradients, where several microbatches accumulate them (zero=1, sync="step")
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
     compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
@@ -186,6 +187,8 @@ class Estimator:
         if s.prefetches(held.across) and s.fsdp != 1 and facts.layers > 1:
             carried = (s.zero == 3) + (s.zero > 1) * held.trained / held.elements
             kept += carried * facts.layer * _computed(s).itemsize
+        if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:  # whole gradients are there while others are made
+            kept += held.trained * _reduced(s).itemsize
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
         compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)

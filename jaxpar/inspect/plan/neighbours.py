@@ -60,7 +60,8 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         # Tokens on their way to experts go behind another microbatch's layer, where there is one beside.
         changes += [{"schedule": "1f1b-overlap"}] if shape["expert"] > 1 else []
     if strategy.fsdp != 1:
-        changes += [{"zero": zero} for zero in (1, 2, 3)]
+        changes += [{"zero": zero, "sync": Strategy.sync} for zero in (1, 2, 3)]
+        changes += [{"zero": 3, "sync": "step"}] if strategy.turns > 1 else []
     if strategy.fsdp != 1 and strategy.zero == 3 and strategy.precision == "fp8":
         changes += [{"gather": "compute"}, {"gather": "fp8"}]  # which FP8 products round to the same numbers
     if shape["context"] > 1:
@@ -116,7 +117,7 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
     if change.get("microbatches", strategy.microbatches) % change.get("concurrent", strategy.concurrent):
         change = change | {"concurrent": 1}
     if values["fsdp"] == 1:
-        change = change | {"zero": Strategy.zero}
+        change = change | {"zero": Strategy.zero, "sync": Strategy.sync}
     if values["fsdp"] == 1 or change.get("zero", strategy.zero) != 3:
         change = change | {"gather": Strategy.gather}
     if change.get("context") == 1:
