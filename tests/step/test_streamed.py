@@ -52,9 +52,9 @@ CELLS = (
         for strategy in (
             "ddp",
             "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1",
-            "zero1,microbatches=2",
+            "zero1",
             "fsdp=4,zero=2,context=2",
-            "pipe=2,chunks=2,fsdp=4,zero=1,microbatches=4",
+            "pipe=2,chunks=2,fsdp=4,zero=1,microbatches=2",
         )
     ),
 )
