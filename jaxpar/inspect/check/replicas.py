@@ -58,7 +58,12 @@ def _of(device: Any) -> str:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32."""
+    """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32. Of an array on
+    the host its rows come to the device one by one.
+    """
+    if jax.typeof(x).memory_space != jax.memory.Space.Device:
+        row = lambda n: jax.device_put(jax.lax.dynamic_index_in_dim(x, n, keepdims=False), jax.memory.Space.Device)
+        return jax.lax.fori_loop(0, len(x), lambda n, total: 3 * total + _checksum(row(n)), jnp.uint32(0))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     size = jnp.dtype(x.dtype).itemsize
