@@ -202,6 +202,22 @@ def test_gathers_in_fp8_are_tried_where_products_round_so_in_any_case() -> None:
     assert {s.gather for s in neighbours(jp.Strategy.parse("fsdp=8,precision=bf16"), here(), ROWS)} == {"compute"}
 
 
+@pytest.mark.cuda_compiler
+def test_a_plan_says_what_a_slower_host_costs() -> None:
+    """At half its bandwidth; and it refuses what its memory has no room for."""
+    model, strategies = stack(width=512), ["fsdp=2,offload=optimizer"]
+    planned: Any = lambda where: jp.plan(
+        model, jax.ShapeDtypeStruct((ROWS, 512), jnp.float32), where, ADAM, strategies=strategies, cache=False
+    )
+    two = target("2xH100")
+    (line,) = planned(two).lines
+    assert line.costs()["exposed copies to and from the host"] > 0
+    assert any("With 24 GB/s each way to the host in place of 48" in note for note in line.prediction["notes"])
+    small = dataclasses.replace(two, hardware=dataclasses.replace(two.hardware, host_memory_bytes=8 << 10))
+    with pytest.raises(ValueError, match="on the host for each device, which has room for"):
+        planned(small)
+
+
 def test_families_take_turns() -> None:
     names = (
         "data=8",

@@ -6,6 +6,7 @@ ranked by what their programs hold and how long `predict` says that they take.
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import time
@@ -362,7 +363,10 @@ def numbers(
     """The fields of a `Line` that its program gives, as JSON has them; `flops` as for `plan`."""
     program = Executable(compiled.as_text() or "", step.mesh)
     (memory,) = of_step(step, batch, compiled).values()
-    found = predict(program, step, batch, target.hardware, flops)
+    hardware = target.hardware
+    if memory.host > (there := (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host):
+        raise ValueError(f"{size(memory.host)} on the host for each device, which has room for {size(int(there))}")
+    found = predict(program, step, batch, hardware, flops)
     ledger, closed = Ledger.of(program), expected(step, batch)
     sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
     links: dict[str, float] = {}
@@ -378,6 +382,12 @@ def numbers(
     prediction["notes"] += [
         f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
     ]
+    if found.copies and (speed := hardware.host_bandwidth):
+        slow = predict(program, step, batch, dataclasses.replace(hardware, host_bandwidth=speed / 2), flops)
+        prediction["notes"].append(
+            f"With {speed / 2e9:g} GB/s each way to the host in place of {speed / 1e9:g}, as where two devices share a "
+            f"switch to it, {1e3 * slow.seconds:,.0f} ms."
+        )
     prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
     prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
     return {

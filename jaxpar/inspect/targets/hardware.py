@@ -24,6 +24,9 @@ NCCL: github.com/NVIDIA/nccl, the model by which it chooses algorithms, of all G
     ring, Simple protocol, which is that of large messages, in microseconds: launch 8.4; a step over NVLink 3.4, PCIe
     5.7, network 14.0. (LL, that of small ones: 6.6; 0.6, 1.0, 2.7.) src/graph/topo.h (2026), in GB/s that a link gives:
     NVLink of A100 20.0, H100 20.6, B200 40.1. src/graph/topo.cc: a lane of PCIe 4, 12 Gb/s, of PCIe 5, 24 Gb/s
+MLPerf: hosts of 8 GPUs as their vendors describe them, github.com/mlcommons/inference_results_v3.1,
+    closed/Dell/systems/XE9680_H100_SXM_80GBx8_TRT.json; inference_results_v4.1,
+    closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json: 2 TB each; no other of these kinds was looked up
 TPU: Google Cloud, TPU v5e, TPU v5p, TPU v6e, system architecture, 2025 (docs.cloud.google.com/tpu/docs/v5e, ...)
 """
 
@@ -57,6 +60,7 @@ class Hardware:
       link_efficiency: the share of it that collectives reach.
       link_latency: seconds a step over it takes.
       host_bandwidth: bytes/s between a device's memory and its host's, each way, while other devices are silent.
+      host_memory_bytes: of one host, for all its devices.
       network_bandwidth: bytes/s that one device sends to other hosts, or slices.
       network_latency: seconds a step over it takes.
       collective_latency: seconds to launch a collective, before its first step.
@@ -73,6 +77,7 @@ class Hardware:
     link_efficiency: float | None = None
     link_latency: float | None = None
     host_bandwidth: float | None = None
+    host_memory_bytes: int | None = None
     network_bandwidth: float | None = None
     network_latency: float | None = None
     collective_latency: float | None = None
@@ -181,13 +186,16 @@ _NVLINK_5 = {"link_bandwidth": 900e9, "link_efficiency": 0.802, "network_bandwid
 # Network not found: a reference system of H100 PCIe. Assumed: as DGX, one ConnectX-7 to a GPU.
 _PCIE_5 = {"link_bandwidth": 64e9, "link_efficiency": 0.75, "network_bandwidth": 50e9, "link_latency": 5.7e-6,
            "host_bandwidth": 48e9}  # fmt: skip
+_HOST = 2 * 10**12  # MLPerf
 
 _GPUS = (
     _gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", "a100_sxm_40.txtpb", **_NVLINK_3),  # A100: 40 GB, 1,555 GB/s
     _gpu("A100-80GB", "NVIDIA A100-SXM4-80GB", "a100_sxm_80.txtpb", **_NVLINK_3),  # A100: 80 GB, 2,039 GB/s
-    _gpu("H100", "NVIDIA H100 80GB HBM3", "h100_sxm.txtpb", **_NVLINK_4),  # H100: 80 GB, 3.35 TB/s
+    _gpu(
+        "H100", "NVIDIA H100 80GB HBM3", "h100_sxm.txtpb", host_memory_bytes=_HOST, **_NVLINK_4
+    ),  # H100: 80 GB, 3.35 TB/s
     _gpu("H100-PCIe", "NVIDIA H100 PCIe", "h100_pcie.txtpb", **_PCIE_5),  # H100: 80 GB, 2 TB/s
-    _gpu("H200", "NVIDIA H200", "h200_sxm.txtpb", **_NVLINK_4),  # H200: 141 GB, 4.8 TB/s
+    _gpu("H200", "NVIDIA H200", "h200_sxm.txtpb", host_memory_bytes=_HOST, **_NVLINK_4),  # H200: 141 GB, 4.8 TB/s
     _gpu("B200", "NVIDIA B200", "b200.txtpb", **_NVLINK_5),  # B200: 180 GB, 7.7 TB/s
 )
 

@@ -13,7 +13,7 @@ from ...files import text_of
 from .hardware import DTYPES, KINDS, Hardware, of_device_kind, peaks_of
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Hardware)}
-_WHOLE = ("memory_bytes", "per_host")
+_WHOLE = ("memory_bytes", "host_memory_bytes", "per_host")
 
 
 def load(path: str | pathlib.Path) -> Hardware:
