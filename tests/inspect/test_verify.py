@@ -61,7 +61,7 @@ def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.Monkey
         return grads
 
     monkeypatch.setattr(Step, "_unscaled", wrong)
-    report = check(equation=False)
+    report = check()
     assert not report.ok
     assert report.worst.path == "attention/query/bias"
     assert "DIFFERS" in str(report)

@@ -132,17 +132,18 @@ class _Cut:
     def loss(self, *args: Any) -> Any:
         """What takes the place of the model's loss."""
         flat, tree = jx.trace(self.inner.loss, *args)
+        eqns = jx.live(flat.eqns, flat.outvars)  # after each with rows, something with rows is read
         names = [eqn.primitive.name for eqn in self.seen if eqn.primitive.name not in _CASTS]
-        if names and names != [eqn.primitive.name for eqn in flat.eqns if eqn.primitive.name not in _CASTS]:
+        if names and names != [eqn.primitive.name for eqn in eqns if eqn.primitive.name not in _CASTS]:
             raise ValueError(
                 "the loss has other equations for other numbers of rows or precisions: they have no common cut"
             )
-        self.seen = flat.eqns
+        self.seen = eqns
         if self.site is None:
             return self.inner.loss(*args)
         ins = [*flat.consts, *jax.tree.leaves(args)]
         cut = _Run(self, self.site)
-        outs = cut.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars, ins, self.site[0], ())
+        outs = cut.run(eqns, (*flat.constvars, *flat.invars), flat.outvars, ins, self.site[0], ())
         value = jax.tree.unflatten(jax.tree.structure(tree), outs)
         new: Sequence[Any] = ()
         if self.inner.stateful:
@@ -204,7 +205,7 @@ class _Run:
         place, iteration, stop = self.site
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
-        body = jx.flatten(parts.body, remats=True)
+        body = _body(eqn)
 
         def step(carry: Any, xs: Any) -> Any:
             inner = _Run(self.cut, self.site)
@@ -239,7 +240,7 @@ class _Search:
         self.measure(made[0], made[1], ())
         for number, (one, two) in enumerate(zip(_without_casts(made[0]), _without_casts(made[1]), strict=True)):
             if one.primitive.name == "scan":
-                self.measure(_body(one), _body(two), (number,))
+                self.measure(_body(one).eqns, _body(two).eqns, (number,))
 
     def measure(self, one: Sequence[Any], two: Sequence[Any], at: Site) -> None:
         """Notes the dims of rows of what some equations make, of which `two` have twice the rows."""
@@ -269,7 +270,7 @@ class _Search:
             if iteration is not None:
                 within = self.first(inner, lambda place: (at, iteration, place))
                 assert within is not None, "the last cut was seen to differ"
-                eqn, site = _without_casts(_body(eqn))[within], (at, iteration, within)
+                eqn, site = _without_casts(_body(eqn).eqns)[within], (at, iteration, within)
         return self.named(self.summing(eqn), iteration, site)
 
     def named(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
@@ -338,8 +339,9 @@ def _without_casts(eqns: Sequence[Any]) -> list[Any]:
     return [eqn for eqn in eqns if eqn.primitive.name not in _CASTS]
 
 
-def _body(eqn: Any) -> list[Any]:
-    return list(jx.flatten(scan_parts(eqn).body, remats=True).eqns)
+def _body(eqn: Any) -> jx.Flat:
+    body = jx.flatten(scan_parts(eqn).body, remats=True)
+    return dataclasses.replace(body, eqns=jx.live(body.eqns, body.outvars))
 
 
 def _grows(one: Any, two: Any, rows: int) -> tuple[int, int] | None:
