@@ -189,16 +189,20 @@ class Step(FirstState, Intake):
         traced = self._function("train", batch).trace(state := self._typed_state, batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         lowered = traced.lower(lowering_platforms=(platform,))
-        mark_on_host(lowered, [at for at, x in enumerate(jax.tree.leaves(state)) if isinstance(x, ShapedArray)])
+        if self._marks:
+            mark_on_host(lowered, [at for at, x in enumerate(jax.tree.leaves(state)) if isinstance(x, ShapedArray)])
         return lowered.compile()
+
+    @property
+    def _marks(self) -> bool:
+        """Whether arguments on the host are marked in the program, as devices that are not there have no memories."""
+        return self.update.streams is not None and not has_memories(self.mesh.devices.flat[0])
 
     @functools.cached_property
     def _typed_state(self) -> State:
-        """`abstract_state` to trace programs of. Devices that are not there have no memories: of arrays on their hosts
-        no sharding says so, and the type does.
-        """
+        """`abstract_state` to trace programs of; where no sharding says what is on the host, its type does."""
         state = self.abstract_state()
-        if self.update.streams is None or has_memories(self.mesh.devices.flat[0]):
+        if not self._marks:
             return state
         typed = lambda place, x: ShapedArray(x.shape, x.dtype, memory_space=HOST) if place.host else x
         return replace(state, optimizer=jax.tree.map(typed, self.layout.optimizer, state.optimizer, is_leaf=is_stored))
@@ -278,7 +282,7 @@ class Step(FirstState, Intake):
                 out_shardings=outs,
                 # Within a caller's program XLA sees to that; under grad and vmap the caller may need the state again.
                 donate_argnums=() if inside else donate,
-                keep_unused=not has_memories(self.mesh.devices.flat[0]),  # positions are those of arguments
+                keep_unused=self._marks,  # or positions would not be those of arguments
                 # XLA takes options of whole programs alone.
                 compiler_options=None
                 if inside
