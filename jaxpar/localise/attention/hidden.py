@@ -87,7 +87,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPosition:
     """The position of a query ("t") or a key ("s"), and a number."""
 
     side: str
@@ -109,7 +109,7 @@ class Table:
     ids: frozenset[Ids] = frozenset()
 
 
-Value = Constant | Place | Table | Ids
+Value = Constant | TokenPosition | Table | Ids
 
 
 def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
     if (eqn := scope.made(atom)) is not None:
         try:
             value = _of_equation(eqn, labels, scope)
-            if isinstance(value, Place) and atom.aval.dtype.name not in _COUNTS:
+            if isinstance(value, TokenPosition) and atom.aval.dtype.name not in _COUNTS:
                 raise Hindered(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
             return value
         except Hindered:
@@ -163,7 +163,7 @@ def _of_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
         return Constant(array.flat[0])
     square, wide = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
     if wide in (["t"], ["s"]) and (square == square[0] + np.arange(len(square))).all():
-        return Place(wide[0], square[0].item())
+        return TokenPosition(wide[0], square[0].item())
     if wide == ["t", "s"] and (square[1:, 1:] == square[:-1, :-1]).all():
         return _table(np.concatenate([square[0, :0:-1], square[:, 0]]))
     raise Hindered(reader, f"takes an array {list(array.shape)} that is no band of positions")
@@ -190,7 +190,7 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
     if name == "iota":
         side = labels[params["dimension"]]
         if side in ("t", "s"):
-            return Place(side, 0)
+            return TokenPosition(side, 0)
         if side is None:
             return Constant(0)
     elif name == "broadcast_in_dim":
@@ -221,8 +221,8 @@ def _sliced(value: Value, first: Mapping[Any, int], whole: Mapping[Any, int], eq
     match value:
         case Constant():
             return value
-        case Place(side, plus):
-            return Place(side, plus + first.get(side, 0))
+        case TokenPosition(side, plus):
+            return TokenPosition(side, plus + first.get(side, 0))
         case Table(values, known, ids) if not ids:
             at = _distances(eqn, labels) + first["t"] - first["s"] + whole["s"] - 1
             return Table(values[:, at], known[:, at])
@@ -247,15 +247,17 @@ def _elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labe
         raise hindered[0]
     compute = np.errstate(all="ignore")(lambda *values: np.asarray(_FUNCTIONS[name](*values)).astype(dtype))
     match found:
-        case [Place() as place] if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.number):
+        case [TokenPosition() as place] if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.number):
             return place
-        case [Place(side, x), Constant(y)] if name in ("add", "sub"):
-            return Place(side, x + y if name == "add" else x - y)
-        case [Constant(1), Place() as place] | [Place() as place, Constant(1)] if name == "mul":
+        case [TokenPosition(side, x), Constant(y)] if name in ("add", "sub"):
+            return TokenPosition(side, x + y if name == "add" else x - y)
+        case [Constant(1), TokenPosition() as place] | [TokenPosition() as place, Constant(1)] if name == "mul":
             return place
-        case [Constant(x), Place(side, y)] if name == "add":
-            return Place(side, x + y)
-        case [Place(side, x), Place(other, y)] if {side, other} == {"t", "s"} and (name == "sub" or name in _COMPARED):
+        case [Constant(x), TokenPosition(side, y)] if name == "add":
+            return TokenPosition(side, x + y)
+        case [TokenPosition(side, x), TokenPosition(other, y)] if {side, other} == {"t", "s"} and (
+            name == "sub" or name in _COMPARED
+        ):
             away = _distances(eqn, labels)
             return _table(compute((away if side == "t" else -away) + (x - y), 0))
         case [Ids(root, _, side) as a, Ids(other, _, far) as b] if root == other and {side, far} == {"t", "s"}:
