@@ -10,7 +10,6 @@ from .contract import Use as Use
 from .contract import Uses as Uses
 from .ddp import DDP as DDP
 from .eight_bits import ROUNDED
-from .eight_bits import of_leaf as of_leaf
 from .fsdp import ZERO3, ZERO3_ONCE
 from .server import SERVER
 from .zero import ZERO1, ZERO2

@@ -12,7 +12,8 @@ from ..layout.leaves import Staged
 from ..machines import leaves_host
 from ..slicing.program import Program
 from ..strategy import Strategy
-from . import Rule, Use, of_leaf
+from . import Rule, Use
+from .eight_bits import of_leaf
 
 
 class RuleAccess:

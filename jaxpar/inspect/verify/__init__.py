@@ -1,6 +1,6 @@
 """Parity with one device."""
 
-from .bisect import Bisected as Bisected
-from .bisect import bisect as bisect
+from .bisection import Bisected as Bisected
+from .bisection import bisect as bisect
 from .parity import Report as Report
 from .parity import verify as verify

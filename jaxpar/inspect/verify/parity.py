@@ -19,7 +19,7 @@ from ...model.model import MAKERS, Model
 from ...step.core import Step
 from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
-from .bisect import Bisected, bisect
+from .bisection import Bisected, bisect
 from .differences import TOLERANCE, Difference, differences
 from .reference import Reference
 
