@@ -10,7 +10,7 @@ from .checkpoint.saved import Checkpoint
 from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
 from .hosts.initialize import initialize
-from .inspect.jitted import Promises, check, explain, predict
+from .inspect.jitted import Promises, check, explain, plan_shardings, predict
 from .inspect.nonfinite import trace_nonfinite
 from .inspect.plan.planner import plan
 from .inspect.verify import bisect, verify
@@ -65,6 +65,7 @@ __all__ = [
     "matrices",
     "pad_rows",
     "plan",
+    "plan_shardings",
     "predict",
     "replay",
     "simulate",

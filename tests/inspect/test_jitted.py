@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,38 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
     text = jax.jit(jnp.sin).lower(1.0).compile().as_text()
     with pytest.raises(ValueError, match="the program is compiled for CPUs, and nothing can be predicted"):
         jp.predict(text, target="1xH100")
+
+
+@pytest.mark.battery
+@pytest.mark.cuda_compiler
+@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+def test_proposals_are_ranked_by_what_they_take() -> None:
+    mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
+    step, *args = step_of(mesh, constrained=False)
+    whole = tuple(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), args)
+    )
+    small = AbstractMesh((2, 4), ("fsdp", "tensor"))
+    found = jp.plan_shardings(step, {"whole": whole, "split": tuple(args), "small": step_of(small)[1:]}, "16xH100")
+    names = list(found.found)
+    assert {*names} == {"split", "whole"}
+    assert found.best == names[0]
+    assert "8 devices" in found.refused["small"]
+    assert list(found.why) == names[1:]
+    assert re.search(r"^\d+\.\d% slower: \+.* ms ", found.why[names[1]])
+    seconds = [one.prediction.seconds for one in found.found.values()]
+    assert seconds == sorted(seconds)
+    assert f"{1e3 * seconds[1]:,.1f}" in str(found)
+    assert list(found.json()["found"]) == names
+
+
+def test_proposals_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"shardings is 'fsdp'; needs by name the tuple of fn's arguments"):
+        jp.plan_shardings(jnp.sin, "fsdp", "8xH100")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shardings is 'list'; needs by name"):
+        jp.plan_shardings(jnp.sin, [(1.0,)], "8xH100")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no proposal can be: shardings is empty"):
+        jp.plan_shardings(jnp.sin, {}, "8xH100")
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
