@@ -159,7 +159,7 @@ def test_zero_shards_over_fsdp_and_context() -> None:
     [
         ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
         ("llama_gqa", "context=4,tensor=2", "usp", "does not divide 4 and 2 heads of a tensor rank"),
-        ("alibi", "context=2", "gather", "computes pow of positions or ids"),
+        ("alibi", "context=2", "ring", "makes others of its scores, which others than a ring have whole"),
         ("llama_gqa", "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1", "ulysses", "divides 4 and 2 heads"),
     ],
 )
@@ -309,7 +309,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("gpt2", "context=2,attention=gather", 15, r"context=2 .* 15 positions .*; use 16 positions"),
         ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
-        ("alibi", "context=2,attention=ring", 16, "of positions or ids .*attention='gather'"),
+        ("alibi", "context=2,attention=ulysses", 16, "of positions or ids .*attention='ring' or 'gather'"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
         ("mixture", "context=2,tensor=2,attention=usp", 16, "no divisor of it divides 2 query and 1 key heads of a"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
