@@ -149,7 +149,7 @@ def leaf_whole(path: str, *others: Any) -> Any:
     return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf
 
 
-def optimizer_whole(state: Any, params: Any, leaves: Any, sharded: bool) -> Any:
+def optimizer_whole(state: Any, params: Any, leaves: Any, *_: bool) -> Any:
     return place_optimizer(state, params, leaves, False)
 
 

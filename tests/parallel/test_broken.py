@@ -174,7 +174,7 @@ def replicated(path: str, *others: Any) -> Leaf:
     return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf  # the smallest
 
 
-def optimizer_replicated(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool) -> Any:
+def optimizer_replicated(state: Any, params: Any, leaves: Sequence[Leaf], *_: bool) -> Any:
     return place_optimizer(state, params, leaves, False)
 
 
