@@ -231,7 +231,8 @@ class _Search:
         self.grows = dict[Any, tuple[int, int] | None]()  # of each variable of the loss's program
         made = []
         for times in (1, 2):  # what grows with the rows has a dim of them
-            longer = lambda x, n=times: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)
+            kind = jax.dtypes.canonicalize_dtype  # of NumPy's int64
+            longer = lambda x, n=times, kind=kind: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), kind(x.dtype))
             more = jax.tree.map(lambda x, longer=longer: x if is_replicated(x) else longer(x), batch,
                                 is_leaf=is_replicated)  # fmt: skip
             jax.eval_shape(lambda key, rows: self.cut.model.call(*model.create(key), rows, key), key, more)
