@@ -41,7 +41,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     shape = strategy.sizes(n, target.hosts)
     changes: list[dict[str, Any]] = [{"remat": remat, "budget": ""} for remat in REMATS]
     if strategy.remat != "none" and target.hardware.memory_bytes:
-        changes += [{"remat": "auto", "budget": f"{int((1 - RESERVE) * target.hardware.memory_bytes)}B"}]
+        changes += [{"remat": "auto", "budget": f"{(1 - RESERVE) * target.hardware.memory_bytes // 1e6:.0f}MB"}]
     if strategy.offloads:
         changes += [{"offload": offload} for offload in ("none", *OFFLOADS, "+".join(OFFLOADS))]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
