@@ -20,6 +20,12 @@ _FLOOR = 1e-3  # of the tree's largest element
 _UNMEASURED = 1e-2
 
 
+def tolerance_of(*strategies: object) -> float:
+    """What is allowed for the lowest dtype of some strategies, or of their texts: of products, or of gathers."""
+    texts = ",".join(map(str, strategies))
+    return max(allowed for name, allowed in TOLERANCE.items() if name == "f32" or f"={name}" in texts)
+
+
 @dataclass(frozen=True)
 class Difference:
     """How far one leaf is from one device's.
