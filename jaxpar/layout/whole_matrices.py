@@ -319,7 +319,9 @@ def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> t
 
 
 def in_order(eqns: Sequence[Any], within: Mapping[int, Any]) -> tuple[Any, ...] | None:
-    """Equations, or what they are `within`, by their id, each after what it reads; None where two need one another."""
+    """Equations, each after what it reads, and in the place of those that are `within` something, by their id, that one
+    thing; None where two things need one another.
+    """
     nodes = [within.get(id(eqn), eqn) for eqn in eqns]
     made = {v: id(node) for node, eqn in zip(nodes, eqns, strict=True) for v in eqn.outvars}
     graph = graphlib.TopologicalSorter[int]()

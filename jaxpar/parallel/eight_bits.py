@@ -91,6 +91,7 @@ def _rounded(rule: Rule, rounding: Rounding) -> Rule:
 
 
 ROUNDED = {(rule, how.__name__): _rounded(rule, how) for rule in (ZERO3, ZERO3_ONCE) for how in (int8, fp8)}
+_UNROUNDED = {rounded: rule for (rule, how), rounded in ROUNDED.items() if how == "fp8"}
 
 
 def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
@@ -99,5 +100,4 @@ def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
     """
     if rule.sharded and leaf.dim is None:
         return DDP
-    plain = (base for (base, how), rounded in ROUNDED.items() if rounded is rule and how == "fp8")
-    return rule if leaf.path in in_fp8 else next(plain, rule)
+    return rule if leaf.path in in_fp8 else _UNROUNDED.get(rule, rule)

@@ -47,7 +47,7 @@ class Flat:
 
 
 def type_of(atom: Any) -> jax.ShapeDtypeStruct:
-    """An atom's shape and dtype, for whom a trace begins."""
+    """An atom as an abstract argument: a trace begins with its shape and dtype."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
 

@@ -186,7 +186,8 @@ class Step(FirstState, Intake):
         With compile-only devices in the mesh, it is compiled for them.
         """
         batch = self.shapes(batch)
-        traced = self._function("train", batch).trace(state := self._typed_state, batch)
+        state = self._typed_state
+        traced = self._function("train", batch).trace(state, batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         lowered = traced.lower(lowering_platforms=(platform,))
         if self._marks:

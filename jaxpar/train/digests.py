@@ -22,6 +22,7 @@ from ..checkpoint.about import exact
 from ..checkpoint.arrays import raw
 from ..hosts import consistency
 from ..inspect.check import replicas
+from ..inspect.verify.differences import dtypes_of
 from ..layout.state import State
 from ..make import TrainStep
 from ..model.paths import name_of
@@ -34,16 +35,16 @@ _FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partit
 
 
 class Digests:
-    """Takes digests of the states of a step."""
+    """Takes digests of the states of a `step`."""
 
     def __init__(self, step: TrainStep):
-        self._step = step
+        self.step = step
         words = lambda leaves: [replicas.checksum(raw(x)) for x in leaves]
         self._words = jax.jit(words, out_shardings=NamedSharding(step.mesh, PartitionSpec()))
 
     @functools.cached_property
     def _state(self) -> State:
-        return self._step.abstract_state()
+        return self.step.abstract_state()
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -53,28 +54,28 @@ class Digests:
     @property
     def devices(self) -> list[str]:
         """Those of the mesh, as people read them."""
-        return [replicas.name_of_device(device) for device in self._step.layout.mesh.devices.flat]
+        return [replicas.name_of_device(device) for device in self.step.layout.mesh.devices.flat]
 
     def about(self) -> dict[str, str]:
         """What must be the same for the same bits."""
-        mesh = self._step.mesh
+        mesh = self.step.mesh
         flags = {name: str(getattr(jax.config, name)) for name in _FLAGS} | {
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
         }
         devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} processes"
-        return {"the strategy": str(exact(self._step)), "the devices": devices, **consistency.versions(), **flags}
+        return {"the strategy": str(exact(self.step)), "the devices": devices, **consistency.versions(), **flags}
 
     def take(self, state: State, batch: Any, metrics: Mapping[str, jax.Array]) -> Any:
         """What `written` makes a digest of, as arrays that are not waited for; the state may be donated next."""
         scalars = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
         names = [name_of(path) or "batch" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
         sums = zip(names, self._words(jax.tree.leaves(batch)), strict=True)
-        return scalars, dict(sums), self._step.checksums(state)
+        return scalars, dict(sums), self.step.checksums(state)
 
     def written(self, number: int, taken: Any) -> dict[str, Any]:
         """The digest of step `number`, as JSON. Raises ValueError where replicas hold other bits."""
         scalars, batch, sums = jax.tree.map(np.asarray, taken)
-        replicas.check(self._state, sums, self._step.layout.mesh, number)
+        replicas.check(self._state, sums, self.step.layout.mesh, number)
         return {
             "step": number,
             **{name: float(value).hex() for name, value in scalars.items()},
@@ -109,7 +110,7 @@ class Record:
             return
         made = self._digests
         head = {"step": number, "about": made.about(), "run": self._run, "steps": self._loop.steps}
-        head |= {"names": made.names, "on": made.devices}
+        head |= {"names": made.names, "on": made.devices, "dtypes": dtypes_of(made.step.strategy)}
         assert self._loop.out is not None
         write_whole(self._path, until(self._loop.out / FILE, number) + f"{json.dumps(head)}\n".encode())
 

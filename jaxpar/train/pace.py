@@ -91,8 +91,8 @@ class Pace:
         ms = lambda seconds: f"{1e3 * seconds:.0f} ms"
         return (
             f"rank {slow} on {one['host']} keeps the others waiting since step {self._since} or so: between two steps "
-            f"it is away from its devices for {ms(one['away'])}, {ms(one['input'])} of them in its data, half of the "
-            f"others for {ms(statistics.median_high(others))} or less; a step takes {ms(one['seconds'])}"
+            f"it is away from its devices for {ms(one['away'])}, {ms(one['input'])} of them in its data; the "
+            f"others' median is {ms(statistics.median_high(others))}, a step takes {ms(one['seconds'])}"
         )
 
     def end(self) -> None:

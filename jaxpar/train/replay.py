@@ -12,7 +12,7 @@ import numpy as np
 from ..checkpoint.about import same_run
 from ..checkpoint.saved import Checkpoint, numbers
 from ..data.streams import training
-from ..inspect.verify.differences import tolerance_of
+from ..inspect.verify.differences import TOLERANCE, dtypes_of
 from ..text import few
 from .digests import Digests, differing, digests_of
 from .input import Input
@@ -103,7 +103,7 @@ def replay(trainer: Trainer, number: int) -> Replayed:
     else:
         state = trainer.initial()
     made = Digests(step)
-    tolerance = tolerance_of(step.strategy, recorded[number][0]["about"]["the strategy"])
+    tolerance = max(TOLERANCE[name] for name in (*recorded[number][0]["dtypes"], *dtypes_of(step.strategy)))
     compared: list[int] = []
 
     def compare(at: int, batch: Any, metrics: Any) -> Replayed | None:

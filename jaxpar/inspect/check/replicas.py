@@ -51,13 +51,12 @@ def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
         for at, device in enumerate(devices):
             part = tuple(s.indices(n)[:2] for s, n in zip(parts[device], x.shape, strict=True))
             replicas.setdefault(part, {}).setdefault(int(row[at]), []).append(at)
-        for held in (held for held in replicas.values() if len(held) > 1):
+        if held := next((held for held in replicas.values() if len(held) > 1), None):
             most, *others = sorted(held.values(), key=len, reverse=True)
             fewer = [at for group in others for at in group]
-            each = len(others[0]) == len(most)  # nobody is the odd one out
-            odd = odd or (f"{named(most + fewer)} differ" if each else f"{named(fewer)} differs from {named(most)}")
+            tied = len(others[0]) == len(most)  # nobody is the odd one out
+            odd = odd or (f"{named(most + fewer)} differ" if tied else f"{named(fewer)} differs from {named(most)}")
             found.append(f"{name_of(path)} {list(x.shape)}")
-            break
     return f"{few(found)}: {odd}" if found else ""
 
 

@@ -234,8 +234,8 @@ def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
     if (how := step.strategy.gather) != "compute":
         sent = sum(one.bytes for one in closed if (one.kind, one.dtype) == ("all-gather", "uint8"))
         what = "weights whose products are in FP8" if how == "fp8" else f"weights from {PAD_FROM:,} elements"
-        said = f"{what} are gathered in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
-        yield f"gather={how}: {said if sent else f'there are no {what}, and gather=compute is the same'}."
+        said = f"{what} are gathered in bytes, with a scale for each {BLOCK}: {size(sent)} a step."
+        yield f"gather={how}: {said}" if sent else f"gather={how}: no {what} are gathered; gather=compute is the same."
 
 
 def _prefetched(step: Step, batch: Any) -> Iterator[str]:

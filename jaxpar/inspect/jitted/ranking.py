@@ -7,6 +7,7 @@ from typing import Any
 
 from ...text import WIDTH, size, table
 from ..predict import Prediction
+from ..predict.prediction import longer
 from ..targets.devices import Target
 from .report import JittedExplanation, explain
 
@@ -113,8 +114,7 @@ def _why(one: JittedExplanation, best: JittedExplanation) -> str:
         return f"does not fit: {size(took.memory or 0)} is {size(over)} too much{copies}"
     if one is best:
         return ""
-    more = {kind: seconds - _spent(best).get(kind, 0.0) for kind, seconds in _spent(one).items()}
-    named = sorted(((s, kind) for kind, s in more.items() if s > 0.005 * least.seconds), reverse=True)[:_NAMED]
+    named = [x for x in longer(_spent(one), _spent(best))[:_NAMED] if x[0] > 0.005 * least.seconds]
     causes = ", ".join(f"{1e3 * s:+,.2f} ms {kind}" for s, kind in named) or "a little of everything"
     return f"{took.seconds / least.seconds - 1:.1%} slower: {causes}{copies}"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...text import size
+from ..predict.prediction import longer
 from .estimates import Estimate
 
 # Of the published runs that were set aside, eight of ten took so many times what was predicted (docs/predict.md).
@@ -117,11 +118,9 @@ def _whys(line: Line, best: Line, at: int) -> Iterator[str]:
         return
     if at == 0:
         return
-    more = {name: seconds - best.costs().get(name, 0.0) for name, seconds in line.costs().items()}
-    more |= {name: -seconds for name, seconds in best.costs().items() if name not in more}
-    named = sorted(more.items(), key=lambda item: -item[1])
-    causes = [f"{1e3 * s:+,.0f} ms {name}" for name, s in named[:3] if s > _SLIGHT * best.seconds]
-    saved = [f"{1e3 * s:+,.0f} ms {name}" for name, s in named[::-1][:1] if s < -_SLIGHT * best.seconds]
+    named = longer(line.costs(), best.costs())
+    causes = [f"{1e3 * s:+,.0f} ms {name}" for s, name in named[:3] if s > _SLIGHT * best.seconds]
+    saved = [f"{1e3 * s:+,.0f} ms {name}" for s, name in named[::-1][:1] if s < -_SLIGHT * best.seconds]
     within = ", within the error" if line.ties(best) else ""
     why = ", ".join([*causes, *saved]) or "a little of everything"
     yield f"{line.seconds / best.seconds - 1:.1%} slower{within}: {why}"

@@ -401,14 +401,8 @@ def numbers(
     }
 
 
-_ALIKE = (
-    "pipe",
-    "expert",
-    "context",
-    "tensor",
-    "remat",
-    "offload",
-)  # what compilers need beyond closed forms depends on these
+# What compilers need beyond closed forms depends on these.
+_ALIKE = ("pipe", "expert", "context", "tensor", "remat", "offload")
 
 
 def memory_overrun(line: Line) -> float:

@@ -17,7 +17,7 @@ Left out: caches, the launch of the step itself and its input, and clocks and po
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,12 @@ from .clock import Clock, Part
 from .efficiency import LEAST, MOST, SLOWEST, UPPER_BOUND, is_upper_bound
 
 WIDTH = 100
+
+
+def longer(spent: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
+    """What takes longer than in another step, by name: how many seconds, most first and what is shorter last."""
+    names = dict.fromkeys((*spent, *other))
+    return sorted(((spent.get(name, 0.0) - other.get(name, 0.0), name) for name in names), key=lambda x: -x[0])
 
 
 @dataclass(frozen=True)

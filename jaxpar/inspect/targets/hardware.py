@@ -191,9 +191,8 @@ _HOST = 2 * 10**12  # MLPerf
 _GPUS = (
     _gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", "a100_sxm_40.txtpb", **_NVLINK_3),  # A100: 40 GB, 1,555 GB/s
     _gpu("A100-80GB", "NVIDIA A100-SXM4-80GB", "a100_sxm_80.txtpb", **_NVLINK_3),  # A100: 80 GB, 2,039 GB/s
-    _gpu(
-        "H100", "NVIDIA H100 80GB HBM3", "h100_sxm.txtpb", host_memory_bytes=_HOST, **_NVLINK_4
-    ),  # H100: 80 GB, 3.35 TB/s
+    # H100: 80 GB, 3.35 TB/s
+    _gpu("H100", "NVIDIA H100 80GB HBM3", "h100_sxm.txtpb", host_memory_bytes=_HOST, **_NVLINK_4),
     _gpu("H100-PCIe", "NVIDIA H100 PCIe", "h100_pcie.txtpb", **_PCIE_5),  # H100: 80 GB, 2 TB/s
     _gpu("H200", "NVIDIA H200", "h200_sxm.txtpb", host_memory_bytes=_HOST, **_NVLINK_4),  # H200: 141 GB, 4.8 TB/s
     _gpu("B200", "NVIDIA B200", "b200.txtpb", **_NVLINK_5),  # B200: 180 GB, 7.7 TB/s

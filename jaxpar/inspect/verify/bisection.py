@@ -27,7 +27,7 @@ from ...model.model import Mean, Model, is_replicated
 from ...program import jaxpr as jx
 from ...program.walk import is_literal, scan_parts
 from ...strategy import Strategy, as_strategy
-from .differences import differences, tolerance_of
+from .differences import TOLERANCE, differences, dtypes_of
 from .reference import Reference
 
 _CASTS = ("convert_element_type", "reduce_precision")  # of which other precisions have others
@@ -226,7 +226,7 @@ class _Search:
 
     def __init__(self, model: Model, batch: Any, sides: Sequence[Strategy | None], mesh: Any, key: jax.Array):
         self.batch, self.sides, self.mesh, self.key = batch, sides, mesh, key
-        self.tolerance = tolerance_of(*sides)
+        self.tolerance = max(TOLERANCE[name] for one in sides if one is not None for name in dtypes_of(one))
         self.cut, self.told = _Cut(model), dict[Site | None, tuple[str, float, bool]]()
         self.grows = dict[Any, tuple[int, int] | None]()  # of each variable of the loss's program
         made = []

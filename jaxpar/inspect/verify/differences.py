@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ...model.paths import name_of
+from ...strategy import Strategy
 
 # Relative to a leaf's scale; see `Difference`. Where another order of sums changes bfloat16's last bit, another FP8
 # number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
@@ -20,10 +21,9 @@ _FLOOR = 1e-3  # of the tree's largest element
 _UNMEASURED = 1e-2
 
 
-def tolerance_of(*strategies: object) -> float:
-    """What is allowed for the lowest dtype of some strategies, or of their texts: of products, or of gathers."""
-    texts = ",".join(map(str, strategies))
-    return max(allowed for name, allowed in TOLERANCE.items() if name == "f32" or f"={name}" in texts)
+def dtypes_of(strategy: Strategy) -> list[str]:
+    """Those in which a strategy multiplies and gathers, as `TOLERANCE` has them."""
+    return [name for name in (strategy.precision, strategy.gather) if name in TOLERANCE]
 
 
 @dataclass(frozen=True)

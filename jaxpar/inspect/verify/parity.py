@@ -20,7 +20,7 @@ from ...step.core import Step
 from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
 from .bisection import Bisected, bisect
-from .differences import TOLERANCE, Difference, differences
+from .differences import TOLERANCE, Difference, differences, dtypes_of
 from .reference import Reference
 
 _EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
@@ -126,7 +126,7 @@ def verify(
         shown(f"one device: {steps} steps")
         expected = reference.train(optimizer, key, batch, steps)
 
-        low = [strategy.precision, *["int8"] * (strategy.gather == "int8"), *reference.low(batch)]
+        low = [*dtypes_of(strategy), *reference.low(batch)]
         tolerance = max(TOLERANCE[dtype] for dtype in low)
         if strategy.reduce == "compute":
             tolerance *= step.replicas

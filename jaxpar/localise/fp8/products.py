@@ -55,7 +55,8 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: s
     custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
     closed = {id(one) for eqn in custom for jaxpr in programs(eqn) for one, _ in visit(jaxpr.eqns)}
     said: dict[str, Fp8Products] = {}
-    unmet = dict.fromkeys(but.split(":") if but else ())
+    excepted = but.split(":") if but else []
+    unmet = dict.fromkeys(excepted)
     for eqn, side, numbers in found:
         path = leaves[numbers[0]][0]
         if not any(leaves[i][1] or i in scanned for i in numbers):
@@ -66,9 +67,10 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: s
             why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
             why = _unfit(eqn, side, dtype)
-        for part in () if why else filter(partial(_within, path), but.split(":")):
-            unmet.pop(part, None)
-            why = f"fp8_except={part}"
+        if not why:
+            for part in (part for part in excepted if _within(path, part)):
+                unmet.pop(part, None)
+                why = f"fp8_except={part}"
         before = said.get(path, Fp8Products(0, why))
         said[path] = Fp8Products(before.count + 1, before.why or why)
     if unmet:

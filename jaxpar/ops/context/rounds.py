@@ -30,8 +30,8 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 @dataclass(frozen=True)
 class Rounds:
     """What is static in a call: the hops, and which rectangle of each block counts. Neighbours on the ring are `apart`
-    ranks of the axis from each other: more than one where that many share the heads of a block. By a `function` of
-    scores, `causal` says only that no key behind a query counts.
+    ranks of the axis from each other: more than one where that many share the heads of a block. With a
+    `function` of scores, `causal` only says which blocks can be left out: those of keys later than all queries.
     """
 
     axis: Axes
