@@ -20,7 +20,6 @@ from jaxpar.inspect.expected import expected
 BATTERY = pytest.mark.battery
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "cell",
     [
@@ -35,7 +34,6 @@ def test_tensor_and_sequence(cell: Cell) -> None:
     tensor_cells.check_cell(cell)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("cells", "name", "text"),
     [

@@ -125,6 +125,7 @@ def as_gathered(step: Any, params: Any) -> Any:
     return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), rounded)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

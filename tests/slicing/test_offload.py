@@ -96,6 +96,7 @@ def beside(operations: tuple[Operation, ...]) -> list[tuple[HostCopy, bool]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_compiled_for_gpus() -> None:
     """Temporaries fall by what the host holds, but for two layers' worth; every copy is asynchronous, and in a loop it

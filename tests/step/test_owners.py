@@ -221,7 +221,6 @@ def assert_same(found: Any, optimizer: str, model: str = "layers") -> None:
         assert np.abs(ours - true).max() <= max(1e-5 * moved, 2 * off) + rounded * (moved < 1e-3)
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:tensor")
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "devices", "model"),
@@ -247,6 +246,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tensor")
 @pytest.mark.parametrize(
     "pair", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.battery) for pair in PAIRS[1:])], ids=str
@@ -305,6 +305,7 @@ def test_who_owns_what() -> None:
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
 
 
+@pytest.mark.slow
 def test_values_of_several_dtypes() -> None:
     """Factors in bfloat16 beside gradients in float32: an exchange for each, both in the closed form."""
     is_matrix = lambda x: x.ndim == 2 and x.shape[0] != LAYERS
@@ -365,6 +366,7 @@ def test_a_matrix_alone_is_gathered() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *map(jax.device_get, found))
 
 
+@pytest.mark.slow
 def test_owners_within_branches() -> None:
     """`apply_if_finite` updates in a branch, here within another: matrices had no owners there. A step whose gradients
     are not finite sends no matrix; what the branch may send is promised.

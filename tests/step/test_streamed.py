@@ -61,6 +61,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CELLS)
 def test_parity_with_one_device(strategy: str) -> None:
     one = Reference(MODEL, jp.Strategy(single=True), 8)
@@ -137,6 +138,7 @@ def test_refusals() -> None:
     assert str(jp.Strategy(offload="optimizer+activations")) == "offload=activations+optimizer"
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_compiled_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is no argument on the device; the host's buffers are updated in place, by copies that are asynchronous,

@@ -435,7 +435,6 @@ CELLS = (
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "text"), CELLS)
 def test_it_goes_by_any_way(name: str, text: str) -> None:
     cells.check_cell(name, text)

@@ -85,7 +85,6 @@ KEPT = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:the optimizer multiplies")  # what it does is done alike
 @pytest.mark.xdist_group("stages optimizers")  # they share gradients of one device
 @pytest.mark.parametrize(
