@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -128,10 +128,24 @@ class Layout:
 
     @property
     def handed_out(self) -> Any:
-        """The shardings of the model's own tree where it is handed out: padded leaves are whole."""
+        """The shardings of the model's own tree where it is handed out: padded leaves are whole, layers of a Python
+        loop are split along the dim along which their stack is.
+        """
+        stacks = zip(self.leaves, self.storage.origin, strict=True)
+        stack_of = {i: leaf for leaf, at in stacks if leaf.rolled and leaf.dim is not None for i in at}
+        leaves = [self._as_in(stack_of[i], x) if i in stack_of else x for i, x in enumerate(self.storage.models)]
         sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
-        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in self.storage.models]
+        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in leaves]
         return jax.tree.unflatten(self.storage.model_tree, map(self.sharding, specs))
+
+    def _as_in(self, stack: Leaf, layer: Leaf) -> Leaf:
+        """A layer split as its stack is, and over the stages of a pipeline where that divides: of `fsdp` and `pipe`
+        the latter last, so that one all-to-all leads there. Split otherwise, the whole stack would be gathered.
+        """
+        dim, shard = stack.inner(True), stack.shard
+        if stack.layers is not None and layer.shape[dim] % (self.shards * self.mesh.shape["pipe"]) == 0:
+            shard = (*shard, "pipe")
+        return replace(layer, dim=dim, padded=stack.padded, shard=shard)
 
     def to_logical(self, stored: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
         """Arrays as they are stored -> as the model has them: without padding, in the model's own tree and shapes.
