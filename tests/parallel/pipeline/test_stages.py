@@ -265,7 +265,9 @@ def test_a_loop_is_the_users_own_tree() -> None:
         assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["pipe=2,fsdp=4,microbatches=2", "pipe=2,tensor=2,fsdp=2,microbatches=2", "fsdp=8"])
+@pytest.mark.parametrize(
+    "strategy", ["pipe=2,fsdp=4,microbatches=2", "pipe=2,tensor=2,fsdp=2,microbatches=2", "fsdp=8"]
+)
 def test_a_loop_is_handed_out_without_gathering_its_stacks(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
     """XLA: "Involuntary full rematerialization" of every stack, as layers were split along another dim."""
     step = made(plain(8, 64, 256, loop=True), strategy, devices=8)
