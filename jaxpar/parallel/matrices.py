@@ -36,6 +36,7 @@ class MatrixValue:
       axes: those of each dim, at rest.
       batch: its batch dims, in the order of the leaf's.
       home: whether it lies with the owners; else its pieces go to them.
+      kept: whether a replica has its own matrices' alone; else each has those of all.
       sizes: the size of each mesh axis.
     """
 
@@ -44,6 +45,7 @@ class MatrixValue:
     axes: tuple[tuple[str, ...], ...]
     batch: tuple[int, ...]
     home: bool
+    kept: bool
     sizes: Mapping[str, int] = field(repr=False)
 
     @property
@@ -122,6 +124,7 @@ class Kind:
       program: that of one matrix.
       ins, outs: of each leaf, the values that it reads and makes; None of what is no leaf's, such as a rate.
       each: how many are of each leaf, on the ranks that deal them out.
+      replicas: among how many groups of ranks that hold the same they are divided.
       flops: of one.
     """
 
@@ -130,12 +133,18 @@ class Kind:
     ins: tuple[MatrixValue | None, ...]
     outs: tuple[MatrixValue, ...]
     each: int
+    replicas: int
     flops: int
 
     @property
     def count(self) -> int:
         """How many there are on the ranks that deal them out."""
         return self.each * len(self.regions)
+
+    @property
+    def share(self) -> int:
+        """How many of these a replica works on; the last ones repeat where that does not divide them."""
+        return -(-self.count // self.replicas)
 
     @property
     def total(self) -> int:
@@ -164,12 +173,14 @@ class Bundle:
     Attributes:
       kinds: they and their programs.
       axes: those that spread a matrix, outermost first.
-      ranks: of these axes.
-      owned: of each kind, by rank, the numbers of the matrices that it works on.
+      copies: those of replicas that divide the matrices among them.
+      ranks: of `axes`.
+      owned: of each kind, by rank, which of its replica's matrices it works on.
     """
 
     kinds: tuple[Kind, ...]
     axes: tuple[str, ...]
+    copies: tuple[str, ...]
     ranks: int
     owned: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -180,8 +191,8 @@ class Bundle:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one matrix, which all ranks gather and work on."""
-        return bool(self.axes) and sum(kind.count for kind in self.kinds) == 1
+        """Whether a replica has one matrix, which all ranks gather and work on."""
+        return bool(self.axes) and sum(kind.share for kind in self.kinds) == 1
 
     @property
     def even(self) -> bool:
@@ -213,18 +224,28 @@ class Bundle:
         """The closed form of its exchanges."""
         kind, sides = ("all-gather", ["ins"]) if self.alone else ("all-to-all", ["ins", "outs"])
         widths = [item for side in sides for item in self.rows(side)[0].items()]
-        return [Sent(kind, self.axes, dtype, 1, self.ranks * width) for dtype, width in widths]
+        found = [Sent(kind, self.axes, dtype, 1, self.ranks * width) for dtype, width in widths]
+        for kind in self.kinds if self.copies else ():
+            found += [
+                Sent("all-gather", self.copies, v.dtype, 1, kind.replicas * kind.share * v.size)
+                for v in kind.outs
+                if not v.kept
+            ]
+        return found
 
     def __str__(self) -> str:
-        if not self.axes:
-            return "whole where they lie: nothing is sent"
         over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
+        shared = f"a share on each of {self.kinds[0].replicas} replicas of {'+'.join(self.copies)}, which gather all; "
+        shared *= bool(self.copies)
+        if not self.axes:
+            return shared + "whole where they lie" + ": nothing is sent" * (not self.copies)
         if self.alone:  # an owner would have as much to do, and as much to send
-            return f"alone on {over}: gathered, and computed by all"
+            return f"{shared}alone on {over}: gathered, and computed by all"
         if self.even:
-            return f"whole with their owners, {len(self.owned[0][0])} on each of {over}: one all-to-all there, one back"
-        count, share = sum(kind.count for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
-        return f"{count} matrices dealt out by FLOPs over {over}, the busiest has {share:.3f} of all"
+            each = len(self.owned[0][0])
+            return f"{shared}whole with their owners, {each} on each of {over}: one all-to-all there, one back"
+        count, busiest = sum(kind.share for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
+        return f"{shared}{count} matrices dealt out by FLOPs over {over}, the busiest has {busiest:.3f} of all"
 
     def __call__(self, values: Any, mesh: Mesh, token: Token | None) -> tuple[dict[Any, jax.Array], Token | None]:
         """By variable what the programs make of what they `read`, and the token after that."""
@@ -245,7 +266,7 @@ class Bundle:
         (widths, starts), (back, ends) = self.rows("ins"), self.rows("outs")
         values = [
             [
-                xs if v is None else jnp.concatenate([v.pieces(x) for x in xs])
+                xs if v is None else self._share(kind, v, jnp.concatenate([v.pieces(x) for x in xs]))
                 for v, xs in zip(kind.ins, row, strict=True)
             ]
             for kind, row in zip(self.kinds, values, strict=True)
@@ -261,16 +282,27 @@ class Bundle:
             rows["outs"] = {t: jnp.zeros((self.ranks, n), t) for t, n in back.items()}
         me, homes = index(self.axes), list[Any]()
         for k, kind in enumerate(self.kinds):
-            own = {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home}
+            held = len(self.owned[k][0])
+            own = {j: jnp.zeros((held, *v.piece), v.dtype) for j, v in enumerate(kind.outs) if v.home}
             rows, own = self._run(k, values[k], (rows, own), to, starts, ends, me)
             homes.append(own)
         take = lambda x: lax.dynamic_slice_in_dim(x, me, 1) if self.alone else all_to_all(x, self.axes)
         left = {t: take(x) for t, x in rows[to].items()}
-        made = lambda k, j, v: homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
+
+        def made(k: int, j: int, v: MatrixValue) -> jax.Array:
+            x = homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
+            return x if v.kept else all_gather(x, self.copies)[: self.kinds[k].count]
+
         return [
             [[*map(v.joined, jnp.split(made(k, j, v), len(kind.regions)))] for j, v in enumerate(kind.outs)]
             for k, kind in enumerate(self.kinds)
         ]
+
+    def _share(self, kind: Kind, v: MatrixValue, pieces: jax.Array) -> jax.Array:
+        """Those of this replica's matrices: [share, *piece]."""
+        if v.kept or not self.copies:
+            return pieces
+        return jnp.take(pieces, index(self.copies) * kind.share + jnp.arange(kind.share), axis=0, mode="clip")
 
     def _packed(self, pieces: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
         """A row for each owner, of its matrices' pieces: [ranks, width]; of a matrix alone, one."""
@@ -300,7 +332,8 @@ class Bundle:
             args = []
             for j, (v, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
                 if v is None:
-                    x = x[0] if len(x) == 1 else jnp.stack(x)[numbers[first + s]]  # one of each leaf
+                    at = index(self.copies) * kind.share + numbers[first + s]
+                    x = x[0] if len(x) == 1 else jnp.take(jnp.stack(x), at, axis=0, mode="clip")  # one of each leaf
                 elif v.home:
                     x = x[s]
                 else:
