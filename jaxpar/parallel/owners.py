@@ -10,7 +10,6 @@ Shampoo or SOAP gathers it. So each matrix has an owner among the R ranks that s
     sent by a device, K matrices of S bytes
     R divides K         2 (R-1)/R K S/R
     dealt out           2 (R-1)/R W, with W the bytes of the owner that has most
-    one matrix alone    (R-1)/R S: an all-gather; all ranks repeat its FLOPs, which its owner would have too
     stacks by layer     0: each rank of a stage, or of some experts, has whole ones
 
 Stacks, and matrices of one shape and program, whose number R divides are dealt out evenly, each in an exchange of its
@@ -31,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -205,6 +203,7 @@ class Dealer(NamedTuple):
     ) -> list[Bundle]:
         """Matrices that are spread alike, divided among replicas where most of these get some."""
         pools: dict[Any, list[Kind]] = {}
+        ranks = self._parts(axes)
         for regions, one in group:
             region, replicas = regions[0], self._parts(copies)
             each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
@@ -213,24 +212,8 @@ class Dealer(NamedTuple):
                 tuple[Any, ...](self._value(region, v, axes, over) for v in vs) for vs in (region.ins, region.outs)
             )
             kind = Kind(tuple(regions), one, ins, outs, each, replicas, flops_of(one.eqns))
-            uneven = kind.share % self._parts(axes)
-            pools.setdefault((over, None if uneven else region.leaf), []).append(kind)
-        return [self._bundle(kinds, axes, over) for (over, _), kinds in pools.items()]
-
-    def _bundle(self, kinds: Sequence[Kind], axes: tuple[str, ...], copies: tuple[str, ...]) -> Bundle:
-        """As many of one kind to each rank, in order, or one to all; else each to the rank with least FLOPs."""
-        ranks = self._parts(axes)
-        if len(kinds) == 1 and (count := kinds[0].share) in (1, each := count // ranks * ranks):
-            numbers = [0] * ranks if count == 1 else range(each)
-            owned = [np.reshape(numbers, (ranks, -1)).tolist()]
-        else:
-            load, owned = [0] * ranks, [[list[int]() for _ in range(ranks)] for _ in kinds]
-            for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
-                for i in range(kind.share):
-                    rank = load.index(min(load))
-                    owned[k][rank].append(i)
-                    load[rank] += max(1, kind.flops)
-        return Bundle(tuple(kinds), axes, copies, ranks, tuple(tuple(map(tuple, of)) for of in owned))
+            pools.setdefault((over, None if kind.share % ranks else region.leaf), []).append(kind)
+        return [Bundle(tuple(kinds), axes, over, _dealt(kinds, ranks)) for (over, _), kinds in pools.items()]
 
     def _seconds(self, bundle: Bundle) -> float:
         """Of a peak in TF32 and the links' bandwidths; of devices of which they are not known, the FLOPs."""
@@ -278,3 +261,14 @@ def _states(kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
                 padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
                 if padded < 2 and (v.kept or v.home or not region.as_leaf(var)):
                     yield region.state[var], v
+
+
+def _dealt(kinds: Sequence[Kind], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """How many of each kind each rank gets: those of most FLOPs first, each to the rank with least."""
+    load, counts = [0] * ranks, [[0] * ranks for _ in kinds]
+    for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
+        for _ in range(kind.share):
+            rank = load.index(min(load))
+            counts[k][rank] += 1
+            load[rank] += max(1, kind.flops)
+    return tuple(map(tuple, counts))

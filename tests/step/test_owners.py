@@ -349,23 +349,6 @@ def test_products_of_factors_alone_have_owners() -> None:
     assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 + 2 * 3
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
-def test_a_matrix_alone_is_gathered() -> None:
-    """Its owner would send it back, and no other had less to compute."""
-    model = jp.Model(
-        lambda key: {"a": jax.random.normal(key, (D, F)), "b": jnp.ones((F,))},
-        lambda params, batch, key: jnp.square(jnp.tanh(batch["x"] @ params["a"]) @ params["b"]).mean(),
-        rows="independent",
-    )
-    tx = optax.contrib.muon(1e-2)
-    step, one = (jp.make_train_step(model, tx, *how) for how in (("fsdp",), ("single", jax.devices()[:1])))
-    assert [(sent.kind, sent.bytes) for sent in step.update.owners.sends] == [("all-gather", 4 * D * F)]
-    assert "alone" in step.update.owners.notes["a"]
-    assert check(step, BATCH).ok
-    found = [s.params(s(s.init(jax.random.key(0)), BATCH)[0]) for s in (step, one)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *map(jax.device_get, found))
-
-
 def test_owners_within_branches() -> None:
     """`apply_if_finite` updates in a branch, here within another: matrices had no owners there. A step whose gradients
     are not finite sends no matrix; what the branch may send is promised.
