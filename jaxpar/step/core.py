@@ -104,7 +104,7 @@ class Step(FirstState, Intake):
         places = place_optimizer(state, tuned, seen, sharded, host)
         owned, wrong = None, None
         if program is not None:
-            owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)(program)
+            owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh)(program)
             places = owned.stored(places)
             multiplied = {leaf.path: program.leaves.get(i, frozenset()) for i, leaf in enumerate(seen)}
             wrong = functools.partial(astray, multiplied=multiplied, factors=program.factors)

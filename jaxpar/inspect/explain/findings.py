@@ -139,7 +139,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return {"context": "context", "expert": "experts"}[axes[0]]
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return rule_of(step.strategy).name
-    return "data parallel"
+    return "owners of matrices" if kind == "all-gather" and owned is not None else "data parallel"
 
 
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
