@@ -72,7 +72,7 @@ class Update:
         token = order.first_token(norm, self.layout.mesh)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # the norm has looked at every gradient already
         metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
-        applied, scale, number = None, None, state.step + 1  # applied always, without a scale
+        applied, scale = None, None  # always, without a scale
         if state.scale is not None:
             applied = all_finite(grads)
             scale = state.scale.next(applied)
@@ -82,10 +82,6 @@ class Update:
             if self.on_nonfinite == "stop":
                 goes_on = state.step >= 0
                 applied, scale = applied & goes_on, kept(goes_on, scale, state.scale)
-                # An overflow by the scale that float16 begins with is no fault.
-                by_scale = False if state.scale is None else (state.scale.scale > 1) & jnp.isfinite(loss)
-                number = jnp.where(goes_on, jnp.where(finite | by_scale, number, -number), state.step)
-                metrics["stopped"] = number < 0
         if self.streams is not None:
             tuned, packed = self.streams(params, updates, state.optimizer, loss, applied)
         else:
@@ -97,6 +93,12 @@ class Update:
         tuned = self.layout.to_stored(tuned, "params", self.as_stacked)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         stored, copy, token = self.publish(new, state, token)
+        number = state.step + 1
+        if self.on_nonfinite == "stop":
+            # An overflow by the scale that float16 begins with is no fault.
+            by_scale = False if state.scale is None else (state.scale.scale > 1) & jnp.isfinite(loss)
+            number = jnp.where(state.step < 0, state.step, jnp.where(finite | by_scale, number, -number))
+            metrics["stopped"] = number < 0
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (number, metrics))
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
