@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -83,9 +83,11 @@ def make_train_step(
         the step counts those that are not below, and `metrics["outside/tokens"]` is their share of all ids of the leaf.
         Two numbers a leaf join the all-reduce of the metrics.
       trace_nonfinite: after a step whose loss or gradients have a NaN or an infinity, find the equation that made it
-        (`step.trace_nonfinite`) and raise `FloatingPointError` with its line, rank and rows; `error.state` is the state
-        of before, but for its number, and `error.found` the `Nonfinite`. Implies `skip_nonfinite`; and each call waits
-        for its step. Under float16, gradients that overflow by the loss's scale are no fault until it is 1.
+        (`step.trace_nonfinite`) and raise `FloatingPointError` with its line, rank and rows (`NonfiniteError`). Nothing
+        waits for it: such a step and what comes after it are not applied, each call looks at the step before while its
+        own runs, and `step.wait(state)`, `step.save` and `step.evaluate` at the last. A batch is kept until its step is
+        seen: do not write into its arrays. Costs what `skip_nonfinite` does. Under float16, gradients that overflow by
+        the loss's scale are no fault until it is 1.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time, and where an optimizer multiplies layers of a
@@ -123,7 +125,8 @@ def make_train_step(
     for name, limit in (ids or {}).items():
         if not isinstance(limit, int) or limit < 1:
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
-    step = kind(model, optimizer, strategy, mesh, trainable, rules, skip_nonfinite or trace_nonfinite, ids)
+    on_nonfinite = "stop" if trace_nonfinite else "skip" if skip_nonfinite else "apply"
+    step = kind(model, optimizer, strategy, mesh, trainable, rules, on_nonfinite, ids)
     if check not in (True, False, "overlap"):
         raise ValueError(f"check={check!r}: use True, False or 'overlap'")
     if check == "overlap":
@@ -142,7 +145,7 @@ def check_trainable(trainable: Any) -> None:
 
 _SHOWN = (
     "check_replicas check_rows compare compile evaluate explain init layout mesh model params part place replicas "
-    "restore restore_extra save schedule send strategy trace trace_nonfinite traced value_and_grad with_params"
+    "restore restore_extra save schedule send strategy trace trace_nonfinite traced value_and_grad wait with_params"
 ).split()
 
 
@@ -151,7 +154,7 @@ class TrainStep(Step):
 
     proves: bool | str = False  # whether what is compiled is checked before it runs
     updates = True  # whether it has an optimizer
-    traces = False  # whether a step that is not finite is an error that names its equation
+    traces = False  # whether each call looks if the step before was finite, and raises where it was not
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -160,6 +163,7 @@ class TrainStep(Step):
         self._proven: set[Any] = set()
         self._saves: dict[Any, Checkpoints] = {}
         self._settled: dict[Any, TrainStep] = {}
+        self._last: _Call | None = None
         if self.strategy.remat == "auto":
             self.settle = self._chosen
 
@@ -196,6 +200,7 @@ class TrainStep(Step):
 
         Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
         """
+        self._look_at_last()
         return super().with_params(state, params)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -224,6 +229,8 @@ class TrainStep(Step):
                 "see yet; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) where metrics['finite'] is "
                 "False"
             )
+        if self._last is not None and self._last.state is not state:
+            self._look_at_last()
         if not self._agreement.needed or _traced(state, batch):
             after, metrics = super().__call__(state, batch)
         else:
@@ -231,11 +238,33 @@ class TrainStep(Step):
             self.compare(batch)
             with ending.step():
                 after, metrics = super().__call__(state, batch)
-        if self.traces and not metrics["finite"]:
-            scaled = after.scale is not None and after.scale.scale > 1 and np.isfinite(metrics["loss"])
-            if not scaled:
-                raise NonfiniteError(self.trace_nonfinite(replace(after, step=after.step - 1), batch), after)
+        if self.traces:
+            last, self._last = self._last, _Call(after, metrics.pop("stopped"), batch)
+            if last is not None:
+                self._look(last, after, (batch,))
         return after, metrics
+
+    def wait(self, state: State) -> State:
+        """The state, once it is computed.
+
+        Raises NonfiniteError where, with `trace_nonfinite=True`, the last step was not finite: after the last call of a
+        loop nothing else looks at it.
+        """
+        self._look_at_last()
+        return jax.block_until_ready(state)
+
+    def _look_at_last(self) -> None:
+        """Looks at the last call's step, and waits for it."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._look(last, last.state, ())
+
+    def _look(self, call: "_Call", after: State, undone: tuple[Any, ...]) -> None:
+        """Raise NonfiniteError where the call's step was not finite; batches `undone`, given since, lead to `after`."""
+        if call.stopped:
+            self._last = None
+            found = self.trace_nonfinite(replace(after, step=-after.step - 1), call.batch)
+            raise NonfiniteError(found, replace(after, step=-after.step), call.batch, undone)
 
     def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
         """Where the NaN or infinity of a step begins: the equation with its line, module, layer and operands, the
@@ -265,7 +294,8 @@ class TrainStep(Step):
         return super().value_and_grad(state, self._agreed("gradients", state, batch))
 
     def _agreed(self, name: str, state: State, batch: Any) -> Any:
-        """The batch, as several processes have found that all of them have it."""
+        """The batch, as several processes have found that all of them have it; the state is of finite steps."""
+        self._look_at_last()
         if self._agreement.needed and not _traced(state, batch):
             batch = self.place(batch)
             self._agreement.on_batch(name, batch)
@@ -387,6 +417,7 @@ class TrainStep(Step):
         Returns the folder's `Checkpoints`, whose `wait()` returns when all is on disk; so does the end of the program.
         Raises ValueError where the save before could not be written.
         """
+        self._look_at_last()
         saves = self._saves.get(key := (str(folder), keep))
         if saves is None:
             saves = self._saves[key] = Checkpoints(folder, self, {}, keep)
@@ -446,6 +477,14 @@ class TrainStep(Step):
 
 def _traced(state: Any, batch: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch)))
+
+
+class _Call(NamedTuple):
+    """A call of a step that has not been looked at: the state that it returned, whether it has stopped, its batch."""
+
+    state: State
+    stopped: jax.Array
+    batch: Any
 
 
 class ServerTrainStep(TrainStep, ServerStep):

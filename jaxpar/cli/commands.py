@@ -75,7 +75,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except (ValueError, FloatingPointError, ImportError) as error:  # the last says what to install
         if os.environ.get("JAXPAR_TRACEBACK"):
             raise
-        print(f"jaxpar: {error}", file=sys.stderr)  # noqa: T201
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # but jax's own
+        says = "\n".join([str(error), *notes])
+        print(f"jaxpar: {says}", file=sys.stderr)  # noqa: T201
         ending.fail(error, status := 1 if isinstance(error, FloatingPointError) else 2)
         sys.exit(status)
     except BrokenPipeError:  # whoever read the output has seen enough, as `head`

@@ -25,7 +25,7 @@ class ReplayOptions:
     recorded with --record on the way.
 
     Says whether it is the same: to the bit where layout, devices, versions and flags are, else within rounding. Exits
-    with 1 where it is not, naming the leaves and the devices.
+    with 1 where it is not, naming the leaves, the devices and the equation.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -39,6 +39,9 @@ class ReplayOptions:
     rotate: int = 0
     """every device of a host takes the part of the one so many places before it: what moves with a device is its
     fault"""
+    equation: bool = True
+    """where it differs, name the equation at which the run's strategy and this one part, or one device: some twenty
+    programs, minutes"""
     coordinator: str | None = None
     """host:port of process 0, where there are several"""
     processes: int | None = None
@@ -58,7 +61,7 @@ def main(options: ReplayOptions) -> None:
     initialize(options.coordinator, options.processes, options.process)
     attach(int(made["devices"]) if made["devices"] else None)
     trainer, _ = trainer_of(dataclasses.replace(run, **made), mesh=_turned(options.rotate))
-    found = replay(trainer, options.step)
+    found = replay(trainer, options.step, options.equation)
     if jax.process_index() == 0:
         print(found)  # noqa: T201
     if not found.ok:

@@ -23,7 +23,8 @@ class State:
     """Everything a step changes.
 
     Attributes:
-      step: int32 scalar, steps taken.
+      step: int32 scalar, steps taken; with `trace_nonfinite=True`, after a step that was not finite, minus its number,
+        until the host has seen it.
       params: the master parameters, float32 where they are trained and in the compute dtype where they are frozen, as
         the layout stores them (`step.params(state)` gives the model's tree).
       copy: a replicated copy in the compute dtype (ZeRO-1 and 2 in low precision), or None.

@@ -85,7 +85,8 @@ IN_LOSS = (
 @contextlib.contextmanager
 def traced(what: str, why: str) -> Iterator[None]:
     """Around a call of the user's function `what` under a trace: where it asks for the number of an array, ValueError
-    says at which line, and `why` there is none (`IN_INIT`, `IN_LOSS`); so it does where it asks for a mesh.
+    says at which line of which layer, and `why` there is none (`IN_INIT`, `IN_LOSS`); so it does where it asks for a
+    mesh. Any other error gets line and layer as a note.
     """
     try:
         yield
@@ -94,17 +95,65 @@ def traced(what: str, why: str) -> Iterator[None]:
     except (ValueError, RuntimeError) as error:
         # jax's own advice, to enter a mesh, would not help.
         if "PartitionSpec" not in str(error) or " mesh" not in str(error):
+            _note_place(error, what)
             raise
         raise ValueError(
             f"{what} places a value on a mesh by a PartitionSpec{_place(error)}: a model sees no mesh, as the strategy "
             "says where values live; leave it out, or build the model without shardings"
         ) from error
+    except Exception as error:
+        _note_place(error, what)
+        raise
+
+
+def _note_place(error: BaseException, what: str) -> None:
+    if (place := _place(error)) and not any(place in note for note in getattr(error, "__notes__", ())):
+        error.add_note(f"in {what}{place}")
 
 
 def _place(error: BaseException) -> str:
+    """Where it comes from: " at model.py:12, `x @ w`, in layers/1/mlp (MLP)"."""
     file, line = asked_at(error) or ("", 0)
-    code = linecache.getline(file, line).strip()
-    return f" at {file}:{line}" + f", `{code}`" * bool(code) if file else ""
+    code, layer = linecache.getline(file, line).strip(), _layer(error)
+    return f" at {file}:{line}" + f", `{code}`" * bool(code) + f", in {layer}" * bool(layer) if file else ""
+
+
+def _layer(error: BaseException) -> str:
+    """The innermost module whose method an error comes from: its path in the outermost, where that is known, and its
+    class; "" outside of modules.
+    """
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [x for found in frames for name, x in found.items() if name == "self" and _is_module(x)]
+    if not modules:
+        return ""
+    inner, kind = modules[-1], type(modules[-1]).__name__
+    path = getattr(inner, "module_name", None) or "/".join(getattr(inner, "path", ()))  # Haiku's and Linen's know it
+    if not path:
+        holders = (x for found in frames for x in found.values() if _is_module(x) and x is not inner)
+        path = next((found for x in holders if (found := _path(x, inner, set()))), "")
+    return f"{path} ({kind})" if path else kind
+
+
+def _is_module(x: Any) -> bool:
+    libraries = [sys.modules[name] for name in ("flax.nnx", "flax.linen", "equinox", "haiku") if name in sys.modules]
+    return isinstance(x, tuple(library.Module for library in libraries))
+
+
+def _path(x: Any, wanted: Any, seen: set[int]) -> str:
+    """That of a module within another, "" where it is not there."""
+    seen.add(id(x))
+    if isinstance(x, Mapping):
+        items = x.items()
+    elif isinstance(x, Sequence) and not isinstance(x, str | bytes):
+        items = enumerate(x)
+    else:
+        items = vars(x).items() if _is_module(x) else ()
+    for name, value in items:
+        if value is wanted:
+            return str(name)
+        if id(value) not in seen and (rest := _path(value, wanted, seen)):
+            return f"{name}/{rest}"
+    return ""
 
 
 def asked_at(error: BaseException) -> tuple[str, int] | None:
@@ -130,7 +179,8 @@ def reading(batch: Any, what: str = "the batch") -> Iterator[None]:
             hint = "read what is there, or give the data these names"
             if asked == _BY_NAME:
                 hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
-            raise ValueError(f"the loss asks {what} for {asked}, and it is {described(batch)}; {hint}") from error
+            at = f"{place}," if (place := _place(error)) else ""
+            raise ValueError(f"the loss{at} asks {what} for {asked}, and it is {described(batch)}; {hint}") from error
         error.add_note(f"{what}, a block of its rows: {described(batch)}")
         raise
 

@@ -24,7 +24,7 @@ _MAKES = {
     "flax.linen": "jp.from_linen(Net(...), loss, example)",
     "haiku": "jp.from_haiku(hk.transform(f), loss, example)",
 }
-_RESERVED = ("loss", "grad_norm", "skipped", "finite")
+_RESERVED = ("loss", "grad_norm", "skipped", "finite", "stopped")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
 _couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("couplings", default=None)

@@ -65,7 +65,7 @@ class Step(FirstState, Intake):
         mesh: Mesh,
         trainable: Any,
         rules: Rules | None = None,
-        skip_nonfinite: bool = False,
+        on_nonfinite: str = "apply",
         ids: Mapping[str, int] | None = None,
     ):
         self.model_def, self.strategy, self.mesh = model, strategy, mesh
@@ -112,7 +112,7 @@ class Step(FirstState, Intake):
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
         streamed = streams(self.optimizer, self.layout, as_stacked, owned is not None) if host else None
-        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, skip_nonfinite, owned, streamed)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)

@@ -36,7 +36,9 @@ class Update:
 
     Attributes:
       as_stacked: whether it sees leaves as a step keeps them.
-      skip_nonfinite: whether a step is not applied whose loss or gradients are not finite.
+      on_nonfinite: what becomes of a step whose loss or gradients are not finite: "apply"; "skip", it is not applied;
+        or "stop", nor is anything after it, and the number stays at minus that step's: the host, which has started
+        others by then, still has what that step began with.
       owners: how it runs on whole matrices; None where it multiplies none.
       streams: how it runs on state that waits on the host; None where none does.
     """
@@ -45,7 +47,7 @@ class Update:
     layout: Layout
     rule: Rule
     as_stacked: bool
-    skip_nonfinite: bool = False
+    on_nonfinite: str = "apply"
     owners: Owners | None = None
     streams: Streams | None = None
 
@@ -75,8 +77,11 @@ class Update:
             applied = all_finite(grads)
             scale = state.scale.next(applied)
             metrics["skipped"] = scale.skipped
-        if self.skip_nonfinite:
+        if self.on_nonfinite != "apply":
             applied = finite if applied is None else applied & finite
+            if self.on_nonfinite == "stop":
+                goes_on = state.step >= 0
+                applied, scale = applied & goes_on, kept(goes_on, scale, state.scale)
         if self.streams is not None:
             tuned, packed = self.streams(params, updates, state.optimizer, loss, applied)
         else:
@@ -88,8 +93,14 @@ class Update:
         tuned = self.layout.to_stored(tuned, "params", self.as_stacked)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         stored, copy, token = self.publish(new, state, token)
+        number = state.step + 1
+        if self.on_nonfinite == "stop":
+            # An overflow by the scale that float16 begins with is no fault.
+            by_scale = False if state.scale is None else (state.scale.scale > 1) & jnp.isfinite(loss)
+            number = jnp.where(state.step < 0, state.step, jnp.where(finite | by_scale, number, -number))
+            metrics["stopped"] = number < 0
         # The next step's collectives follow its number.
-        step, metrics = order.behind(token, (state.step + 1, metrics))
+        step, metrics = order.behind(token, (number, metrics))
         return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:

@@ -41,6 +41,7 @@ class Finite:
         values: Mapping[str, float],
         suspects: Callable[[], str] = str,
         explained: Callable[[], str] = str,
+        stopped: bool = False,
     ) -> str:
         """What is to be told of a step: "" where it was finite.
 
@@ -48,7 +49,8 @@ class Finite:
           number: of the step.
           values: its metrics.
           suspects: what is wrong with its batch, "" where nothing is; asked where the step is not finite.
-          explained: where it begins; asked where the run ends with it and `on_nonfinite="explain"`.
+          explained: where it begins; asked where the run ends with it.
+          stopped: whether nothing is applied any more.
 
         Raises NotFiniteError where nothing good can come any more.
         """
@@ -61,11 +63,12 @@ class Finite:
         if not wrong:
             return ""
         says = f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}"
-        if scaled and self._times < HOPELESS:  # float16's loss scale was too large, as it is meant to be now and then
+        # float16's loss scale was too large, as it is meant to be now and then.
+        if scaled and self._times < HOPELESS and not stopped:
             return ""
         found = suspects()
         because = f": {found}" if found else ""
-        if not self._times:
+        if stopped or not self._times:
             raise NotFiniteError(number, self.advice(f"{says}{because}", found) + explained())
         if self._times >= HOPELESS:
             many = f"the {HOPELESS}th in a row that is not applied"

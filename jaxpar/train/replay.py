@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint.about import same_run
+from ..checkpoint.about import exact, same_run
 from ..checkpoint.saved import Checkpoint, numbers
 from ..data.streams import training
+from ..inspect.verify import Bisected, bisect
 from ..inspect.verify.differences import TOLERANCE, dtypes_of
 from ..text import few
+from ..text import size as of_bytes
 from .digests import Digests, differing, digests_of
 from .input import Input
 from .trainer import Trainer
+
+_CONSTANTS = 1 << 30  # bytes of a step's parameters: the programs of `bisect` hold them, and none may have 2 GB
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Replayed:
       scalars: "loss" and "grad_norm" that differ: (then, now).
       leaves: of the state, that differ; `devices`, on which.
       tolerance: for what is compared up to rounding.
+      equation: at which the strategies part (`jp.bisect`), on the parameters and the batch of that step: the recorded
+        one and this one, or where they are the same or of other numbers of devices, the recorded one and one device; or
+        why none can be named.
     """
 
     step: int
@@ -45,6 +55,7 @@ class Replayed:
     devices: tuple[str, ...]
     tolerance: float
     total: tuple[int, int] = (0, 0)
+    equation: Bisected | str | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,20 +81,25 @@ class Replayed:
             where = "all devices" if len(self.devices) == self.total[1] else few(self.devices, 4)
             what = "all leaves" if len(self.leaves) == self.total[0] else few(self.leaves, 8)
             lines.append(f"other bits: {what}, on {where}")
-        return "\n  ".join([*lines, *([changed] if changed else [])])
+        lines += [changed] * bool(changed)
+        if isinstance(part := self.equation, Bisected) and not part.primitive:
+            part = f"computed here once more, {part.a} and {part.b} agree: what made the difference does not come again"
+        lines += str(part).split("\n  ") if part is not None else []
+        return "\n  ".join(lines)
 
 
-def replay(trainer: Trainer, number: int) -> Replayed:
+def replay(trainer: Trainer, number: int, equation: bool = True) -> Replayed:
     """Compute step `number` of the trainer's run again, from the last checkpoint before it, and compare each recorded
     step on the way, the checkpoint itself among them. Nothing is written; hooks are not called.
 
     Args:
       trainer: as the run's, which has trained in its `loop.out` with `loop.record`: another strategy or mesh may do.
       number: of a step that was recorded.
+      equation: where one differs, find the equation (`jp.bisect`), with which the report ends: some twenty programs.
 
     The same layout, devices, versions and flags give the same bits; else what is compared is what no layout changes.
-    With several hosts, all must call it. Takes the memory and the communication of training, and of one digest a
-    recorded step.
+    With several hosts, all must call it. Takes the memory and the communication of training, of one digest a recorded
+    step, and with `equation` of another copy of the parameters there.
 
     Raises ValueError where the step was not recorded, and where the checkpoint is of another run.
     """
@@ -150,9 +166,36 @@ def replay(trainer: Trainer, number: int) -> Replayed:
         if found is not None and not found.ok:
             break
         batch = batches.next() if at > since + 1 else batches.first(since)
+        before = (step.params(state), state.variables) if equation and at in recorded else None
+        before = jax.tree.map(jnp.copy, before)  # the step takes the state
         state, metrics = step(state, batch)
         if at in recorded:
             found = compare(at, batch, metrics)
+            if before is not None and not (found is None or found.ok or found.batch):
+                found = dataclasses.replace(found, equation=_parting(trainer, recorded[at][0], before, batch))
         jax.block_until_ready(metrics)
     assert found is not None
     return found
+
+
+def _parting(trainer: Trainer, head: Mapping[str, Any], before: Any, batch: Any) -> Bisected | str:
+    """The equation at which the run's strategy, on these parameters and variables, parts from the trainer's, or where
+    that is the same or of another number of devices, from one device.
+    """
+    step, says = trainer.step, "its equation is not known"
+    then, now = head["about"]["the strategy"], str(exact(step))
+    if jax.process_count() > 1:
+        return f"{says}: jp.bisect runs in one process, and there are {jax.process_count()}; replay it in one"
+    if (held := sum(x.nbytes for x in jax.tree.leaves(before[0]))) > _CONSTANTS:
+        return f"{says}: parameters have {of_bytes(held)}B, and may have {of_bytes(_CONSTANTS)}B; try fewer layers"
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    params, variables = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), before)
+    model, params = step.model_def, step.model_def.unwrap(params)
+    made = dataclasses.replace(model, init=lambda key: (params, variables) if model.stateful else params)
+    devices = [*step.mesh.devices.flat]
+    if len(devices) != (many := len(head["on"])):  # the two are compared on the same ones
+        devices, now = jax.devices()[:many], then
+    try:
+        return bisect(made, then, None if then == now else now, batch, devices)
+    except ValueError as error:
+        return f"{says}: {error}"

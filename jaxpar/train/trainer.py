@@ -100,10 +100,12 @@ class Trainer:
         self.about = {"seed": self.loop.seed, "rows": self.loop.rows, **(about or {})}
         if self.loop.out is not None and hasattr(data, "fingerprint"):  # for checkpoints; it takes a look at all data
             self.about = {"data": data.fingerprint, **self.about}
-        skips = self.loop.on_nonfinite in ("skip", "explain")
+        skips, explains = (self.loop.on_nonfinite == policy for policy in ("skip", "explain"))
         self.step = make_train_step(
-            model, optimizer, strategy, mesh, trainable, rules, rows=rows, skip_nonfinite=skips, ids=ids
-        )
+            model, optimizer, strategy, mesh, trainable, rules,
+            rows=rows, skip_nonfinite=skips, ids=ids, trace_nonfinite=explains,
+        )  # fmt: skip
+        self.step.traces = False  # `_report` looks itself
         self.ids = ids or {}
         if hasattr(data, "batches"):  # a Source makes as many rows as it is asked for
             check_row_count(self.loop.rows, self.step)
@@ -229,8 +231,6 @@ class Trainer:
         self._start_clock()
         while self.number < loop.steps:
             stop.last = self.number + 1 == loop.steps
-            if loop.on_nonfinite == "explain":  # the state that a step was not applied to must not go into the next
-                self._report()
             begin = time.perf_counter()
             self.state, metrics = self.step(self.state, batch)
             self._busy += time.perf_counter() - begin
@@ -369,9 +369,9 @@ class Trainer:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         away, self._busy = seconds - self._busy - (now - begin), 0.0
-        if told := self.finite.look(
-            number, values, lambda: suspects(batch, self._lookups), lambda: self._traced(batch)
-        ):
+        stopped = bool(values.pop("stopped", False))
+        explained = lambda: self._explained(batch) if stopped else ""
+        if told := self.finite.look(number, values, lambda: suspects(batch, self._lookups), explained, stopped):
             self.progress.say(told)
         if self._record is not None:
             self._record.write()
@@ -385,10 +385,9 @@ class Trainer:
         self.rows = self._input.rows
         self._emit("on_step", {"step": number, **values, **speed, **share})
 
-    def _traced(self, batch: Any) -> str:
-        """Where the last step's NaN begins, whose update has not been applied."""
-        if self.loop.on_nonfinite != "explain":
-            return ""
+    def _explained(self, batch: Any) -> str:
+        """Where a step's NaN begins, at which the state has stopped: it is still that of before."""
+        self.state = dataclasses.replace(self.state, step=-self.state.step)
         before = dataclasses.replace(self.state, step=self.state.step - 1)
         return f"\n{self.step.trace_nonfinite(before, batch)}"
 

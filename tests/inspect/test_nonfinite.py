@@ -1,5 +1,6 @@
 """NaN's line: planted faults are found where they stand, under every strategy."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,17 +70,23 @@ def test_every_planted_line_is_named_where_a_step_comes_to_it(name: str, strateg
     if planted.FAULTS[name][0] != "params":
         state, metrics = step(state, planted.batch(name, bad=False))
         assert metrics["finite"]
+    state, _ = step(state, batch)
     with pytest.raises(FloatingPointError) as error:
-        step(state, batch)
+        step.wait(state)
     check(name, error.value.found, step)  # type: ignore[attr-defined]
 
 
 def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_state_of_before() -> None:
     step, state, batch = spoilt(name := "log_of_0", "pipe zb-h1", light=True, trace_nonfinite=True)
-    state, _ = step(state, planted.batch(name, bad=False))
+    good = planted.batch(name, bad=False)
+    state, _ = step(state, good)
     before = jax.tree.map(np.asarray, step.params(state))
+    state, metrics = step(state, batch)
+    assert set(metrics) == {"loss", "grad_norm", "finite", "skipped"}
     with pytest.raises(NonfiniteError) as error:
-        step(state, batch)
+        step(state, good)
+    assert error.value.batch is batch
+    assert [given is good for given in error.value.undone] == [True]
     check(name, error.value.found, step)
     said = str(error.value)
     assert said.startswith("step 2: the loss is not finite: log makes -inf at ")
@@ -87,11 +94,67 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_s
     assert "\n  the batch brings it: row 11 by itself" in said
     after = step.params(error.value.state)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), before, after)))
-    state, metrics = step(error.value.state, planted.batch(name, bad=False))
-    assert metrics["finite"]
-    assert step.trace_nonfinite(state, planted.batch(name, bad=False)).what == ""
+    state, metrics = step(error.value.state, good)
+    assert (bool(metrics["finite"]), int(state.step)) == (True, 3)
+    assert step.trace_nonfinite(state, good).what == ""
     with pytest.raises(ValueError, match="within a jit of your own"):
         jax.jit(step)(state, batch)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("data=2,fsdp=2", 4), ("single,precision=f16", 1), ("dp", 2), ("zero2,precision=bf16", 2)]
+)
+def test_what_was_started_since_is_done_again_and_no_row_is_lost(strategy: str, devices: int) -> None:
+    """The bits of a loop that waits for each step, and leaves the two bad batches out."""
+
+    def noisy(p: Any, b: Any, key: Any) -> jax.Array:
+        x = b["x"] * jax.random.uniform(key, b["x"].shape)
+        return jnp.square(x.astype(p["w"].dtype) @ p["w"]).mean()
+
+    model, _ = mean_squares(noisy)
+    rows = lambda i: np.random.default_rng(i).normal(size=(16, 4)).astype(np.float32) * (np.nan if i in (2, 4) else 1)
+    batches = [{"x": rows(i)} for i in range(5)]
+    step = jp.make_train_step(model, optax.adam(0.1), strategy, jax.devices()[:devices], trace_nonfinite=True)
+
+    def run(waits: bool) -> tuple[Any, list[tuple[int, bool, int]]]:
+        state, todo, met = step.init(jax.random.key(0)), batches, []
+        while todo:
+            try:
+                for number, batch in enumerate(todo):
+                    state, _ = step(state, batch)
+                    if waits or number == len(todo) - 1:
+                        step.wait(state)
+                return state, met
+            except NonfiniteError as error:
+                bad, undone = error.found.step - 1, error.undone
+                met.append((bad, error.batch is batches[bad], len(undone)))
+                state, todo = error.state, [*undone, *batches[bad + 1 + len(undone) :]]
+        return state, met
+
+    (state, met), (expected, waited) = run(waits=False), run(waits=True)
+    assert (met, waited) == ([(2, True, 1), (4, True, 0)], [(2, True, 0), (4, True, 0)])
+    equal = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
+    assert all(jax.tree.leaves(equal(state, expected)))
+
+
+def test_what_has_stopped_is_seen_before_it_is_used(tmp_path: Path) -> None:
+    model, batch = mean_squares(lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean())
+    step = jp.make_train_step(model, optax.sgd(0.1), "single", trace_nonfinite=True)
+    bad = {**batch, "x": batch["x"] * np.inf}
+    uses = {
+        "save": lambda state: step.save(tmp_path, state),
+        "evaluate": lambda state: step.evaluate(state, batch),
+        "value_and_grad": lambda state: step.value_and_grad(state, batch),
+        "with_params": lambda state: step.with_params(state, step.params(state)),
+        "another state": lambda state: step(step.init(jax.random.key(1)), batch),
+    }
+    for name, use in uses.items():
+        state, _ = step(step.init(jax.random.key(0)), bad)
+        with pytest.raises(NonfiniteError, match=r"step 1: the loss is not finite: batch leaf x holds") as error:
+            use(state)
+        assert (name, error.value.undone, int(error.value.state.step)) == (name, (), 1)
+    assert not list(tmp_path.iterdir())
 
 
 def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, dict[str, np.ndarray]]:

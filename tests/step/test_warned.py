@@ -1,5 +1,6 @@
 """What users are told of a loss that runs, and does not do what they mean; and of one that asks a trace for numbers."""
 
+import re
 import warnings
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
@@ -78,6 +80,68 @@ class Rates(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.rates = [float(rate) for rate in jnp.linspace(0, 0.1, 3)]
         self.linear = nnx.Linear(8, 4, rngs=rngs)
+
+
+class Widened(nnx.Module):
+    """Its third layer adds a bias of another width."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear, self.bias = nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.zeros(9))
+
+    def __call__(self, x: jax.Array, last: bool) -> jax.Array:
+        return self.linear(x) + self.bias if last else self.linear(x)
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Widened(rngs) for _ in range(3)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number == 2)
+        return x
+
+
+class Unfitting(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = jnp.zeros((2, 3)) @ jnp.zeros((2, 3))
+
+
+def notes_of(call: Any) -> str:
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    return "\n".join(error.value.__notes__)
+
+
+def test_what_a_model_raises_says_at_which_line_of_which_layer() -> None:
+    line = r"test_warned.py:\d+, `return self.linear\(x\) \+ self.bias if last else self.linear\(x\)`"
+    said = notes_of(lambda: step_of(Deep, lambda module, batch: module(batch["x"]).mean()).trace(BATCH))
+    assert re.search(rf"^in the loss at .*{line}, in layers/2 \(Widened\)$", said, re.MULTILINE)
+    assert "the batch, a block of its rows: a dict of" in said
+    said = notes_of(lambda: jp.from_nnx(Unfitting, square))
+    assert re.search(r"^in make\(rngs\) at .*test_warned.py:\d+, `self.table = .*`, in Unfitting$", said, re.MULTILINE)
+    assert "init" not in said  # it is said once
+
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(4)(x) + jnp.zeros(5)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return Dense(name="head")(x)
+
+    def linen() -> Any:
+        model = jp.from_linen(Net(), lambda apply, batch: apply(batch["x"]).mean(), {"x": BATCH["x"]})
+        return jp.make_train_step(model, optax.sgd(0.1), "single")
+
+    assert re.search(
+        r"`return nn.Dense\(4\)\(x\) \+ jnp.zeros\(5\)`, in head \(Dense\)$", notes_of(linen), re.MULTILINE
+    )
+    plain = jp.Model(lambda key: {"w": jnp.zeros((3, 3))}, lambda p, b, key: (b["x"] @ p["w"]).mean())
+    said = notes_of(lambda: jp.make_train_step(plain, optax.sgd(0.1), "single").trace(BATCH))
+    assert re.search(r"^in the loss at .*test_warned.py:\d+, `plain = .*`$", said, re.MULTILINE)
 
 
 def test_numbers_of_traced_arrays() -> None:

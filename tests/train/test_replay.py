@@ -1,6 +1,7 @@
 """A recorded step is computed again: the same to the bit, within rounding, or which leaf on which device is another."""
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(out: Path, step: int, **options: Any) -> Any:
-    return jp.replay(trainer(out, **OPTIONS | options), step)
+    return jp.replay(trainer(out, **OPTIONS | options), step, equation=False)
 
 
 def test_the_same_layout_has_the_same_bits(recorded: Path) -> None:
@@ -61,6 +62,32 @@ def test_another_layout_has_the_same_numbers(recorded: Path) -> None:
     other = again(recorded, 6, strategy="data=2,fsdp=2", optimizer=optax.adamw(1.1e-2))
     assert (other.ok, other.step, other.compared) == (False, 6, (4, 6))  # the loss of 4 is from before its update
     assert {*other.scalars} == {"loss", "grad_norm"}
+
+
+def coupling(params: Any, batch: Any, key: Any) -> jax.Array:
+    hidden = jax.numpy.tanh(batch["x"] @ params["w"])
+    picked = hidden[jax.numpy.arange(3)[None], batch["label"][:, None]]  # the first rows: each replica has its own
+    return (picked**2).mean()
+
+
+@pytest.mark.battery
+def test_a_wrong_strategy_is_named_by_its_equation(tmp_path: Path) -> None:
+    def data(start: int) -> Any:
+        for i in range(start, 10**6):
+            yield {"x": np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32), "label": np.arange(8) % 5}
+
+    def made(strategy: str, devices: int) -> jp.Trainer:
+        model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, coupling, rows="independent")
+        loop = jp.Loop(steps=2, out=tmp_path, record=2, quiet=True)
+        return jp.Trainer(model, optax.adam(0.1), data, strategy, loop, mesh=MESH[:devices])
+
+    made("ddp", 4).run()
+    at = inspect.getsourcelines(coupling)[1] + 2
+    found = jp.replay(made("single", 1), 2)
+    assert (found.ok, {*found.scalars}) == (False, {"loss", "grad_norm"})
+    assert "data=4 and one device part at gather, its result, at " in str(found)
+    assert f"test_replay.py:{at}:" in str(found)
+    assert jp.replay(made("fsdp", 4), 2).ok  # whose replicas have the same first rows
 
 
 def test_other_data_are_named(recorded: Path) -> None:

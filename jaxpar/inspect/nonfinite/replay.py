@@ -104,11 +104,18 @@ def _rows(numbers: Sequence[int]) -> str:
 
 
 class NonfiniteError(FloatingPointError):
-    """That a step was not finite: where it begins is `found`. `state` is that of before, but for its number."""
+    """That a step was not finite.
 
-    def __init__(self, found: Nonfinite, state: State):
+    Attributes:
+      found: where it begins.
+      state: that of before, but for its number: the next batch goes on from it.
+      batch: that of the step.
+      undone: the batches given since, one or none, whose steps were not applied either: give them to the step again.
+    """
+
+    def __init__(self, found: Nonfinite, state: State, batch: Any, undone: tuple[Any, ...]):
         super().__init__(str(found))
-        self.found, self.state = found, state
+        self.found, self.state, self.batch, self.undone = found, state, batch, undone
 
 
 def trace_step(step: Step, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
