@@ -293,6 +293,7 @@ class Step(FirstState, Intake):
                     as_written=self.strategy.turns > 1 or ahead,
                     ahead=ahead,
                     fp8=self.strategy.precision == "fp8",
+                    on_host="activations" in self.strategy.offloads,
                 ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
