@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
-from ..collectives.ranks import count
+from ..collectives.ranks import count, index
 from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import F8, quantised
 from .contract import Rule, Sent, Use, Uses
@@ -81,39 +81,60 @@ def _fetch(rounding: Rounding, x: jax.Array, use: Use) -> jax.Array:
     return jnp.moveaxis(shards, 0, use.dim).reshape(*x.shape[: use.dim], -1, *x.shape[use.dim + 1 :])
 
 
-def _scatter(x: jax.Array, use: Use) -> jax.Array:
+Sum = tuple[jax.Array, jax.Array]  # what has arrived, and what rounding on this rank has taken from it, as it was
+
+
+def _scatter(x: jax.Array, use: Use) -> Sum:
     """`zero.scatter`'s reduce-scatter, as an all-to-all of rounded parts and their sum."""
     n, dim = count(use.shard), use.dim
     if n == 1 or not _rounds(x.size, use.dtype):
-        return reduce_scatter_as(x, use.shard, dim, use.dtype)
+        return reduce_scatter_as(x, use.shard, dim, use.dtype), jnp.zeros(x.shape, use.dtype)
     parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
-    return _summed(parts.reshape(n, -1), use.shard, use.dtype).reshape(parts.shape[1:])
+    total, lost = _summed(parts.reshape(n, -1), use.shard, use.dtype)
+    return total.reshape(parts.shape[1:]), jnp.moveaxis(lost.reshape(parts.shape), 0, dim).reshape(x.shape)
 
 
-def _all_reduce(x: jax.Array, use: Use) -> jax.Array:
+def _all_reduce(x: jax.Array, use: Use) -> Sum:
     """`all_reduce` over the rest: each rank sums a part, rounds it again, and all gather these."""
     n = count(use.rest)
     if n == 1 or not _rounds(x.size, use.dtype):
-        return all_reduce(x.astype(use.dtype), use.rest)
-    part = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
-    parts = all_gather(_encoded(int8, part[None]), use.rest)
-    return _decoded(int8, parts, part.size, use.dtype).reshape(-1)[: x.size].reshape(x.shape)
+        return all_reduce(x.astype(use.dtype), use.rest), jnp.zeros(x.shape, use.dtype)
+    part, lost = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
+    parts = _decoded(int8, all_gather(_encoded(int8, part[None]), use.rest), part.size, use.dtype)
+    at = index(use.rest)
+    own = lambda v: v.reshape(-1)[: x.size].reshape(x.shape)
+    return own(parts), own(lost.at[at].add(part - parts[at]))
 
 
-def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> Sum:
     """Row j [s] of the ranks' rows [n, s], on rank j: their sum, each rounded by its rank."""
-    return _decoded(int8, all_to_all(_encoded(int8, rows), axes), rows.shape[1], dtype).sum(0)
+    sent = _encoded(int8, rows)
+    total, own = (_decoded(int8, v, rows.shape[1], dtype) for v in (all_to_all(sent, axes), sent))
+    return total.sum(0), rows.astype(dtype) - own
 
 
 def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
     if not (rule.at_once or use.last):
         return x.astype(use.dtype)
-    x = _scatter(x, use)
-    return _all_reduce(x, use) if use.last else x
+    x, _ = _scatter(x, use)
+    return _all_reduce(x, use)[0] if use.last else x
 
 
 def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else _all_reduce(x if rule.at_once else _scatter(x, use), use)
+    return x if use.last else _all_reduce(x if rule.at_once else _scatter(x, use)[0], use)[0]
+
+
+def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
+    """What was accumulated and the residual of the step before -> the gradient that the update gets, and the residual
+    of this one: what was to be sent less what was, at every hop, so that over all ranks the residuals add up to what
+    the gradients of all steps lack (error feedback, Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
+    """
+    x, lost = _scatter(x + residual, use)
+    x, more = _all_reduce(x, use)  # of this rank's shard
+    n = count(use.shard)
+    at = index(use.shard) * (lost.shape[use.dim] // n)
+    own = lax.dynamic_slice_in_dim(lost, at, lost.shape[use.dim] // n, use.dim) + more
+    return x, lax.dynamic_update_slice_in_dim(lost, own, at, use.dim)
 
 
 def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:
