@@ -1,10 +1,11 @@
-"""Every file of figures in docs that one program makes whole: how it is made again, and which are older than it.
+"""Every picture, page and number of docs that a program of `experiments/` makes: how it is made again, and which are
+older than their program.
 
 python experiments/figures.py                  # which are older than their program
 python experiments/figures.py claims compare   # make these again
 
-`figures.json` has the hash of each program as it was when its files were made. Of programs whose numbers stand in the
-text of a page the page names the command beside the numbers.
+`figures.json` has the hash of each program as it was when its figures were made. A program whose numbers stand in the
+text of a page prints them: bring the page up to date with what it says.
 """
 
 import hashlib
@@ -57,6 +58,25 @@ FIGURES = {
         "async_compare.py && cp runs/async/async.svg experiments/async_server/",
         "experiments/async_picture.py",
     ),
+    "radar": _script(("docs/radar.md", "experiments/radar.json"), "radar.py"),
+    "zero": _script(("docs/memory.md",), "zero_table.py"),
+    "megatron": _script(("docs/memory.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
+    "published": _script(
+        ("docs/predict.md", "experiments/published_ratios.csv"),
+        "published_throughput.py",
+        "experiments/published_rows.py",
+        "experiments/published_blind.py",
+    ),
+    "plans": _script(("docs/plan.md",), "ten_plans.py"),
+    "planner": _script(("docs/plan.md",), "benchmarks/planner.py"),
+    "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
+    "five-axes": _script(("docs/strategies/expert.md",), "five_axes.py"),
+    "cut-stages": _script(("docs/strategies/pipe-all.md",), "cut_stages.py"),
+    "schedules": _script(("docs/strategies/pipe-all.md",), "schedules.py"),
+    "pipeline": _script(("docs/strategies/pipe-all.md",), "pipeline.py"),
+    "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
+    "strategies-time": _script(("README.md",), "benchmarks/strategies.py"),
+    "handwritten": _script(("README.md",), "benchmarks/handwritten.py"),
 }
 
 

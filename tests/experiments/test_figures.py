@@ -1,6 +1,7 @@
 """Files of figures in docs are as new as the programs that make them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,14 @@ def test_every_file_is_there_and_every_picture_has_a_command() -> None:
     pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "assets").glob("*.svg")}
     # Those of the notebook come with its page; `jaxpar timeline` draws a pipeline's (tests/inspect/test_timeline.py).
     assert not {name for name in pictures - made if not name.startswith(("docs/assets/pipe", "docs/assets/tutorial-"))}
+
+
+def test_every_program_that_a_page_names_is_known() -> None:
+    """But the GPU's, which wait for one, and the naive references, which tests run."""
+    known = {program for figure in figures.FIGURES.values() for program in figure.programs}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"experiments/[\w/]+\.py", page.read_text())}
+    assert not {name for name in named - known if not re.match(r"experiments/(gpu\.py|naive/)", name)}
 
 
 def test_a_program_that_changes_makes_its_figures_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
