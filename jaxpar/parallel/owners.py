@@ -39,6 +39,7 @@ from jax.sharding import Mesh
 
 from ..collectives.order import Token
 from ..inspect.targets.hardware import of_device_kind
+from ..inspect.targets.links import Reach, collective_seconds
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.whole_matrices import Region, UpdateProgram, flops_of, in_order, one_matrix, region_of
@@ -218,19 +219,13 @@ class Dealer(NamedTuple):
         return [Bundle(tuple(kinds), axes, over, _dealt(kinds, ranks)) for (over, _), kinds in pools.items()]
 
     def _seconds(self, bundle: Bundle) -> float:
-        """Of a peak in TF32 and the links' bandwidths; of devices of which they are not known, the FLOPs."""
+        """At the peak in TF32 and the links' bandwidths; of devices whose peak is not known the FLOPs alone."""
         hardware, flops = of_device_kind(self.mesh.devices.flat[0].device_kind), max(bundle.flops)
-        peak = hardware and (hardware.peak("tf32") or hardware.peak("f32"))
-        if hardware is None or peak is None or hardware.link_bandwidth is None:
+        if hardware is None or (peak := hardware.peak("tf32") or hardware.peak("f32")) is None:
             return flops
-        link = hardware.link_bandwidth * (hardware.link_efficiency or 1)
-        seconds = flops / peak
-        for sent in bundle.sends():
-            ranks, hosts = self._parts(sent.axes), hosts_spanned(self.mesh, sent.axes)
-            lines = 1 if sent.kind == "all-to-all" else ranks // hosts  # a ring goes through all adapters of a host
-            speed = link if hosts == 1 else min(link, lines * (hardware.network_bandwidth or link))
-            seconds += (hardware.collective_latency or 0) + (ranks - 1) / ranks * sent.bytes / speed
-        return seconds
+        ways = [(one, self._parts(one.axes), hosts_spanned(self.mesh, one.axes)) for one in bundle.sends()]
+        sent = (collective_seconds(x.kind, x.bytes, Reach(n, hosts, -(-n // hosts)), hardware) for x, n, hosts in ways)
+        return flops / peak + sum(seconds for seconds, _ in sent)
 
     def _value(self, region: Region, var: Any, axes: tuple[str, ...], copies: tuple[str, ...]) -> MatrixValue | None:
         """How a value of a region is kept: as its leaf; if no other reads it, by the replicas and the owners, as far as
