@@ -165,8 +165,7 @@ class Dealer(NamedTuple):
         bundles: list[Bundle] = []
         for (axes, free), group in groups.items():
             ways = [copies for n in range(len(free) + 1) for copies in itertools.combinations(free, n)]
-            dealt = [self._bundles(group, axes, copies) for copies in ways]
-            for bundle in min(dealt, key=lambda way: sum(map(self._seconds, way))):
+            for bundle in min((self._bundles(group, axes, copies) for copies in ways), key=self._seconds):
                 if bundle.copies or any(self.rest[bundle.regions[0].leaf]):
                     bundles.append(bundle)
                 elif free:
@@ -181,13 +180,11 @@ class Dealer(NamedTuple):
         for bundle in bundles:
             notes |= self._named(bundle.regions, str(bundle))
             states |= {i: v for kind in bundle.kinds for i, v in _states(kind)}
-        known = {*inner, *(id(eqn) for one in itertools.chain(*alike) for eqn in one.eqns)}
-        repeated = flops_of(eqn for eqn in eqns if id(eqn) not in known)
-        for one in itertools.chain(*alike):
-            if id(one.eqns[0]) not in owned:  # ranks of its batch dims have a part of it
-                axes = (axis for d in one.batch for axis in self.rest[one.leaf][d])
-                repeated += -(-flops_of(one.eqns) // self._parts(axes))
-        repeated += sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
+        repeated = sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
+        stacks = {id(eqn): one for one in itertools.chain(*alike) for eqn in one.eqns}
+        for eqn in (eqn for eqn in eqns if id(eqn) not in within and id(eqn) not in owned):
+            at = [self.rest[one.leaf][d] for d in one.batch] if (one := stacks.get(id(eqn))) else []
+            repeated += -(-flops_of([eqn]) // self._parts(itertools.chain(*at)))  # ranks of batch dims have a part each
         return Owners(program, order, notes, states, repeated)
 
     def _named(self, regions: Iterable[Region], why: str) -> dict[str, str]:
@@ -218,14 +215,15 @@ class Dealer(NamedTuple):
             pools.setdefault((over, None if kind.share % ranks else region.leaf), []).append(kind)
         return [Bundle(tuple(kinds), axes, over, _dealt(kinds, ranks)) for (over, _), kinds in pools.items()]
 
-    def _seconds(self, bundle: Bundle) -> float:
+    def _seconds(self, bundles: Sequence[Bundle]) -> float:
         """At the peak in TF32 and the links' bandwidths; of devices whose peak is not known the FLOPs alone."""
-        hardware, flops = of_device_kind(self.mesh.devices.flat[0].device_kind), max(bundle.flops)
+        hardware = of_device_kind(self.mesh.devices.flat[0].device_kind)
+        flops, sent = sum(max(bundle.flops) for bundle in bundles), [x for bundle in bundles for x in bundle.sends()]
         if hardware is None or (peak := hardware.peak("tf32") or hardware.peak("f32")) is None:
             return flops
-        ways = [(one, self._parts(one.axes), hosts_spanned(self.mesh, one.axes)) for one in bundle.sends()]
-        sent = (collective_seconds(x.kind, x.bytes, Reach(n, hosts, -(-n // hosts)), hardware) for x, n, hosts in ways)
-        return flops / peak + sum(seconds for seconds, _ in sent)
+        ranks = {axes: (self._parts(axes), hosts_spanned(self.mesh, axes)) for axes in {x.axes for x in sent}}
+        ways = {axes: Reach(n, hosts, -(-n // hosts)) for axes, (n, hosts) in ranks.items()}
+        return flops / peak + sum(collective_seconds(x.kind, x.bytes, ways[x.axes], hardware)[0] for x in sent)
 
     def _value(self, region: Region, var: Any, axes: tuple[str, ...], copies: tuple[str, ...]) -> MatrixValue | None:
         """How a value of a region is kept: as its leaf; if no other reads it, by the replicas and the owners, as far as
