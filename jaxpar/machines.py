@@ -36,10 +36,15 @@ def hosts_of(devices: Any) -> np.ndarray:
     return np.vectorize(host_of, otypes=[int])(devices)
 
 
-def leaves_host(mesh: Any, axes: Sequence[str]) -> bool:
-    """Whether devices that differ along these axes alone are on different hosts. `mesh` is a `jax.sharding.Mesh`."""
+def hosts_spanned(mesh: Any, axes: Sequence[str]) -> int:
+    """On how many hosts devices are that differ along these axes alone, at most. `mesh` is a `jax.sharding.Mesh`."""
     named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
     hosts = hosts_of(mesh.devices)
     last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
     lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
-    return bool((lines != lines[:, :1]).any())
+    return max(len({*line}) for line in lines.tolist())
+
+
+def leaves_host(mesh: Any, axes: Sequence[str]) -> bool:
+    """Whether devices that differ along these axes alone are on different hosts."""
+    return hosts_spanned(mesh, axes) > 1

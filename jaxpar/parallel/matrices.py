@@ -129,8 +129,8 @@ class Kind:
 
     regions: tuple[Region, ...]
     program: jx.Flat = field(repr=False)
-    ins: tuple[MatrixValue | None, ...]
-    outs: tuple[MatrixValue, ...]
+    ins: Sequence[MatrixValue | None]
+    outs: Sequence[MatrixValue]
     each: int
     replicas: int
     flops: int

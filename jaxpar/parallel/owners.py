@@ -11,12 +11,16 @@ Shampoo or SOAP gathers it. So each matrix has an owner among the R ranks that s
     R divides K         2 (R-1)/R K S/R
     dealt out           2 (R-1)/R W, with W the bytes of the owner that has most
     stacks by layer     0: each rank of a stage, or of some experts, has whole ones
+    C replicas          K is ceil(K/C) in the lines above; and (C-1)/C of C ceil(K/C) S/R
 
 Stacks, and matrices of one shape and program, whose number R divides are dealt out evenly, each in an exchange of its
 own. All others that the same axes spread are dealt out together, those of most FLOPs first, each to the rank that has
 least (Graham 1969; so does Shi et al. 2023, arXiv:2309.06497, with the blocks of Shampoo). What is at rest does not
 change, but for arrays of the optimizer that these programs alone read: those of a stack that is dealt out evenly lie
 with its owners, others are spread like the rest of the state and go there and back.
+
+Ranks that hold the same (along `data`; under ddp all) repeat this, or divide the matrices of each kind among them and
+gather the results: what takes less by FLOPs at the peak and bytes over the links, within a host or between hosts.
 
 A `cond` that works on several leaves has owners within its branches: nothing is sent for a branch that is not taken.
 """
@@ -35,10 +39,11 @@ from jax.sharding import Mesh
 
 from ..collectives.order import Token
 from ..inspect.targets.hardware import of_device_kind
+from ..inspect.targets.links import Reach, collective_seconds
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.whole_matrices import Region, UpdateProgram, flops_of, in_order, one_matrix, region_of
-from ..machines import leaves_host
+from ..machines import hosts_spanned
 from ..program import jaxpr as jx
 from ..text import number
 from .contract import Sent
@@ -160,8 +165,7 @@ class Dealer(NamedTuple):
         bundles: list[Bundle] = []
         for (axes, free), group in groups.items():
             ways = [copies for n in range(len(free) + 1) for copies in itertools.combinations(free, n)]
-            dealt = [self._bundles(group, axes, copies) for copies in ways]
-            for bundle in min(dealt, key=lambda way: sum(map(self._seconds, way))):
+            for bundle in min((self._bundles(group, axes, copies) for copies in ways), key=self._seconds):
                 if bundle.copies or any(self.rest[bundle.regions[0].leaf]):
                     bundles.append(bundle)
                 elif free:
@@ -176,13 +180,11 @@ class Dealer(NamedTuple):
         for bundle in bundles:
             notes |= self._named(bundle.regions, str(bundle))
             states |= {i: v for kind in bundle.kinds for i, v in _states(kind)}
-        known = {*inner, *(id(eqn) for one in itertools.chain(*alike) for eqn in one.eqns)}
-        repeated = flops_of(eqn for eqn in eqns if id(eqn) not in known)
-        for one in itertools.chain(*alike):
-            if id(one.eqns[0]) not in owned:  # ranks of its batch dims have a part of it
-                axes = (axis for d in one.batch for axis in self.rest[one.leaf][d])
-                repeated += -(-flops_of(one.eqns) // self._parts(axes))
-        repeated += sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
+        repeated = sum(max(branches, key=lambda one: one.flops).repeated for branches in inner.values())
+        stacks = {id(eqn): one for one in itertools.chain(*alike) for eqn in one.eqns}
+        for eqn in (eqn for eqn in eqns if id(eqn) not in within and id(eqn) not in owned):
+            at = [self.rest[one.leaf][d] for d in one.batch] if (one := stacks.get(id(eqn))) else []
+            repeated += -(-flops_of([eqn]) // self._parts(itertools.chain(*at)))  # ranks of batch dims have a part each
         return Owners(program, order, notes, states, repeated)
 
     def _named(self, regions: Iterable[Region], why: str) -> dict[str, str]:
@@ -201,34 +203,27 @@ class Dealer(NamedTuple):
     def _bundles(
         self, group: Sequence[tuple[list[Region], jx.Flat]], axes: tuple[str, ...], copies: tuple[str, ...]
     ) -> list[Bundle]:
-        """Matrices that are spread alike, divided among replicas where most of these get some."""
+        """Matrices that are spread alike; replicas divide all kinds but those of one matrix."""
         pools: dict[Any, list[Kind]] = {}
         ranks = self._parts(axes)
         for regions, one in group:
-            region, replicas = regions[0], self._parts(copies)
+            region = regions[0]
             each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
-            over, replicas = (copies, replicas) if 2 * each * len(regions) > replicas else ((), 1)
-            ins, outs = (
-                tuple[Any, ...](self._value(region, v, axes, over) for v in vs) for vs in (region.ins, region.outs)
-            )
-            kind = Kind(tuple(regions), one, ins, outs, each, replicas, flops_of(one.eqns))
+            over = copies if each * len(regions) > 1 else ()
+            ins, outs = (list[Any](self._value(region, v, axes, over) for v in vs) for vs in (region.ins, region.outs))
+            kind = Kind(tuple(regions), one, ins, outs, each, self._parts(over), flops_of(one.eqns))
             pools.setdefault((over, None if kind.share % ranks else region.leaf), []).append(kind)
         return [Bundle(tuple(kinds), axes, over, _dealt(kinds, ranks)) for (over, _), kinds in pools.items()]
 
-    def _seconds(self, bundle: Bundle) -> float:
-        """Of a peak in TF32 and the links' bandwidths; of devices of which they are not known, the FLOPs."""
-        flops = max(bundle.flops)
+    def _seconds(self, bundles: Sequence[Bundle]) -> float:
+        """At the peak in TF32 and the links' bandwidths; of devices whose peak is not known the FLOPs alone."""
         hardware = of_device_kind(self.mesh.devices.flat[0].device_kind)
-        peak = hardware and (hardware.peak("tf32") or hardware.peak("f32"))
-        if hardware is None or peak is None or hardware.link_bandwidth is None:
+        flops, sent = sum(max(bundle.flops) for bundle in bundles), [x for bundle in bundles for x in bundle.sends()]
+        if hardware is None or (peak := hardware.peak("tf32") or hardware.peak("f32")) is None:
             return flops
-        link = hardware.link_bandwidth * (hardware.link_efficiency or 1)
-        seconds = flops / peak
-        for sent in bundle.sends():
-            ranks = self._parts(sent.axes)
-            speed = (hardware.network_bandwidth or link) if leaves_host(self.mesh, sent.axes) else link
-            seconds += (hardware.collective_latency or 0) + (ranks - 1) / ranks * sent.bytes / speed
-        return seconds
+        ranks = {axes: (self._parts(axes), hosts_spanned(self.mesh, axes)) for axes in {x.axes for x in sent}}
+        ways = {axes: Reach(n, hosts, -(-n // hosts)) for axes, (n, hosts) in ranks.items()}
+        return flops / peak + sum(collective_seconds(x.kind, x.bytes, ways[x.axes], hardware)[0] for x in sent)
 
     def _value(self, region: Region, var: Any, axes: tuple[str, ...], copies: tuple[str, ...]) -> MatrixValue | None:
         """How a value of a region is kept: as its leaf; if no other reads it, by the replicas and the owners, as far as

@@ -20,9 +20,9 @@ from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
-from jaxpar.inspect.predict.links import Reach, collective_seconds
 from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, RESERVE, Hardware
+from jaxpar.inspect.targets.links import Reach, collective_seconds
 from jaxpar.models import named
 from jaxpar.text import WIDTH
 
@@ -139,14 +139,19 @@ def test_closed_forms_by_hand() -> None:
 
 
 def test_an_update_of_whole_matrices_is_priced() -> None:
-    """Five iterations of Newton-Schulz on the 2 L matrices: all on every replica, one on each of 8 owners."""
+    """Five iterations of Newton-Schulz on the 2 L matrices: one of each stack on each replica, which gather all, or one
+    on each of 8 owners, there and back.
+    """
     muon = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=jp.matrices(MODEL, BATCH))
     peak, each = 1e9, 5 * (4 * D * D * F + 2 * D**3)
     target = here(dataclasses.replace(H100, peaks={"tf32": peak}))
-    for strategy, matrices, sent in ((jp.Strategy(data=8), 2 * L, 0), (jp.Strategy(fsdp=8), 1, 2 * 4 * D * F)):
+    for strategy, matrices, kind, buffer in (
+        (jp.Strategy(data=8), 2, "all-gather", 8 * 4 * D * F),
+        (jp.Strategy(fsdp=8), 1, "all-to-all", 4 * D * F),
+    ):
         theirs, ours = (Estimator(MODEL, tx, target, BATCH).estimate(strategy) for tx in (ADAM, muon))
         assert ours.compute - theirs.compute == pytest.approx(matrices * each / peak)
-        exchanged = 2 * collective_seconds("all-to-all", sent // 2, Reach(8, 1, 8), target.hardware)[0] if sent else 0
+        exchanged = 2 * collective_seconds(kind, buffer, Reach(8, 1, 8), target.hardware)[0]
         assert ours.sent - theirs.sent == pytest.approx(exchanged)
 
 

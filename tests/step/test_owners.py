@@ -13,6 +13,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.targets.devices import target
 from jaxpar.parallel.owners import Owners
 
 D, F, LAYERS, ROWS = 16, 48, 6, 24
@@ -152,6 +153,7 @@ def one_device(optimizer: str, model: str = "layers") -> tuple[Any, Any]:
 
 
 SOME = [
+    ("muon", "data=2,fsdp=4", 8, "layers"),
     ("muon", "fsdp", 8, "layers"),
     ("shampoo", "zero2", 6, "layers"),
     ("galore", "tensor=2,fsdp=4", 8, "layers"),
@@ -241,6 +243,9 @@ PAIRS = [
     ("ddp", 2, "fsdp", 6),
     ("fsdp", 6, "pipe=4,microbatches=3", 4),
     ("pipe=4,microbatches=3", 4, "fsdp", 6),
+    ("fsdp", 6, "data=2,fsdp=4", 8),
+    ("data=2,fsdp=4", 8, "data=2,fsdp=3", 6),
+    ("data=2,fsdp=3", 6, "ddp", 3),
 ]
 
 
@@ -304,6 +309,52 @@ def test_who_owns_what() -> None:
     busiest = said.flops["float32"] - one.flops["float32"]  # as compiled: loops that run differently often on each rank
     assert busiest == step.update.owners.flops
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
+
+
+def test_replicas_divide_matrices() -> None:
+    """Six layers of two stacks and three of two loops on two replicas of four: each replica has nine or ten, a loop's
+    third on the second. Factors of layers lie with their replica, whole with their owner if there are as many.
+    """
+    step = step_of("muon", "data=2,fsdp=4")
+    (bundle,) = step.update.owners.bundles
+    assert [(kind.count, kind.share) for kind in bundle.kinds] == [(3, 2), (3, 2), (6, 3), (6, 3)]
+    assert max(map(sum, zip(*bundle.counts, strict=True))) == 3
+    there, *gathered = [(sent.kind, sent.axes, sent.elements) for sent in step.update.owners.sends if sent.axes]
+    assert there == ("all-to-all", ("fsdp",), 4 * 3 * D * F // 4)
+    assert gathered[1:] == [("all-gather", ("data",), 2 * share * D * F // 4) for share in (2, 2, 3, 3)]
+    said = step.explain(BATCH)
+    assert any("a share on each of 2 replicas of data, which gather all" in remark for remark in said.remarks)
+    assert any(check.strategy == "owners of matrices" and check.axes == ("data",) for check in said.checks)
+    assert check(step, BATCH).ok
+    for strategy, devices, spec in (
+        ("data=2,fsdp=3", 6, jax.P(("data", "fsdp"), None, None)),
+        ("data=2,fsdp=4", 8, jax.P("data", "fsdp", None)),
+        ("data=4,fsdp=2", 8, jax.P(None, "fsdp", None)),
+    ):
+        state = step_of("shampoo", strategy, devices).abstract_state().optimizer
+        assert state["left"]["stack"]["up"].sharding.spec == spec
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("width", [4096, 512])
+def test_hosts_divide_matrices_where_that_takes_less(width: int) -> None:
+    """FLOPs grow faster with a matrix than its bytes: of narrow ones the products take less than their way over the
+    hosts' links, and within a host less still.
+    """
+    params = lambda key: {
+        "in": jnp.ones((8, width)),
+        "stack": jnp.ones((256, width, width)),
+        "out": jnp.ones((width, 4)),
+    }
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch @ params["in"], params["stack"])
+        return jnp.square(x @ params["out"]).mean()
+
+    model, batch = jp.Model(params, loss, rows="independent"), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    for name, divides in (("2x8xH100", width > 512), ("1x16xH100", True)):
+        step = jp.make_train_step(model, muon(1e-2, model, batch), "data=2,fsdp=8", target(name).devices)
+        assert {bundle.copies for bundle in step.update.owners.bundles} == {("data",) * divides}
 
 
 @pytest.mark.slow

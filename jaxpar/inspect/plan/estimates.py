@@ -46,8 +46,8 @@ from ...step.core import Step
 from ...strategy import Strategy
 from ..memory import forward
 from ..predict.efficiency import PRODUCT_START
-from ..predict.links import Reach, collective_seconds
 from ..targets.devices import Target
+from ..targets.links import Reach, collective_seconds
 from ..uses import count
 from .candidates import Splits, powers
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ...program import trip_counts
 from ..compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, of_ranks
 from ..targets.hardware import Hardware
+from ..targets.links import Reach, collective_seconds
 from .efficiency import busy_share, kernel_seconds, peak_of
-from .links import Reach, collective_seconds
 
 
 @dataclass

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..compiled.kernels import Start
-from ..targets.hardware import Hardware
+from .hardware import Hardware
 
 # Of LL where data stays in a host, by the kind of GPU, and of two hosts, and of more (llMaxBws, of Intel's hosts).
 _LL_INSIDE = {"A100": 87.7e9, "H100": 141e9, "H200": 141e9, "B200": 282e9}
