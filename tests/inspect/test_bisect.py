@@ -4,8 +4,11 @@ import __future__
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -210,3 +213,37 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
     assert line(by_scan, "return x + jax.nn.softmax(scores)") in stopped.line, str(stopped)
     with pytest.raises(ValueError, match=r"bisect\(b=draws\) takes 1 arguments; use \(params, batch\)"):
         jp.bisect(model, None, draws, batch)
+
+
+OTHER = """
+import sys
+from pathlib import Path
+import test_bisect, jaxpar as jp
+model, batch = test_bisect.met(sys.argv[2])
+print(jp.bisect(model, None, Path(sys.argv[1]), batch))
+"""
+
+
+def met(process: str) -> tuple[jp.Model, Any]:
+    """A model in which the process "other" has another factor: a wrong result, of the same equations."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = batch["x"] @ params["a"]
+        x = jnp.tanh(x) * (1.001 if process == "other" else 1.0)
+        return jnp.square(x @ params["c"]).mean()
+
+    return jp.Model(draws, loss), {"x": rows_batch()["x"]}
+
+
+def test_two_processes_meet_in_a_folder(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", OTHER, str(tmp_path / "meet"), "other"]
+    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
+        model, batch = met("this")
+        found = jp.bisect(model, None, tmp_path / "meet", batch)
+        said, errors = other.communicate()
+    assert (found.primitive, found.backward) == ("mul", False), str(found)
+    assert line(met, "x = jnp.tanh(x) *") in found.line, str(found)
+    assert said.strip() == str(found), errors
+    with pytest.raises(ValueError, match=r"two processes have met in .*meet'; use a new folder"):
+        jp.bisect(model, None, tmp_path / "meet", batch)

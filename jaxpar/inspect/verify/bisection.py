@@ -10,6 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,17 +23,18 @@ from ...program.walk import scan_parts
 from ...strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
-from .differences import TOLERANCE, differences, dtypes_of
+from .differences import TOLERANCE, differences
 from .losses import beside
+from .meeting import Meeting
 from .sides import OneDevice, UnderStrategy
 
-Side = UnderStrategy | OneDevice
+Side = UnderStrategy | OneDevice | Meeting
 
 
 def bisect(
     model: Model,
     a: Strategy | str | None,
-    b: Strategy | str | Callable[..., Any] | None,
+    b: Strategy | str | Callable[..., Any] | Path | None,
     batch: Any,
     mesh: Mesh | Sequence[jax.Device] | None = None,
     key: jax.Array | None = None,
@@ -43,7 +45,8 @@ def bisect(
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
       a, b: strategies, which may differ in precision; None is one device, plainly, as in `jp.verify`. `b` may also be a
-        loss of one's own, of the model's parameters (`losses.py`).
+        loss of one's own: see `losses.py`. Or a `Path`, a new folder in which another process, with another jax or
+        on another machine, meets this one by the same call with its own `a`; each has then the two of them compared.
       key: the key of the initial values; `jax.random.key(0)` if None.
       mesh_b: the devices of `b`, where they are others, or the same ones in another order: the same strategy on both
         tells two devices apart. None: those of `a`.
@@ -69,18 +72,23 @@ def bisect(
         apart = None if a is None else bisect(model, a, None, batch, mesh, key)
         return beside(model, b, batch, key) if apart is None or not apart.primitive else apart
     cut = CutLoss(model, batch, key)
-    meshes = (mesh, mesh if mesh_b is None else mesh_b)
-    steps = [
-        None if one is None else UnderStrategy(cut, as_strategy(one), devices, key, batch)
-        for one, devices in zip((a, b), meshes, strict=True)
-    ]
-    like = steps[0] or steps[1] or UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
-    sides = [step or OneDevice(like, _devices(devices)[0]) for step, devices in zip(steps, meshes, strict=True)]
-    search = _Search(cut, sides, like)
-    said = ["one device" if one is None else str(one) for one in (a, b)]
+    given = [(a, mesh), *([] if isinstance(b, Path) else [(b, mesh if mesh_b is None else mesh_b)])]
+    steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
+    single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
+    like = next((step for step in steps if step is not None), single)
+    sides = [step or OneDevice(like, _devices(on)[0]) for step, (_, on) in zip(steps, given, strict=True)]
+    said = ["one device" if one is None else str(one) for one, _ in given]
+    if isinstance(b, Path):
+        meeting = Meeting(b, sides[0], said[0])
+        found = lambda: _found(_Search(cut, [sides[0], meeting], like), *meeting.said)
+        return meeting.search(found)
     if mesh_b is not None:
         said = [f"{one} on {_named(side)}" for one, side in zip(said, sides, strict=True)]
-    return dataclasses.replace(search.found(), a=said[0], b=said[1], programs=len(search.told))
+    return _found(_Search(cut, sides, like), *said)
+
+
+def _found(search: _Search, a: str, b: str) -> Bisected:
+    return dataclasses.replace(search.found(), a=a, b=b, programs=len(search.told))
 
 
 def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:
@@ -88,7 +96,7 @@ def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:
     return jax.devices() if mesh is None else [*(mesh.devices.flat if isinstance(mesh, Mesh) else mesh)]
 
 
-def _named(side: Side) -> str:
+def _named(side: UnderStrategy | OneDevice) -> str:
     """The devices of a side, by their ids."""
     ids = [d.id for d in (_devices(side.mesh) if isinstance(side, UnderStrategy) else [side.device])]
     return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
@@ -99,15 +107,13 @@ class _Search:
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy):
         self.cut, self.sides, self.told = cut, sides, dict[Site | None, _Told]()
-        steps = [side for side in sides if isinstance(side, UnderStrategy)]
-        lowest = max(steps, key=lambda side: max(TOLERANCE[name] for name in dtypes_of(side.strategy)), default=like)
+        own = [side for side in sides if isinstance(side, UnderStrategy)]
+        lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
         self.plain = OneDevice(lowest, jax.devices()[0])
-        self.low = [name for side in steps for name in dtypes_of(side.strategy)] + self.plain.reference().low(
-            like.batch
-        )
+        self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
         self.tolerance = max(TOLERANCE[name] for name in self.low)
         # Of the same precision: other last bits would decide which of several largest elements is the maximum.
-        self.mixed = len({side.strategy.precision for side in steps}) > 1
+        self.mixed = len({tuple(side.dtypes) for side in sides if side.dtypes}) > 1
         self.values_only = False
 
     def found(self) -> Bisected:

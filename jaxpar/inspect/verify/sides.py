@@ -10,7 +10,7 @@ from ...layout.precision import all_finite
 from ...make import make_train_step
 from ...strategy import Strategy
 from .cut import CutLoss, Site
-from .differences import EPSILON, MARGIN
+from .differences import EPSILON, MARGIN, dtypes_of
 from .reference import Reference
 
 _NUDGES = 3  # of the initial values: a small leaf's noise may be small by chance in one
@@ -25,6 +25,11 @@ class UnderStrategy:
     mesh: Any
     key: jax.Array
     batch: Any
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Those in which it multiplies and gathers."""
+        return dtypes_of(self.strategy)
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
         """Loss, and gradients as NumPy arrays, of the loss cut at a site."""
@@ -44,6 +49,11 @@ class OneDevice:
 
     like: UnderStrategy
     device: jax.Device
+
+    @property
+    def dtypes(self) -> list[str]:
+        """None of its own."""
+        return []
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
         """Loss, and gradients as NumPy arrays, of the loss cut at a site."""
