@@ -334,6 +334,26 @@ def neighbours() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def streams() -> jp.Model:
+    """Two streams of tokens that attend together, as MMDiT's, and positions that go elsewhere: rolled, reversed, each
+    second one, twice, written into others.
+    """
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x, y = params["table"][batch["tokens"][:, :-1]], params["table"][batch["source"]]
+        length, both = x.shape[1], jnp.concatenate([x, y], 1)
+        attended = jax.nn.dot_product_attention(*_heads(params, both))
+        both = both + attended.reshape(both.shape) @ params["out"]
+        x, y = both[:, :length], both[:, length:]
+        x = x + jnp.roll(x, 5, axis=1)[:, ::-1] * y[:, ::2]
+        x = x + jnp.pad(y, ((0, 0), (9, 0), (0, 0)), constant_values=0.5)[:, :length]
+        x = x + jnp.sin(x[:, jnp.arange(length) // 2])
+        x = x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=_draws, loss=loss)
+
+
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
@@ -426,6 +446,7 @@ MODELS = {
         flattened,
         flattened_shifted,
         neighbours,
+        streams,
         states,
         decays,
         picked,
@@ -445,6 +466,7 @@ KERNELS = (
     "flattened",
     "flattened_shifted",
     "neighbours",
+    "streams",
     "states",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
