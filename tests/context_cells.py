@@ -354,6 +354,27 @@ def streams() -> jp.Model:
     return jp.Model(init=_draws, loss=loss)
 
 
+def patches() -> jp.Model:
+    """Patches of images by a convolution, as ViT and DiT have them, and windows of two positions."""
+    sides = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return _draws(key) | {"patch": draw(13, 2, 2, 3, DIM), "pair": draw(14, 2, DIM, DIM)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        conv = functools.partial(jax.lax.conv_general_dilated, padding="VALID")
+        x = jnp.tanh(
+            conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
+        )
+        x = x.reshape(x.shape[0], -1, DIM)
+        x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
+        x = x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
@@ -447,6 +468,7 @@ MODELS = {
         flattened_shifted,
         neighbours,
         streams,
+        patches,
         states,
         decays,
         picked,
@@ -467,6 +489,7 @@ KERNELS = (
     "flattened_shifted",
     "neighbours",
     "streams",
+    "patches",
     "states",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
@@ -494,6 +517,7 @@ def batch_of(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
         "source": random_tokens(VOCAB, 2 * length, rows=rows),
         "mask": draw.uniform(0.1, 2, (rows, length)).astype(np.float32),
         "document": np.sort(draw.integers(0, 3, (rows, length))).astype(np.int32),
+        "image": draw.normal(size=(rows, 4, length, 3)).astype(np.float32),  # as many patches of 2 x 2
     }
 
 

@@ -279,7 +279,7 @@ def split_sequence(
     """
     # What nobody reads, such as the last positions for a cache, need have no rule.
     flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
-    begin = starts(flat, leaves, batch, mode.parts(ranks))
+    begin = starts(flat, leaves, batch, ranks, mode.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import shape_of
 from ..tensor.sums import identity
 from .attention_mode import AXIS
+from .entry import side_by_side
 from .localiser import ContextLocaliser
 from .places import constant, placed, written
 from .rules import rule
@@ -247,6 +248,10 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     if x.dim not in numbers.lhs_spec[2:]:
         return None
     along = numbers.lhs_spec.index(x.dim) - 2
+    out, step, size = numbers.out_spec[2 + along], params["window_strides"][along], x.value.shape[x.dim]
+    if step > 1 and side_by_side(eqn, [x.dim]) and not work.overlap and work.rows == 1:
+        cut = size % (step * work.mode.parts(1)) or size * work.ranks != x.shape[x.dim]
+        return None if cut else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out))]
     if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
         return None
     dim = work.split(x.dim)
@@ -259,7 +264,6 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     if (parts := windows(work, x, -low, chunk + max(more, 0) + reach, zero)) is None:
         return refuse(work, eqn, x, reach)
     padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
-    out = numbers.out_spec[2 + along]
     done = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
     return [(jnp.concatenate(done, out), Split(out, 1, more))]
 
