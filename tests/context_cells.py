@@ -334,6 +334,47 @@ def neighbours() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def streams() -> jp.Model:
+    """Two streams of tokens that attend together, as MMDiT's, and positions that go elsewhere: rolled, reversed, each
+    second one, twice, written into others.
+    """
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x, y = params["table"][batch["tokens"][:, :-1]], params["table"][batch["source"]]
+        length, both = x.shape[1], jnp.concatenate([x, y], 1)
+        attended = jax.nn.dot_product_attention(*_heads(params, both))
+        both = both + attended.reshape(both.shape) @ params["out"]
+        x, y = both[:, :length], both[:, length:]
+        x = x + jnp.roll(x, 5, axis=1)[:, ::-1] * y[:, ::2]
+        x = x + jnp.pad(y, ((0, 0), (9, 0), (0, 0)), constant_values=0.5)[:, :length]
+        x = x + jnp.sin(x[:, jnp.arange(length) // 2])
+        x = x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=_draws, loss=loss)
+
+
+def patches() -> jp.Model:
+    """Patches of images by a convolution, as ViT and DiT have them, and windows of two positions."""
+    sides = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        return _draws(key) | {"patch": draw(13, 2, 2, 3, DIM), "pair": draw(14, 2, DIM, DIM)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        conv = functools.partial(jax.lax.conv_general_dilated, padding="VALID")
+        x = jnp.tanh(
+            conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
+        )
+        x = x.reshape(x.shape[0], -1, DIM)
+        x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
+        x = x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
@@ -426,6 +467,8 @@ MODELS = {
         flattened,
         flattened_shifted,
         neighbours,
+        streams,
+        patches,
         states,
         decays,
         picked,
@@ -445,6 +488,8 @@ KERNELS = (
     "flattened",
     "flattened_shifted",
     "neighbours",
+    "streams",
+    "patches",
     "states",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
@@ -472,6 +517,7 @@ def batch_of(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
         "source": random_tokens(VOCAB, 2 * length, rows=rows),
         "mask": draw.uniform(0.1, 2, (rows, length)).astype(np.float32),
         "document": np.sort(draw.integers(0, 3, (rows, length))).astype(np.int32),
+        "image": draw.normal(size=(rows, 4, length, 3)).astype(np.float32),  # as many patches of 2 x 2
     }
 
 

@@ -402,7 +402,7 @@ class Tracing:
         branching = self.schedule.kind if apart and self.schedule else ""  # ranks are not in one layer at one time
         mode = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching, self.attention_not_taken)
         self.attention_modes[mode] = None
-        fun = split_sequence(flat, leaves, batch, sums, ranks, mode, CONTEXT_RULES, self.ranks)
+        fun = split_sequence(flat, leaves, batch, sums, ranks, mode, CONTEXT_RULES, self.ranks, not branching)
         return jx.trace(
             fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
         )[0]

@@ -1,5 +1,5 @@
-"""Where the sequence begins to be split: where a batch's ids [rows, positions] become features, by a lookup, or frames
-[rows, positions, features] do, by a matmul.
+"""Where the sequence begins to be split: where a batch's ids [rows, positions] become features, by a lookup; frames
+[rows, positions, features] do, by a matmul; or patches of images [rows, height, width, channels] do, by a convolution.
 """
 
 import math
@@ -9,14 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...program import factors
+from ...program import factors, primitives
 from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, LocalValue
 
 
 @dataclass(frozen=True)
 class FirstSplit:
-    """An equation whose operand `side`, whole so far, is split along dim 1.
+    """An equation whose operand `side`, whole so far, is split along dim 1; None: whose result is cut.
 
     Attributes:
       eqn: the equation. It is known by its `id`, which is its own while it is held: rules of differentiation are
@@ -27,18 +27,19 @@ class FirstSplit:
     """
 
     eqn: Any
-    side: int
+    side: int | None
     dim: int
     tokens: int
 
     def run(self, work: Localiser, inputs: Sequence[LocalValue]) -> Found:
         """The equation on this rank's positions."""
         values = [work.part(x, 1) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
-        return [(jx.bind(self.eqn, values)[0], self.dim)]
+        (value,) = jx.bind(self.eqn, values)
+        return [(work.take(value, self.dim) if self.side is None else value, self.dim)]
 
 
-def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> dict[int, FirstSplit]:
-    """The equations where a split begins, by `id`. ValueError: none, or ranks do not divide positions."""
+def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int, parts: int) -> dict[int, FirstSplit]:
+    """The equations where a split into `parts` begins, by `id`. ValueError: none, or these do not divide positions."""
     weights = jx.depends(flat.eqns, flat.invars[:leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
     found: dict[int, FirstSplit] = {}
@@ -48,20 +49,26 @@ def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int) -> di
             for v in eqn.invars
             if not jx.is_literal(v)
         ]
-        start = _start(eqn, sides) if len(eqn.invars) == len(sides) == 2 else None
+        start = None
+        if len(eqn.invars) == len(sides) == 2:
+            patches = eqn.primitive.name == "conv_general_dilated" and sides == ["fed", "weight"]
+            start = _patches(eqn, flat, parts) if patches else _start(eqn, sides)
         if start is None:
             continue
-        length = eqn.invars[start.side].aval.shape[1]
-        if length % ranks:
+        shape = start.eqn.outvars[0].aval.shape
+        length = shape[start.dim]
+        if length % parts:
             raise ValueError(
-                f"context={ranks} does not divide the {length} positions of {list(eqn.invars[start.side].aval.shape)} "
-                f"({jx.where(eqn)}); use {length + -length % ranks} positions, padded and masked out of the loss"
+                f"context={ranks} has {parts} chunks of a sequence, which do not divide the {length} positions of "
+                f"{list(shape)} ({jx.where(eqn)}); use {length + -length % parts} positions, padded and masked out of "
+                "the loss"
             )
-        found[id(eqn)] = start
+        found[id(start.eqn)] = start
     if not found:
         raise ValueError(
             f"context={ranks} splits sequences, and the loss looks up no ids [rows, positions] of the batch in a "
-            "parameter, nor multiplies [rows, positions, features] by one; use data, fsdp or tensor for context"
+            "parameter, nor multiplies [rows, positions, features] by one, nor takes patches of [rows, height, width, "
+            "channels] by a convolution whose strides are its window; use data, fsdp or tensor for context"
         )
     return found
 
@@ -79,3 +86,48 @@ def _start(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
     if shared or len(shape) < 3 or shape[1] == 1 or 0 not in free or (dim := free.get(1)) is None:
         return None
     return FirstSplit(eqn, side, dim, math.prod(shape[:2]))
+
+
+def _patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
+    """Of a convolution of images, channels last, whose windows lie side by side. Ranks convolve rows of patches of
+    their own where they can; else all of them, and these are cut where they become one dim.
+    """
+    p, numbers, (out,) = eqn.params, eqn.params["dimension_numbers"], eqn.outvars
+    shape, last = out.aval.shape, len(out.aval.shape) - 1
+    across = tuple(range(1, last))
+    channels_last = all(spec == (0, last, *across) for spec in (numbers.lhs_spec, numbers.out_spec))
+    if not (channels_last and side_by_side(eqn, across)) or p["batch_group_count"] > 1:
+        return None
+    tokens = math.prod(shape[:-1])
+    if len(across) == 1 or shape[1] % parts == 0:
+        return FirstSplit(eqn, 0, 1, tokens)
+    same = {out}
+    for other in flat.eqns:
+        if any(not jx.is_literal(v) and v in same for v in other.invars):
+            if other.primitive.name == "reshape" and other.params["new_sizes"] == (
+                shape[0],
+                tokens // shape[0],
+                shape[-1],
+            ):
+                return FirstSplit(other, None, 1, tokens)
+            if primitives.of(other).elementwise:
+                same.update(other.outvars)
+    return None
+
+
+def side_by_side(eqn: Any, dims: Collection[int]) -> bool:
+    """Whether the windows of a convolution cover these dims of its first operand once."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    kernel = eqn.invars[1].aval.shape
+    for d in dims:
+        at = numbers.lhs_spec.index(d) - 2
+        window = kernel[numbers.rhs_spec[2 + at]]
+        dilated = (p["lhs_dilation"][at], p["rhs_dilation"][at]) != (1, 1)
+        if (
+            dilated
+            or p["window_strides"][at] != window
+            or p["padding"][at] != (0, 0)
+            or eqn.invars[0].aval.shape[d] % window
+        ):
+            return False
+    return True

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...ops.context import from_zigzag, order_of
@@ -39,7 +40,8 @@ from .split import PARTIAL, Split, by_row, linear, pushed
 class ContextLocaliser(Localiser):
     """One rewriting. `begin` has the equations where a split begins, `cheap` how many elements may be gathered for want
     of a rule, `mode` how attention reaches all keys, `tensor` the number of ranks that share heads,
-    and `eqns` the program that is being rewritten. Every value that is split says so by a `Split`; `rows`
+    `together` whether all ranks of a program run it at one time, and `eqns` the program that is being rewritten. Every
+    value that is split says so by a `Split`; `rows`
     and `overlap` are what a plain number means in the rule of the equation at hand: those of its inputs.
     """
 
@@ -47,6 +49,7 @@ class ContextLocaliser(Localiser):
     cheap: int = 0
     mode: AttentionMode = GATHER
     tensor: int = 1
+    together: bool = True
     eqns: Sequence[Any] = ()
     rows: int = 1
     overlap: int = 0
@@ -127,6 +130,15 @@ class ContextLocaliser(Localiser):
         chunk = self.chunk(n, overlap)
         each = jnp.arange(chunk + max(overlap, 0), dtype=jnp.int32)
         return jnp.concatenate([at * chunk + each for at in self.chunks()])
+
+    def held(self, n: int, dim: Split, beyond: int = -1) -> np.ndarray:
+        """Where in a dim of n the positions of each rank are: int [ranks, ...]; `beyond` the end of a row."""
+        per = n // dim.rows
+        chunk = self.chunk(per, dim.overlap)
+        first = np.array(order_of(self.ranks, self.mode.order)).reshape(self.ranks, -1, 1) * chunk
+        each = (first + np.arange(chunk + max(dim.overlap, 0))).reshape(self.ranks, 1, -1)
+        places = np.where(each < per, np.arange(dim.rows)[:, None] * per + each, beyond)
+        return places.reshape(self.ranks, -1)
 
     def kept(self, x: LocalValue, nothing: Any = 0) -> jax.Array:
         """The part of a split value, with `nothing` where it has no position, or another chunk has the same."""
@@ -248,6 +260,7 @@ def split_sequence(
     mode: AttentionMode,
     rules: Any,
     tensor: int = 1,
+    together: bool = True,
 ) -> Callable[..., list[Any]]:
     """The program of one rank, a function of the same whole inputs.
 
@@ -259,17 +272,19 @@ def split_sequence(
       mode: how attention reaches all keys (`attention_mode.py`).
       rules: what becomes of an equation, by primitive.
       tensor: the number of ranks that share the heads.
+      together: whether all ranks run the program at one time, as permutes of positions need.
 
     Raises ValueError where no sequence is found, or the ranks do not divide it; and, when the function is traced, where
     an equation mixes positions and has no rule.
     """
     # What nobody reads, such as the last positions for a cache, need have no rule.
     flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
-    begin = starts(flat, leaves, batch, mode.parts(ranks))
+    begin = starts(flat, leaves, batch, ranks, mode.parts(ranks))
     cheap = max(start.tokens for start in begin.values())
 
     def fun(*values: Any) -> list[Any]:
-        work = ContextLocaliser(ranks, False, rules, begin=begin, cheap=cheap, mode=mode, tensor=tensor)
+        options = {"begin": begin, "cheap": cheap, "mode": mode, "tensor": tensor, "together": together}
+        work = ContextLocaliser(ranks, False, rules, **options)
         outs = work.run(flat, work.arguments(flat, values, [None] * leaves), linear=True)
         return [work.shared(x) if i < sums else work.whole(x) for i, x in enumerate(outs)]
 

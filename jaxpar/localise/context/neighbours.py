@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...ops.context import from_chunks, order_of, with_neighbours
@@ -22,7 +23,9 @@ from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import shape_of
 from ..tensor.sums import identity
 from .attention_mode import AXIS
+from .entry import side_by_side
 from .localiser import ContextLocaliser
+from .places import constant, placed, written
 from .rules import rule
 from .split import PARTIAL, Split
 
@@ -50,10 +53,10 @@ def refuse(work: ContextLocaliser, eqn: Any, x: LocalValue, by: int) -> None:
 
 
 def windows(
-    work: ContextLocaliser, eqn: Any, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
+    work: ContextLocaliser, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
 ) -> list[jax.Array] | None:
     """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
-    `fill` in the place of those that are not there. None where that cannot be.
+    `fill` in the place of those that are not there. None where they are not all next to it.
     """
     assert x.dim is not None
     dim = work.split(x.dim)
@@ -64,10 +67,8 @@ def windows(
     before, after = max(-start, 0), max(start + width - chunk, 0)
     if dim.overlap > 0 and start >= 0 and start + width <= chunk + dim.overlap:
         found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.mode.parts(1), at)]
-    elif dim.overlap > 0:
+    elif dim.overlap > 0 or max(before, after) > chunk:
         return None
-    elif max(before, after) > chunk:
-        return refuse(work, eqn, x, max(before, after))
     else:
         each = with_neighbours(x.value, before, after, AXIS, work.mode.order, at)
         found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
@@ -82,7 +83,7 @@ def windows(
 
 
 def moved(
-    work: ContextLocaliser, eqn: Any, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
+    work: ContextLocaliser, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
 ) -> Found | None:
     """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
     assert x.dim is not None
@@ -91,7 +92,7 @@ def moved(
     more = overlap(work, length, chunk)
     if start == 0 == more and dim.overlap <= 0 and fill is None:
         return [(x.value, Split(int(dim), dim.rows))] if dim.rows == 1 else None
-    if more is None or (found := windows(work, eqn, x, start, chunk + max(more, 0), fill)) is None:
+    if more is None or (found := windows(work, x, start, chunk + max(more, 0), fill)) is None:
         return None
     return [(jnp.concatenate(found, int(dim)), Split(int(dim), 1, more))]
 
@@ -103,20 +104,19 @@ def _slice(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Fo
     assert x.dim is not None
     dim = work.split(x.dim)
     starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
-    strides = eqn.params["strides"]
-    start, limit, n = starts[dim], limits[dim], x.shape[dim] // dim.rows
-    if strides and strides[dim] != 1:
-        return None
-    starts[dim], limits[dim] = 0, x.value.shape[dim]
-    (value,) = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))
-    if limit - start == x.shape[dim]:
+    strides = [*(eqn.params["strides"] or [1] * len(starts))]
+    start, limit, step, n = starts[dim], limits[dim], strides[dim], x.shape[dim] // dim.rows
+    starts[dim], limits[dim], strides[dim] = 0, x.value.shape[dim], 1
+    every = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": tuple(strides)}
+    (value,) = jx.bind(eqn, [x.value], **every)
+    if limit - start == x.shape[dim] and step == 1:
         return [(value, dim)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
     rest = LocalValue(value, dim, shape)
-    found = moved(work, eqn, rest, start, limit - start) if limit - start > 1 else None
-    if found is None and limit - start <= work.chunk(n, dim.overlap):
+    found = moved(work, rest, start, limit - start) if limit - start > 1 == step else None
+    if found is None and limit - start <= work.chunk(n, dim.overlap) and step == 1:
         return [(picked(work, rest, start, limit), PARTIAL)]
-    return refuse(work, eqn, x, min(limit - start, n - limit + start)) if found is None and dim.rows == 1 else found
+    return found or placed(work, eqn, [rest], int(dim), np.arange(start, limit, step))
 
 
 def picked(work: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
@@ -149,19 +149,21 @@ def _pad(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
     config = list(eqn.params["padding_config"])
     low, high, between = config[x.dim]
     config[x.dim] = (0, 0, 0)
-    if between or work.rows > 1:
-        return None
     (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
-    if overlap(work, x.shape[x.dim] + low + high, work.chunk(x.shape[x.dim], work.overlap)) is None:
-        return refuse(work, eqn, x, max(low, high))
-    shape = tuple(n if d == x.dim else k for d, (n, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
-    return moved(work, eqn, LocalValue(value, x.dim, shape), -low, x.shape[x.dim] + low + high, fill.value)
+    n, shape = x.shape[x.dim], tuple(x.shape[d] if d == x.dim else k for d, k in enumerate(shape_of(eqn)))
+    rest = LocalValue(value, x.dim, shape)
+    if not between and (found := moved(work, rest, -low, n + low + high, fill.value)) is not None:
+        return found
+    at = np.arange(-low, shape_of(eqn)[x.dim] - low)
+    at = np.where((at >= 0) & (at % (between + 1) == 0) & (at // (between + 1) < n), at // (between + 1), -1)
+    return placed(work, eqn, [rest], int(x.dim), at, fill.value)
 
 
 @rule("concatenate")
 def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Whole values, such as zeros, before and after a split one: its positions move along. Of several split ones all
-    but the longest are made whole, if a rank has as much.
+    """Whole values, such as zeros, before and after a split one: its positions move along. Several split ones, as two
+    streams of tokens, are dealt out anew; where ranks cannot meet, all but the longest are made whole, if a rank has as
+    much.
     """
     at, lengths = eqn.params["dimension"], [y.shape[eqn.params["dimension"]] for y in inputs]
     split = {i: work.split(x.dim) for i, x in enumerate(inputs) if x.dim is not None}
@@ -170,12 +172,10 @@ def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         return TENSOR["concatenate"](work, eqn, inputs) if alike else None
     most = max(split, key=lambda i: lengths[i])
     x, dim = inputs[most], split[most]
-    if dim.rows > 1 or any(lengths[i] > work.chunk(lengths[most], dim.overlap) for i in split if i != most):
-        return None
-    firsts = [sum(lengths[:i]) for i in range(len(inputs))]
-    found = moved(work, eqn, x, -firsts[most], sum(lengths))
-    if found is None:
-        return None
+    firsts, others = [sum(lengths[:i]) for i in range(len(inputs))], [lengths[i] for i in split if i != most]
+    short = dim.rows == 1 and all(n <= work.chunk(lengths[most], dim.overlap) for n in others)
+    if not short or (others and work.together) or (found := moved(work, x, -firsts[most], sum(lengths))) is None:
+        return placed(work, eqn, inputs, at, np.arange(sum(lengths)))
     ((value, dim),) = found
     assert isinstance(dim, Split)
     places = work.positions(sum(lengths), dim)
@@ -185,6 +185,55 @@ def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
             own = jnp.take(work.whole(y), jnp.clip(places - first, 0, n - 1), axis=at)
             value = jnp.where(over((places >= first) & (places < first + n)), own, value)
     return [(value, dim)]
+
+
+@rule("rev")
+def _reverse(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """The last position first."""
+    (x,) = inputs
+    assert x.dim is not None
+    dims = {int(d) for d in eqn.params["dimensions"]}
+    (value,) = jx.bind(eqn, [x.value], dimensions=tuple(dims - {int(x.dim)}))
+    turned = LocalValue(value, x.dim, x.shape)
+    return (
+        placed(work, eqn, [turned], int(x.dim), np.arange(x.shape[x.dim])[::-1]) if x.dim in dims else [(value, x.dim)]
+    )
+
+
+_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-min": jnp.minimum, "-max": jnp.maximum}
+
+
+@rule(*(f"scatter{name}" for name in _JOINS))
+def _scatter(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """`x.at[:, 1:].add(y)`: at positions that are known, each once."""
+    (x, indices, y), numbers, name = inputs, eqn.params["dimension_numbers"], eqn.primitive.name
+    into, inserted, places = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, constant(indices)
+    if x.dim is not None and x.dim not in into:
+        return TENSOR[name](work, eqn, inputs)
+    if len(into) != 1 or inserted not in ((), into) or numbers.operand_batching_dims or places is None:
+        return None
+    (dim,) = into
+    if inserted:  # y has its positions where it has no window, if it has more than one
+        y, at = _with_dim(work, y, dim, numbers.update_window_dims), places.reshape(-1)
+    else:
+        at = places.reshape(-1) + np.arange(y.shape[dim])
+    others = [d for d in range(len(x.shape)) if d != dim]
+    known = len(np.unique(at)) == len(at) == y.shape[dim] and at.min() >= 0 and at.max() < x.shape[dim]
+    if not known or any(x.shape[d] != y.shape[d] for d in others):
+        return None
+    of = np.full(x.shape[dim], -1)
+    of[at] = np.arange(len(at))
+    return written(work, eqn, x, y, dim, of, _JOINS[name.removeprefix("scatter")])
+
+
+def _with_dim(work: ContextLocaliser, y: LocalValue, dim: int, window: Sequence[int]) -> LocalValue:
+    """What is written at single positions, which become this dim of it; other dims stay in their order."""
+    (at,) = [d for d in range(len(y.shape)) if d not in window] or [len(y.shape)]  # of one position there is no dim
+    value, shape = (y.value, y.shape) if at < len(y.shape) else (y.value[..., None], (*y.shape, 1))
+    order = [d for d in range(len(shape)) if d != at]
+    order.insert(dim, at)
+    to = None if y.dim is None else Split(order.index(int(y.dim)), *work.split(y.dim).how[1:])
+    return LocalValue(jnp.transpose(value, order), to, tuple(shape[d] for d in order))
 
 
 @rule("conv_general_dilated")
@@ -199,6 +248,10 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     if x.dim not in numbers.lhs_spec[2:]:
         return None
     along = numbers.lhs_spec.index(x.dim) - 2
+    out, step, size = numbers.out_spec[2 + along], params["window_strides"][along], x.value.shape[x.dim]
+    if step > 1 and side_by_side(eqn, [x.dim]) and not work.overlap and work.rows == 1:
+        cut = size % (step * work.mode.parts(1)) or size * work.ranks != x.shape[x.dim]
+        return None if cut else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out))]
     if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
         return None
     dim = work.split(x.dim)
@@ -208,10 +261,9 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     if (more := overlap(work, length, chunk)) is None:
         return refuse(work, eqn, x, reach)
     zero = jnp.zeros((), x.value.dtype)
-    if (parts := windows(work, eqn, x, -low, chunk + max(more, 0) + reach, zero)) is None:
-        return None
+    if (parts := windows(work, x, -low, chunk + max(more, 0) + reach, zero)) is None:
+        return refuse(work, eqn, x, reach)
     padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
-    out = numbers.out_spec[2 + along]
     done = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
     return [(jnp.concatenate(done, out), Split(out, 1, more))]
 

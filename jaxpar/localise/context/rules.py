@@ -34,6 +34,7 @@ from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
+from .places import constant, placed, regular
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
@@ -126,12 +127,15 @@ def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
 @rule("gather")
 def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """`logits[jnp.arange(n), labels]`: something of each position, at its own place; also where what is looked up
-    beside the place is a rank's own, such as a token's best experts.
+    """`x[:, places]` of known places; `logits[jnp.arange(n), labels]`: something of each position, at its own place,
+    also where what is looked up beside the place is a rank's own, such as a token's best experts.
     """
     (table, indices), numbers = inputs, eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.start_index_map:
         return TENSOR["gather"](work, eqn, inputs)
+    at, whole = constant(indices), numbers.offset_dims == tuple(d for d in range(len(table.shape)) if d != table.dim)
+    if at is not None and whole and len(at.shape) == 2 and (at >= 0).all() and (at < table.shape[table.dim]).all():
+        return placed(work, eqn, [table], int(table.dim), at[:, 0])
     column = list(numbers.start_index_map).index(table.dim)
     if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
@@ -155,8 +159,7 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     options = options_of(eqn)
     if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
-    if work.rows > 1 or work.overlap:
-        return None
+    inputs = [regular(work, eqn, x, 1) if x.dim == 1 else x for x in inputs]
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
     if options.function is not None:

@@ -9,6 +9,8 @@ from .order import from_zigzag as from_zigzag
 from .order import order_of as order_of
 from .order import positions as positions
 from .order import to_zigzag as to_zigzag
+from .rearrange import rearranged as rearranged
+from .rearrange import rounds_of as rounds_of
 from .ring import by_rounds as by_rounds
 from .ring import ring_attention as ring_attention
 from .rounds import Rounds as Rounds

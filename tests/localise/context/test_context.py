@@ -4,6 +4,7 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 """
 
 import math
+import re
 from typing import Any
 
 import context_cells as cells
@@ -30,6 +31,12 @@ FIRST = (
     ("alibi", "context=4,data=2,attention=gather"),
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
+    ("streams", "context=4,attention=ring"),
+    (
+        "patches",
+        "context=4,attention=ring",
+    ),  # cut where the patches become one dim; of two ranks each has a row of them
+    ("patches", "context=2,attention=ulysses"),
     ("decays", "context=4,data=2"),
     ("picked", "context=4,fsdp=2,zero=1"),
 )
@@ -85,7 +92,7 @@ def possible(name: str, text: str, way: str) -> bool:
     if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
         return False  # nothing to share, or nothing to pass on
     # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
-    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8}.get(name, chunks)
+    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8}.get(name, chunks)
 
 
 def battery() -> list[Any]:
@@ -158,7 +165,8 @@ def test_zero_shards_over_fsdp_and_context() -> None:
     [
         ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
         ("llama_gqa", "context=4,tensor=2", "usp", "does not divide 4 and 2 heads of a tensor rank"),
-        ("alibi", "context=2", "ring", "makes others of its scores, which others than a ring have whole"),
+        ("alibi", "context=2", "ulysses", "context=2 divides 4 and 4 heads"),
+        ("capped", "context=2", "ring", "causal scores that .* makes others of, it leaves out those of hidden keys"),
         ("llama_gqa", "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1", "ulysses", "divides 4 and 2 heads"),
     ],
 )
@@ -168,7 +176,7 @@ def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
     step.traced(cells.batch_of(4))
     (found,) = step.tracing.attention_modes
     assert found.name == way
-    assert why in found.why
+    assert re.search(why, found.why)
 
 
 def test_ranks_that_branch_have_no_ring() -> None:
@@ -222,7 +230,7 @@ def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
 def test_where_a_split_begins_is_held() -> None:
     """Rules of differentiation are rewritten after the trace: a freed equation's id was another's, now and then."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    found = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2)
+    found = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2, 2)
     assert [(key, start.eqn.primitive.name) for key, start in found.items()] == [
         (id(start.eqn), "gather") for start in found.values()
     ]
@@ -264,12 +272,9 @@ REFUSED = {
         "conv_general_dilated at",
     ),
     "order": (lambda x: jnp.sort(x, axis=1), "sort at"),
-    "distant": (lambda x: jnp.pad(x, ((0, 0), (9, 0), (0, 0)))[:, :-9], "reaches 9 further"),
-    # As S4 pads for its FFT. The advice was longer sequences, which reach as much further.
-    "padded to twice": (lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1]), (0, 0)))[:, : x.shape[1]], " further; use data"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
-    "reversed": (lambda x: x[:, ::-1], "rev at"),
+    "distant": (lambda x: nn.Conv(8, (3,), padding=[(12, 0)], kernel_dilation=6)(x), "reaches 12 further"),
 }
 
 
@@ -290,6 +295,17 @@ def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> N
     assert tuple(sum(one.sent for one in written if one.kind == kind) for kind in kinds) == sent
 
 
+def test_positions_that_go_elsewhere_are_sent_once() -> None:
+    """A reversed sequence: four positions of eight features in four rows, and back their gradient."""
+    model = reader(lambda x: x[:, ::-1])
+    step = jp.make_train_step(model, cells.SGD, "context=4", jax.devices()[:4])
+    written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
+    assert sum(one.sent for one in written if one.kind == "collective-permute") == 2 * 4 * 4 * 8 * 4
+    apart = "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut"
+    with pytest.raises(ValueError, match=r"go to other ranks at rev at .*; use schedule='1f1b'"):
+        jp.make_train_step(model, cells.SGD, apart, jax.devices()[:4]).traced(cells.batch_of(4))
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_mixes_positions_is_named(what: str) -> None:
     mixes, said = REFUSED[what]
@@ -298,8 +314,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         step.traced(cells.batch_of(4))
     assert said in str(error.value)
     assert "test_context.py" in str(error.value)
-    other = {"distant": "use a smaller context=", "padded to twice": "in place of context"}
-    assert other.get(what, "attend by jp.attention") in str(error.value)
+    assert {"distant": "use a smaller context="}.get(what, "attend by jp.attention") in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +323,6 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("gpt2", "context=2,attention=gather", 15, r"context=2 .* 15 positions .*; use 16 positions"),
         ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
-        ("alibi", "context=2,attention=ulysses", 16, "of positions or ids .*attention='ring' or 'gather'"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
         ("mixture", "context=2,tensor=2,attention=usp", 16, "no divisor of it divides 2 query and 1 key heads of a"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
@@ -357,8 +371,9 @@ def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> Non
     length = lambda x: 2 * x.shape[1] - 1
     mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"pad at .* reaches 15 further; use data, .* in place of context"):
+    with pytest.raises(ValueError, match=r"fft at .* or use tensor, fsdp or pipe for context") as error:
         step.traced(cells.batch_of(4))
+    assert "longer sequences" not in str(error.value)
 
 
 def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
@@ -367,7 +382,8 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
 
     def blocks(x: jax.Array) -> jax.Array:
         b = x.reshape(x.shape[0], 4, -1, 8)
-        keys = jnp.concatenate([b[:, picked[:, 0]], b[:, picked[:, 1]]], 2)
+        drawn = picked + (0 * x[0, 0, 0]).astype(int)  # known when the program runs
+        keys = jnp.concatenate([b[:, drawn[:, 0]], b[:, drawn[:, 1]]], 2)
         scores = jax.nn.softmax(jnp.einsum("nibd,nijd->nibj", b, keys), axis=-1)
         return jnp.einsum("nibj,nijd->nibd", scores, keys).reshape(x.shape)
 
