@@ -19,6 +19,8 @@ from typing import Any
 import jax
 
 from ...layout.leaves import Leaf
+from ...program import jaxpr as jx
+from ...program.walk import visit
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..compiled.compiler_remarks import unread
@@ -166,10 +168,12 @@ def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
 
 def _compiled(step: Step, closed: Ledger, programs: Sequence[Executable], jaxpr: Any) -> Iterator[Finding]:
     found, moved = Ledger.of(*programs), None
+    loops = (eqn.params["length"] for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "scan")
+    one_layer = 1 in loops
     keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
     for kind, axes in keys:
         ours, theirs = ([one for one in side if (one.kind, one.axes) == (kind, axes)] for side in (closed, found))
-        limits, sent = bounds(step, kind, ours), sum(one.bytes for one in theirs)
+        limits, sent = bounds(step, kind, ours, one_layer), sum(one.bytes for one in theirs)
         verdict, _ = _compared(sent, limits.least, limits.most)
         note, here = "", ()
         if verdict == "MISSING":

@@ -32,6 +32,7 @@ ALLOWED = {
     "norms": f"the optimizer adds up scalars: {SCALARS} B at most",
     "small": f"what the optimizer adds is less than {LARGE // 1_000_000} MB",
     "last message": "a loop of one tick is unrolled, and its message, which nobody reads, not sent",
+    "one layer": "a loop of one layer is unrolled, and what it would send twice is sent once",
     "widened": "the CPU compiler has collectives of bfloat16 in float32",
     "merged": "the CPU compiler drops what keeps the gathers of one leaf apart, and gathers once for all its uses",
     "equal": "the CPU compiler reduces equal gradients once: of two biases of which the model reads the sum alone",
@@ -161,8 +162,10 @@ class Bounds:
     names: tuple[str, ...]
 
 
-def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
-    """Those of one kind and axes, from what the closed form has of them: 1% about it, and what `ALLOWED` says."""
+def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool = False) -> Bounds:
+    """Those of one kind and axes, from what the closed form has of them: 1% about it, and what `ALLOWED` says.
+    `one_layer`: whether the program has a loop of one layer, which sends what it would send twice at least once.
+    """
     strategy, schedule = step.strategy, step.schedule
     cpu = step.mesh.devices.flat[0].platform == "cpu"
     promised, names, least, extra = 0, [], 0.99, 0
@@ -170,6 +173,8 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective]) -> Bounds:
         wide = cpu and one.dtype == "bfloat16"
         promised += one.bytes * (2 if wide else 1)
         names += ["widened"] * wide
+    if one_layer and not cpu:
+        least, names = 0.49, [*names, "one layer"]
     if kind == "all-reduce":
         extra, names = SCALARS, [*names, "norms"]
     ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
