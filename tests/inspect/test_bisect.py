@@ -70,10 +70,41 @@ def test_what_agrees_has_no_equation() -> None:
     assert (found.primitive, found.programs) == ("", 1)
     assert str(found) == "ddp and one device agree within 1e-05: there is no equation to name"
     broken = jp.Model(lambda key: {"w": -jnp.ones((4, 5))}, lambda p, b, key: jnp.log(p["w"]).mean() * b["x"].mean())
-    with pytest.raises(ValueError, match=r"is not finite, which is in every cut; try step\.trace_nonfinite"):
+    with pytest.raises(ValueError, match=r"not finite on either side, so .*; try step\.trace_nonfinite"):
         jp.bisect(broken, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
     with pytest.raises(ValueError, match="compares one device with itself"):
         jp.bisect(model, None, None, {"x": rows_batch()["x"]})
+
+
+def layers(before: Callable[..., Any], after: Callable[..., Any]) -> jp.Model:
+    """Three layers; between two, in the dtype of the parameters, is `after` of the one and `before` the other."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"].astype(params["c"].dtype) @ params["a"])
+        x, _ = jax.lax.scan(lambda x, w: (after(jnp.tanh(before(x) @ w)), None), after(x), params["b"])
+        return jnp.square(before(x) @ params["c"]).mean()
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) / 2
+        return {"a": draw(0, 4, 8), "b": draw(1, 3, 8, 8), "c": draw(2, 8, 1)}
+
+    return jp.Model(init, loss)
+
+
+PLANTED = {  # precision, before and after a layer, the primitive that is to be named
+    "overflow": ("f16", lambda x: x / 1e6, lambda x: x * 1e6, "mul"),
+    "cancellation": ("bf16", lambda x: x - 512, lambda x: x + 512, "sub"),
+}
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_a_low_precision_does_beyond_its_rounding(fault: str) -> None:
+    precision, before, after, primitive = PLANTED[fault]
+    model, batch = layers(before, after), {"x": rows_batch()["x"]}
+    found = jp.bisect(model, f"single,precision={precision}", "single", batch, mesh=TWO[:1])
+    assert (found.primitive, found.backward) == (primitive, False), str(found)
+    assert f"test_bisect.py:{before.__code__.co_firstlineno}:" in found.line, str(found)
 
 
 def twice(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -130,3 +161,52 @@ def test_ties_on_several_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = jp.bisect(model, "tensor=2", None, batch, mesh=TWO)
     assert (found.primitive, found.backward, found.what) == ("reduce_max", True, "the gradient of up"), str(found)
     assert line(largest, "best = h.max(") in found.line
+
+
+def by_scan(params: Any, batch: Any, key: Any) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> Any:
+        scores = (x @ w["q"]) * 0.25
+        return x + jax.nn.softmax(scores) * jnp.tanh(x @ w["v"]), None
+
+    x, _ = jax.lax.scan(layer, batch["x"] @ params["a"], {"q": params["q"], "v": params["v"]})
+    logs = jax.nn.log_softmax(x @ params["c"])
+    return -jnp.take_along_axis(logs, batch["label"][:, None], -1).mean()
+
+
+def by_hand(scale: float = 0.25, shift: int = 0, stopped: bool = False) -> Callable[[Any, Any], jax.Array]:
+    """The same mathematics as `by_scan` in other words, or almost the same."""
+
+    def theirs(params: Any, batch: Any) -> jax.Array:
+        x = jnp.dot(batch["x"], params["a"])
+        for q, v in zip(params["q"], params["v"], strict=True):
+            scores = jnp.einsum("bi,ij->bj", x, q) * scale
+            weights = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
+            weights = jax.lax.stop_gradient(weights) if stopped else weights
+            x = x + weights * jnp.tanh(x @ v)
+        logits = x @ params["c"]
+        chosen = jax.nn.one_hot((batch["label"] + shift) % 5, 5)
+        return (jax.nn.logsumexp(logits, -1) - (logits * chosen).sum(-1)).mean()
+
+    return theirs
+
+
+def draws(key: jax.Array) -> Any:
+    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) / 2
+    return {"a": draw(0, 4, 6), "q": draw(1, 2, 6, 6), "v": draw(2, 2, 6, 6), "c": draw(3, 6, 5)}
+
+
+def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> None:
+    model, batch = jp.Model(draws, by_scan), rows_batch()
+    assert jp.bisect(model, None, by_hand(), batch).primitive == ""
+    scaled = jp.bisect(model, None, by_hand(scale=0.3), batch)
+    assert (scaled.primitive, scaled.iteration, scaled.backward) == ("mul", 0, False), str(scaled)
+    assert line(by_scan, "scores = (x @") in scaled.line
+    assert "in theirs: mul at " in scaled.beside, str(scaled)
+    assert line(by_hand, "scores = jnp.einsum") in scaled.beside, str(scaled)
+    shifted = jp.bisect(model, None, by_hand(shift=1), batch)
+    assert line(by_hand, "chosen = ") in shifted.beside, str(shifted)
+    stopped = jp.bisect(model, None, by_hand(stopped=True), batch)
+    assert stopped.backward, str(stopped)
+    assert line(by_scan, "return x + jax.nn.softmax(scores)") in stopped.line, str(stopped)
+    with pytest.raises(ValueError, match=r"bisect\(b=draws\) takes 1 arguments; use \(params, batch\)"):
+        jp.bisect(model, None, draws, batch)

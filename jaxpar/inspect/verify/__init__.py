@@ -1,6 +1,6 @@
 """Parity with one device."""
 
-from .bisection import Bisected as Bisected
+from .bisected import Bisected as Bisected
 from .bisection import bisect as bisect
 from .parity import Report as Report
 from .parity import verify as verify

@@ -15,6 +15,8 @@ from ...strategy import Strategy
 # number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
 # left where all else is computed in float32.
 TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25, "int8": 0.1}  # int8: of gathers
+EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
+MARGIN = 16  # times the rounding that some runs show: theirs is a sample
 _FLOOR = 1e-3  # of the tree's largest element
 # Without a measure of rounding. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of the
 # tree's largest element, about one float32 epsilon.

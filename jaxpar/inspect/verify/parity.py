@@ -19,12 +19,11 @@ from ...model.model import MAKERS, Model
 from ...step.core import Step
 from ...step.update import taking_value
 from ...strategy import Strategy, as_strategy
-from .bisection import Bisected, bisect
-from .differences import TOLERANCE, Difference, differences, dtypes_of
+from .bisected import Bisected
+from .bisection import bisect
+from .differences import EPSILON, MARGIN, TOLERANCE, Difference, differences, dtypes_of
 from .reference import Reference
 
-_EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
-_MARGIN = 16  # times the rounding that some runs show: theirs is a sample
 _OF = {
     "leaf": "its largest element",
     "tree": "a thousandth of the largest element of all leaves",
@@ -137,8 +136,8 @@ def verify(
         found = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
         if any(d.error > tolerance for d in found):  # they may be what is left where large terms cancel
             shown("one device: its rounding, where terms cancel")
-            rounding = reference.rounding(optimizer, key, batch, steps, max(_EPSILON[dtype] for dtype in low))
-            terms = [[_MARGIN * x / tolerance for x in leaves] for leaves in rounding]
+            rounding = reference.rounding(optimizer, key, batch, steps, max(EPSILON[dtype] for dtype in low))
+            terms = [[MARGIN * x / tolerance for x in leaves] for leaves in rounding]
             again = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
             found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
         close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))

@@ -1,0 +1,229 @@
+"""Where a loss that somebody wrote by hand parts from a model's own: two programs of other equations.
+
+Both, with their gradients, are evaluated equation by equation on one device, loops iteration by iteration. Of every
+result some numbers are kept: its size, its norm, two weighted sums. A result that the other program has too is aligned,
+wherever it stands there and whatever made it. Back from the loss, or from the gradient that is furthest off, through
+results that are not aligned, one comes to equations of which all operands are and the result is not: there they part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...cpu_compiler import cpu_options
+from ...model.model import Mean, Model, is_replicated
+from ...program import jaxpr as jx
+from ...program.walk import is_literal, scan_parts
+from ...step.gradients import block_key
+from ...strategy import as_strategy
+from .bisected import Bisected
+from .differences import TOLERANCE, differences
+from .reference import Reference
+
+
+def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -> Bisected:
+    """Where a user's loss parts from the model's own, on one device, in the dtypes that the model declares.
+
+    Args:
+      loss: `loss(params, batch)` or `(params, batch, key)`, of a stateful model also `(params, variables, batch, key)`:
+        a scalar, `jp.Mean`, or a tuple that begins with either. `params` is the tree of `step.params`, the key that of
+        a first step's first block of rows.
+
+    Costs two gradients as `jax.jit` makes them, and where they differ two evaluations without it, in which every result
+    comes to the host once: one device's gradient in memory, unfused.
+
+    Raises ValueError where `loss` takes or returns something else, and where only what XLA makes of the two differs.
+    """
+    name = getattr(loss, "__name__", repr(loss))
+    ours, theirs = _own(model), _objective(loss, name, model)
+    args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
+    tolerance = max(TOLERANCE[one] for one in Reference(model, as_strategy("single"), 1).low(batch))
+    (a, grads), (b, others) = (_compiled(one, args) for one in (ours, theirs))
+    places = [i for i, x in enumerate(jax.tree.leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    error = abs(a - b) / max(abs(a), 1e-30)
+    error = error if np.isfinite([a, b]).all() else float("inf") if np.isfinite(a) != np.isfinite(b) else 0.0
+    found, what, out = error, "the value", 0
+    if error <= tolerance:
+        leaves = differences("gradient", _floats(others), _floats(grads))
+        worst = max(range(len(leaves)), key=lambda i: leaves[i].error)
+        found, what, out = leaves[worst].error, f"the gradient of {leaves[worst].path}", 1 + places[worst]
+    said = "the model's own loss", name
+    if found <= tolerance:
+        return Bisected(*said, "", "", "", None, False, "", 0.0, tolerance, 1)
+    one, two = (_Evaluated(program, args) for program in (ours, theirs))
+    at, there = one.first_apart(two, out, tolerance), two.first_apart(one, out, tolerance)
+    if (first := at or there) is None:
+        raise ValueError(
+            f"{name} and the model's own loss differ as compiled, {what} by {found:.2g}, and agree equation by "
+            "equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
+        )
+    other = f"in {name}: {there}" if there and at else f"this is of {name if there else said[0]}: the other has it all"
+    common, count = sum(two.are_aligned(one, tolerance)), len(two.results)
+    apart = f"{other}\n  {common} of {count} results of {name} are, by value, among the model's own {len(one.results)}"
+    return Bisected(
+        *said, first.eqn.primitive.name, jx.user_line(first.eqn), str(first.eqn.source_info.name_stack),
+        first.iteration, out > 0, what, found, tolerance, 1, apart,
+    )  # fmt: skip
+
+
+def _objective(loss: Callable[..., Any], name: str, model: Model) -> Callable[..., jax.Array]:
+    """A user's loss as a function of parameters, variables, batch and key."""
+    takes = len(inspect.signature(loss).parameters)
+    if takes not in (2, 3, 4) or (takes == 4) > model.stateful:
+        raise ValueError(f"bisect(b={name}) takes {takes} arguments; use (params, batch) or (params, batch, key)")
+
+    def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
+        batch = jax.tree.map(lambda x: x.value if is_replicated(x) else x, batch, is_leaf=is_replicated)
+        out = loss(model.wrap(params), *((variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]))
+        out = out[0] if isinstance(out, tuple) else out
+        out = out.total / out.count if isinstance(out, Mean) else jnp.asarray(out)
+        if out.shape:
+            raise ValueError(f"bisect(b={name}) returned {out.dtype}{list(out.shape)}; return a scalar loss")
+        return out
+
+    return value
+
+
+def _own(model: Model) -> Callable[..., jax.Array]:
+    def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
+        mean = model.call(params, variables, batch, key)[0]["loss"]
+        return mean.total / mean.count
+
+    return value
+
+
+def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[float, Any]:
+    value, grads = jax.jit(jax.value_and_grad(loss, allow_int=True), compiler_options=cpu_options())(*args)
+    return float(value), jax.tree.map(np.asarray, grads)
+
+
+@dataclass(frozen=True)
+class _Parting:
+    """An equation at which a program has what the other has not; `iteration` of its loop, None outside."""
+
+    eqn: Any
+    iteration: int | None
+
+    def __str__(self) -> str:
+        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
+        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A value that was computed: by which equation (None: it was given), backwards or not, of which others; or an
+    iteration's part of another.
+    """
+
+    eqn: Any
+    iteration: int | None
+    backward: bool
+    operands: tuple[int, ...]
+    size: int
+    numbers: np.ndarray
+    is_part: bool
+
+
+class _Evaluated:
+    """Value and gradients of a loss, every result with its numbers; a result is held until it is last read."""
+
+    def __init__(self, loss: Callable[..., jax.Array], args: Sequence[Any]):
+        flat, _ = jx.trace(jax.value_and_grad(loss, allow_int=True), *args, remats=True)
+        eqns = jx.live(flat.eqns, flat.outvars)
+        self.results: list[_Result] = []
+        self.backward = 0  # equations that are transposed, and that the current one is or is in
+        ins = [(x, self._note(x, None, None, ())) for x in (*flat.consts, *jax.tree.leaves(args))]
+        env = dict(zip((*flat.constvars, *flat.invars), ins, strict=True))
+        self.outs = [number for _, number in self._run(eqns, env, flat.outvars, None)]
+
+    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Parting | None:
+        """The first equation before an output that makes what the other has not, of operands that it has."""
+        aligned = self.are_aligned(other, tolerance, forwards=out > 0)
+        todo, seen, found = [self.outs[out]], set[int](), list[int]()
+        while todo:
+            if (number := todo.pop()) not in seen and not aligned[number]:
+                seen.add(number)
+                loose = [operand for operand in self.results[number].operands if not aligned[operand]]
+                todo += loose
+                found += [] if loose else [number]
+        return _Parting(self.results[min(found)].eqn, self.results[min(found)].iteration) if found else None
+
+    def are_aligned(self, other: _Evaluated, tolerance: float, forwards: bool = False) -> list[bool]:
+        """Of each result whether it was given, or the other has it too, or that of which it is a part; or, where
+        `forwards` says that the losses agree, whether it is one of the forward.
+        """
+        table: dict[int, list[np.ndarray]] = {}
+        for result in other.results:
+            table.setdefault(result.size, []).append(result.numbers)
+        stacked = {size: np.stack(numbers) for size, numbers in table.items()}
+        aligned: list[bool] = []
+        for result in self.results:
+            among = stacked.get(result.size, np.full((1, 3), np.inf))
+            near = np.abs(among - result.numbers) <= 3 * tolerance * max(result.numbers[0], 1e-30)
+            known = result.eqn is None or (forwards and not result.backward) or bool(near.all(1).any())
+            aligned.append(known or (result.is_part and aligned[result.operands[0]]))
+        return aligned
+
+    def _run(
+        self, eqns: Sequence[Any], env: dict[Any, tuple[Any, int]], outvars: Sequence[Any], iteration: int | None
+    ) -> list[tuple[Any, int]]:
+        """The values of some variables and the numbers of their results."""
+        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not is_literal(v)}
+        last |= {v: len(eqns) for v in outvars if not is_literal(v)}
+        read = lambda atom: (atom.val, self._note(atom.val, None, None, ())) if is_literal(atom) else env[atom]
+        for i, eqn in enumerate(eqns):
+            ins = list(map(read, eqn.invars))
+            self.backward += (transposed := "transpose(" in str(eqn.source_info.name_stack))
+            if eqn.primitive.name == "scan":
+                made = self._scan(eqn, ins)
+            else:
+                numbers = tuple(number for _, number in ins)
+                made = [(x, self._note(x, eqn, iteration, numbers)) for x in jx.bind(eqn, [x for x, _ in ins])]
+            self.backward -= transposed
+            env.update(zip(eqn.outvars, made, strict=True))
+            for v in {v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v) and last.get(v, -1) <= i}:
+                env.pop(v, None)
+        return list(map(read, outvars))
+
+    def _scan(self, eqn: Any, ins: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        parts, body = scan_parts(eqn), jx.flatten(scan_parts(eqn).body, remats=True)
+        n, k = len(parts.consts), len(parts.carry)
+        consts = [(x, self._note(x, None, None, ())) for x in body.consts]
+        carry, stacks = list(ins[n : n + k]), [list[Any]() for _ in body.outvars[k:]]
+        for iteration in reversed(range(parts.length)) if parts.reverse else range(parts.length):
+            xs = [
+                (x[iteration], self._note(x[iteration], eqn, iteration, (number,), True)) for x, number in ins[n + k :]
+            ]
+            env = dict(zip((*body.constvars, *body.invars), (*consts, *ins[:n], *carry, *xs), strict=True))
+            outs = self._run(body.eqns, env, body.outvars, iteration)
+            carry = outs[:k]
+            for stack, out in zip(stacks, outs[k:], strict=True):
+                stack.append(out)
+        ys = []
+        for stack in stacks:
+            values = jnp.stack([x for x, _ in (reversed(stack) if parts.reverse else stack)])
+            ys.append((values, self._note(values, eqn, None, tuple(number for _, number in stack))))
+        return [*carry, *ys]
+
+    def _note(self, x: Any, eqn: Any, iteration: int | None, operands: tuple[int, ...], is_part: bool = False) -> int:
+        """The number of a result; its own numbers are the same whatever its shape is."""
+        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        values = np.asarray(x).ravel()
+        values = np.where(np.isfinite(values), values, 1e4).astype(np.float64)
+        places = np.arange(values.size)
+        numbers = [np.sqrt((values**2).sum()), values @ np.cos(places + 1), values @ np.cos(0.37 * places**1.5)]
+        backward = self.backward > 0
+        self.results.append(_Result(eqn, iteration, backward, operands, values.size, np.array(numbers), is_part))
+        return len(self.results) - 1
+
+
+def _floats(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
