@@ -131,7 +131,7 @@ def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_m
     look = finite.Finite(jp.Loop(on_nonfinite="explain")).look
     values = {"loss": 1.0, "grad_norm": np.inf}
     assert not look(1, {**values, "skipped": 1.0})
-    with pytest.raises(finite.NotFiniteError, match="step 2: grad_norm is inf; .*, by log at line 3"):
+    with pytest.raises(finite.NotFiniteError, match=r"step 2: grad_norm is inf; .*, by log at line 3"):
         look(2, {**values, "skipped": 2.0}, explained=lambda: ", by log at line 3", stopped=True)
 
 
