@@ -1,7 +1,7 @@
 # Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
-#   make test       format, types, docs, tests (of cells that resemble each other each fourth; EVERY=1 has all)
+#   make test       format, types, docs, tests in ten minutes (of a test's cells each fourth; SLOW=1 also those of 3 s and more; EVERY=1 all)
 #   make battery    what `make test` leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
@@ -24,7 +24,7 @@ endif
 
 BIN := $(VENV)/bin
 # A worker that crashes ends the run: pytest-xdist would wait forever for the other tests of its group.
-PYTEST := $(BIN)/python -m pytest $(if $(EVERY),--every) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Models that others wrote, which the tests train unmodified. --no-deps: with them come 80 packages that their models do
 # not import. Those that they do import, and solvers that losses call:
@@ -45,7 +45,7 @@ test: $(VENV)/.packages
 
 # It builds the docs too (tests/test_site.py). Beside the types, of which pyright's one process takes as long as many tests.
 pytest: $(VENV)/.packages
-	$(PYTEST)
+	$(PYTEST) $(if $(EVERY),,--sample $(if $(SLOW),,-m 'not slow'))
 
 battery: $(VENV)/.packages
 	$(PYTEST) --battery -m battery

@@ -30,7 +30,7 @@ OFFLOADS = ("activations", "optimizer")
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
-    "reduce": ("f32", "compute"),
+    "reduce": ("f32", "compute", "int8"),
     "gather": ("compute", "int8", "fp8"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
@@ -101,7 +101,10 @@ class Strategy:
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       fp8_except: with precision="fp8", parts of paths whose products stay in bfloat16, as "attention:ffn/down"; `*` is
         any characters.
-      reduce: dtype in which gradients are reduced and accumulated: "f32", or "compute", the compute dtype.
+      reduce: dtype in which gradients are reduced and accumulated: "f32"; "compute", the compute dtype; or "int8",
+        float32 that travels in 8 bits, in blocks of 256 (ZeRO++, section 3.3; `parallel/eight_bits.py`).
+      error_feedback: with reduce="int8", whether each rank adds what rounding took from its gradients to those of the
+        next step: they are accumulated whole and reduced once a step, and `State.residuals` is as large as they are.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
@@ -162,6 +165,7 @@ class Strategy:
     precision: str = "f32"
     fp8_except: str = ""
     reduce: str = "f32"
+    error_feedback: bool = False
     gather: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
@@ -222,7 +226,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -273,6 +277,21 @@ class Strategy:
             raise ValueError(
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
+            )
+        if self.reduce == "int8" and (self.server or self.single or self.rule):
+            raise ValueError(
+                f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "
+                "fsdp=-1, or leave reduce out"
+            )
+        if self.error_feedback and self.reduce != "int8":
+            raise ValueError(
+                f"error_feedback=True with reduce={self.reduce!r}: it is for gradients that are rounded on their way; "
+                "use reduce='int8', or leave it out"
+            )
+        if self.error_feedback and (self.pipe != 1 or (self.fsdp != 1 and self.zero != 1 and self.sync != "step")):
+            raise ValueError(
+                f"error_feedback=True with {self._text(skip='error_feedback')}: a residual is of whole gradients that "
+                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe, or leave it out"
             )
         if not isinstance(self.fp8_except, str) or (self.fp8_except and self.precision != "fp8"):
             raise ValueError(

@@ -51,27 +51,28 @@ import pytest  # noqa: E402
 
 from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 
-SAMPLE = 4  # of a test's cells that resemble each other, `make test` runs one in so many
+SAMPLE = 4  # of the cells of each test, `make test` runs one in so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
-    parser.addoption("--every", action="store_true", help="of tests marked `sampled` all cells, not each fourth")
+    parser.addoption("--sample", action="store_true", help="of the cells of each test one in four, in their order")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--battery"):
-        battery = [item for item in items if item.get_closest_marker("battery")]
-        config.hook.pytest_deselected(items=battery)
-        items[:] = [item for item in items if not item.get_closest_marker("battery")]
-        if not config.getoption("--every"):
-            places: dict[str, Iterator[int]] = defaultdict(itertools.count)
-            sampled = [item for item in items if item.get_closest_marker("sampled")]  # in their order
-            others = {item for item in sampled if next(places[item.nodeid.partition("[")[0]]) % SAMPLE}
-            config.hook.pytest_deselected(items=[*others])
-            items[:] = [item for item in items if item not in others]
+        deselect(config, items, [item for item in items if item.get_closest_marker("battery")])
+    if config.getoption("--sample"):
+        places: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        deselect(config, items, [item for item in items if next(places[item.nodeid.partition("[")[0]]) % SAMPLE])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=others)
+    left = {*items} - {*others}
+    items[:] = [item for item in items if item in left]
 
 
 def pytest_collection_finish() -> None:

@@ -205,6 +205,7 @@ def test_a_checkpoint_is_what_has_its_last_file(bucket: Bucket, capsys: pytest.C
     assert sorted(place.name for place in folder.iterdir()) == ["1", "2.damaged"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_program_waits_for_its_uploads(bucket: Bucket) -> None:
     """At `atexit`, asyncio starts no thread any more, and no host is found."""
     program = f"""
@@ -248,6 +249,7 @@ def test_a_run_in_a_bucket_is_one_on_disk(bucket: Bucket, tmp_path: Path) -> Non
     assert _default(["--resume", "--out", str(out)]) == options
 
 
+@pytest.mark.slow
 def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

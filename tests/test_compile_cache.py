@@ -57,6 +57,7 @@ def run(tmp_path: Path, *words: str) -> dict[str, int]:
     return json.loads(next(x for x in done.stdout.splitlines() if x.startswith("COUNTS")).removeprefix("COUNTS"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_compiles_nothing(tmp_path: Path) -> None:
     """A step of Llama-8B takes minutes to compile; and of several hosts' processes, jax lets one write."""
     out = str(tmp_path / "out")

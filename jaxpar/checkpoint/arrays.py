@@ -19,6 +19,7 @@ from ..layout.state import State
 from ..model.paths import name_of
 from ..step.core import Step
 
+LEFT = "residuals/"  # what begins the names of residuals of gradients
 EXTRA = "extra/"  # what begins the names of arrays that are no state's
 
 
@@ -73,6 +74,7 @@ def arrays_of(step: Step) -> tuple[list[Array], Any]:
     for kind in ("params", "copy", "optimizer") if layout.copied else ("params", "optimizer"):
         stored = jax.tree.leaves(layout.places(kind), is_leaf=is_stored)
         places |= zip(_paths(getattr(state, kind), kind), stored, strict=True)
+    places |= {f"{LEFT}{path}": place for path, place in layout.residuals.items()}
     members = {
         leaf.path: [storage.models[i].path for i in at] for leaf, at in zip(storage.leaves, storage.origin, strict=True)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..step.core import Step
 from ..step.init import BEGIN_ANEW
 from ..text import few
 from .about import fits
-from .arrays import EXTRA, Array, arrays_of, extra_arrays, raw
+from .arrays import EXTRA, LEFT, Array, arrays_of, extra_arrays, raw
 from .boxes import box_of, parts
 from .checksum import checksum
 from .files import Damaged
@@ -28,23 +29,46 @@ Fresh = Callable[[str], bool]
 def restored(step: Step, saved: Checkpoint) -> State:
     """The whole state, as the step's layout stores it.
 
-    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none. Raises
-    ValueError where it is another model's or optimizer's, or damaged, naming the array.
+    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none; so do
+    residuals of gradients, with a warning. Of n ranks each gets those of every n-th there: their sum is kept.
+
+    Raises ValueError where it is another model's or optimizer's, or damaged, naming the array.
     """
     arrays, tree = arrays_of(step)
     of_scale = lambda name: name.startswith("scale/")
+    left = {array.path: array for array in arrays if array.path.startswith(LEFT)}
+    kept = {name for name, a in left.items() if name in saved.arrays and saved.arrays[name][0][1:] == a.shape[1:]}
+    if lost := [
+        name.removeprefix(LEFT) for name in {**left, **saved.arrays} if name.startswith(LEFT) and name not in kept
+    ]:
+        warnings.warn(
+            f"{saved.folder}: what rounding took from the gradients of {few(lost)} is not carried over from "
+            f"{saved.strategy} to {step.strategy}: error_feedback begins anew there, or is off",
+            stacklevel=2,
+        )
     scaled = [array for array in arrays if of_scale(array.path) and array.path not in saved.arrays]
-    wanted = {name: a for a in arrays if a not in scaled and not a.derived for name in a.names}
-    beside = lambda name: of_scale(name) or name.startswith(EXTRA)
+    wanted = {name: a for a in arrays if a not in scaled and not a.derived and a.path not in left for name in a.names}
+    beside = lambda name: of_scale(name) or name.startswith((EXTRA, LEFT))
     fits(saved.about, wanted, saved.folder, list(filter(beside, saved.arrays)))
     first = dict(zip((a.path for a in scaled), jax.tree.leaves(LossScale.create()), strict=False))
     read = _Reader(saved)
+    first |= {name: _residual(saved if name in kept else None, a) for name, a in left.items()}
     values = [jax.device_put(first[a.path], a.sharding) if a.path in first else read(a) for a in arrays]
     read.check()
     state = jax.tree.unflatten(tree, values)
     if (number := int(state.step)) != saved.step:
         raise damaged(saved.folder, Damaged(f"about.json says step {saved.step}, and the state is of step {number}"))
     return state
+
+
+def _residual(saved: Checkpoint | None, array: Array) -> jax.Array:
+    """Residuals [n, ...] of n ranks: row r has the sum of rows r, r + n, ... of a checkpoint, zeros without one. Every
+    host reads them whole.
+    """
+    rows = np.zeros(array.shape, array.dtype)
+    for at, row in enumerate(() if saved is None else saved.read(array.path)):
+        rows[at % len(rows)] += row
+    return jax.make_array_from_callback(array.shape, array.sharding, lambda index: rows[index])
 
 
 def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) -> State:

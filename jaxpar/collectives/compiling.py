@@ -31,6 +31,9 @@ _ONE_SCATTER = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 # Triton's matmuls multiply float8 in bfloat16; cuBLASLt's are what XLA has otherwise (jax 0.10.2).
 _FP8 = {"xla_gpu_enable_triton_gemm": False}
+# XLA counts what is in the host's memory as if it were on the device, and so would compute again, and start copies
+# late, for room that there is (jax 0.10.2): in % of the memory that arguments leave, what it may plan with.
+_ON_HOST = {"xla_gpu_memory_limit_slop_factor": 200}
 _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_pipelined_all_reduce": False}
 
 
@@ -40,19 +43,21 @@ def compiler_options(
     as_written: bool = False,
     ahead: bool = False,
     fp8: bool = False,
+    on_host: bool = False,
 ) -> dict[str, bool | int | str] | None:
-    """For `jax.jit`, where the mesh has several GPUs, or products are in `fp8`. Collectives are combined and moved
-    where groups along `axes` span hosts. What XLA_FLAGS names stays as it is there. On CPUs: those of `cpu_options`, or
-    None.
+    """For `jax.jit`, where the mesh has several GPUs, products are in `fp8`, or what layers leave is kept `on_host`.
+    Collectives are combined and moved where groups along `axes` span hosts. What XLA_FLAGS names stays as it is there.
+    On CPUs: those of `cpu_options`, or None.
 
     `as_written`: no collective is moved over iterations. The loops over layers send ahead themselves; or they stand in
     another, over microbatches, which XLA would pipeline as well, with the gradients of all layers in it, and then
     compute again what it has no room for (seen on jax 0.10.2). `ahead`: they do send ahead.
     """
     platform = mesh.devices.flat[0].platform
-    if platform != "gpu" or (mesh.size == 1 and not fp8):
+    if platform != "gpu" or (mesh.size == 1 and not fp8 and not on_host):
         return cpu_options(platform)
     options: dict[str, bool | int | str] = {**(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
+    options |= _ON_HOST if on_host else {}
     if as_written or not leaves_host(mesh, mesh.axis_names):
         options |= _IN_PLACE
     if leaves_host(mesh, axes):

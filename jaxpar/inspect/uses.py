@@ -75,7 +75,7 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
     program = traced.program
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
     for i, runs in enumerate(counted.runs):
-        last = counted.once and program.uses[i] == (True,)
+        last = counted.once and not step.strategy.error_feedback and program.uses[i] == (True,)
         yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside, i in counted.given)
 
 

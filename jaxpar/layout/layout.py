@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..axes import SHARDS
+from ..axes import SHARDS, summed_over
 from ..model.paths import name_of
 from ..text import size
 from .leaves import PAD_FROM, Leaf
@@ -60,6 +60,7 @@ class Layout:
       found: the paths of the model's leaves that are on `tensor` though no rule names them
         (`layout/dims/pairs.py`).
       whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
+      residuals: where the residuals of gradients live, by path; empty without `error_feedback`.
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
@@ -71,6 +72,7 @@ class Layout:
     optimizer: Any
     found: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict, compare=False)
+    residuals: Mapping[str, Stored] = field(default_factory=dict, compare=False)
     loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -128,10 +130,24 @@ class Layout:
 
     @property
     def handed_out(self) -> Any:
-        """The shardings of the model's own tree where it is handed out: padded leaves are whole."""
+        """The shardings of the model's own tree where it is handed out: padded leaves are whole, layers of a Python
+        loop are split along the dim along which their stack is.
+        """
+        stacks = zip(self.leaves, self.storage.origin, strict=True)
+        stack_of = {i: leaf for leaf, at in stacks if leaf.rolled and leaf.dim is not None for i in at}
+        leaves = [self._as_in(stack_of[i], x) if i in stack_of else x for i, x in enumerate(self.storage.models)]
         sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
-        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in self.storage.models]
+        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in leaves]
         return jax.tree.unflatten(self.storage.model_tree, map(self.sharding, specs))
+
+    def _as_in(self, stack: Leaf, layer: Leaf) -> Leaf:
+        """A layer split as its stack is, and over the stages of a pipeline where that divides: of `fsdp` and `pipe`
+        the latter last, so that one all-to-all leads there. Split otherwise, the whole stack would be gathered.
+        """
+        dim, shard = stack.inner(True), stack.shard
+        if stack.layers is not None and layer.shape[dim] % (self.shards * self.mesh.shape["pipe"]) == 0:
+            shard = (*shard, "pipe")
+        return replace(layer, dim=dim, padded=stack.padded, shard=shard)
 
     def to_logical(self, stored: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
         """Arrays as they are stored -> as the model has them: without padding, in the model's own tree and shapes.
@@ -183,8 +199,8 @@ class Layout:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer", without
-        what is on the host.
+        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer" (and the
+        residuals of gradients), without what is on the host.
         """
         params = self._bytes("params") + (self._bytes("copy") if self.copied else 0)
         return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
@@ -196,7 +212,8 @@ class Layout:
 
     def _bytes(self, kind: Kind, host: bool = False) -> int:
         total = 0
-        for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
+        beside = self.residuals if kind == "optimizer" else {}
+        for place in jax.tree.leaves((self.places(kind), dict(beside)), is_leaf=is_stored):
             if place.host == host and (kind != "grads" or place.leaf.trainable):
                 local = self.sharding(place.spec).shard_shape(place.shape)
                 total += math.prod(local) * jnp.dtype(place.dtype).itemsize
@@ -261,6 +278,19 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
         return Stored(shape, x.dtype, leaf.spec(sharded), leaf, host and math.prod(shape) >= PAD_FROM)
 
     return jax.tree_util.tree_map_with_path(stored, state)
+
+
+def place_residuals(leaves: Sequence[Leaf], mesh: Mesh, policy: Policy) -> dict[str, Stored]:
+    """Where the residuals of trained leaves from `PAD_FROM` elements live, by path: a row for each rank of the axes
+    over which gradients are summed.
+    """
+    found = {}
+    for leaf in leaves:
+        if leaf.trainable and math.prod(leaf.local.stored) >= PAD_FROM:
+            axes = tuple(axis for axis in summed_over(leaf.split) if mesh.shape[axis] > 1)
+            shape = (math.prod(mesh.shape[axis] for axis in axes), *leaf.shape)
+            found[leaf.path] = Stored(shape, policy.reduced(leaf.dtype), PartitionSpec(axes, *leaf.spec(False)), None)
+    return found
 
 
 def _names(path: Any) -> tuple[str, ...]:

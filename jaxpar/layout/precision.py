@@ -29,7 +29,7 @@ class Policy:
     @classmethod
     def of(cls, strategy: Strategy) -> "Policy":
         """The policy that a strategy names."""
-        reduce = jnp.dtype(jnp.float32) if strategy.reduce == "f32" else None
+        reduce = None if strategy.reduce == "compute" else jnp.dtype(jnp.float32)
         return cls(jnp.dtype(_DTYPES[strategy.precision]), reduce, strategy.precision == "f16")
 
     def computed(self, declared: jnp.dtype) -> jnp.dtype:

@@ -9,7 +9,7 @@ from .contract import Times as Times
 from .contract import Use as Use
 from .contract import Uses as Uses
 from .ddp import DDP as DDP
-from .eight_bits import ROUNDED
+from .eight_bits import REDUCED, ROUNDED
 from .fsdp import ZERO3, ZERO3_ONCE
 from .server import SERVER
 from .zero import ZERO1, ZERO2
@@ -51,7 +51,8 @@ def rule_of(strategy: Strategy) -> Rule:
     if not strategy.rule:
         three = ZERO3_ONCE if strategy.sync == "step" else ZERO3
         three = ROUNDED.get((three, strategy.gather), three)
-        return DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: three}[strategy.zero]
+        rule = DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: three}[strategy.zero]
+        return REDUCED[rule] if strategy.reduce == "int8" else rule
     if strategy.rule not in _RULES:
         known = f"use one of {', '.join(_RULES)}{did_you_mean(strategy.rule, _RULES)}, or " if _RULES else ""
         raise ValueError(

@@ -1,14 +1,17 @@
-"""ZeRO-3 whose weights are gathered in 8 bits (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.1: qwZ).
+"""Weights and gradients that travel in 8 bits (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3): qwZ and qgZ.
 
-    sent         as ZeRO-3's, of a weight P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
-    elsewhere    as ZeRO-3: masters, what is computed, and gradients
+    weights      ZeRO-3's all-gathers have P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
+    gradients    a reduce-scatter is an all-to-all of P (1 + 4 / 256) bytes in place of 4 P, and a sum on arrival; an
+                 all-reduce is that, and an all-gather of the rounded sums
+    elsewhere    as the rule without: masters, what is computed and accumulated
 
-What a device has of a weight is cut into blocks of 256 numbers, in the order in which they lie; the last may be
-shorter. Each is rounded to 8 bits with a scale of its own, a float32 that follows them in the same buffer: one
-all-gather of bytes for each of ZeRO-3's. Every rank, its owner too, computes with what was rounded, and gradients are
-those at these weights. Arrays of less than 16,384 elements, norms and biases, travel as they are.
+What a device sends is cut into blocks of 256 numbers, in the order in which they lie; the last may be shorter. Each is
+rounded to 8 bits with a scale of its own, a float32 that follows them in the same buffer: one collective of bytes for
+each of the rule's. Every rank, its owner too, computes with what was rounded. A gradient is rounded once on its way to
+the sum, whatever the number of ranks, where a ring of sums would round it at every hop (section 3.3). Arrays of less
+than 16,384 elements, norms and biases, travel as they are.
 
-    int8    round(127 x / m), m the block's largest: of a weight to 1/254 of that
+    int8    round(127 x / m), m the block's largest: of a number to 1/254 of that
     fp8     float8_e4m3fn times a power of two: what FP8 products round their weights to in any case, so that these
             round them to the same numbers again (`localise/fp8/`), but for what is 2^14 times smaller than a block's
             largest
@@ -23,12 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..collectives import all_gather
+from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
+from ..collectives.ranks import count, index
 from ..layout.leaves import PAD_FROM, Leaf
-from ..localise.fp8.product import quantised
+from ..localise.fp8.product import F8, quantised
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
 from .fsdp import ZERO3, ZERO3_ONCE
+from .zero import ZERO1, ZERO2
 
 BLOCK = 256  # numbers with one scale
 _SCALE = 4  # bytes of one
@@ -50,25 +55,96 @@ def fp8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     return quantised(blocks, (1,))
 
 
+def _encoded(rounding: Rounding, rows: jax.Array) -> jax.Array:
+    """Rows [n, s] -> bytes [n, s + 4 ceil(s / BLOCK)]: what is rounded, then the scales of its blocks."""
+    n, size = rows.shape
+    low, scales = rounding(jnp.pad(rows, ((0, 0), (0, -size % BLOCK))).reshape(-1, BLOCK))
+    values = lax.bitcast_convert_type(low, jnp.uint8).reshape(n, -1)[:, :size]
+    return jnp.concatenate([values, lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint8).reshape(n, -1)], 1)
+
+
+def _decoded(rounding: Rounding, parts: jax.Array, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The reverse, of rows of this size, in a dtype."""
+    values = jnp.pad(parts[:, :size], ((0, 0), (0, -size % BLOCK))).reshape(len(parts), -1, BLOCK)
+    scales = lax.bitcast_convert_type(parts[:, size:].reshape(len(parts), -1, 1, _SCALE), jnp.float32)
+    low = jnp.int8 if rounding is int8 else F8
+    whole = lax.bitcast_convert_type(values, low).astype(dtype) * scales.astype(dtype)
+    return whole.reshape(len(parts), -1)[:, :size]
+
+
 def _fetch(rounding: Rounding, x: jax.Array, use: Use) -> jax.Array:
-    n = math.prod(lax.axis_size(axis) for axis in use.shard)
+    n = count(use.shard)
     if n == 1 or not _rounds(n * x.size, x.dtype):
         return all_gather(x, use.shard, use.dim)
-    blocks = jnp.pad(x.reshape(-1), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    low, scales = rounding(blocks)
-    values = lax.bitcast_convert_type(low, jnp.uint8).reshape(-1)[: x.size]
-    bytes_of = lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint8).reshape(-1)
-    parts = all_gather(jnp.concatenate([values, bytes_of]), use.shard).reshape(n, -1)
-    values = jnp.pad(parts[:, : x.size], ((0, 0), (0, -x.size % BLOCK))).reshape(n, *blocks.shape)
-    scales = lax.bitcast_convert_type(parts[:, x.size :].reshape(n, -1, 1, _SCALE), jnp.float32)
-    whole = lax.bitcast_convert_type(values, low.dtype).astype(x.dtype) * scales.astype(x.dtype)
-    shards = whole.reshape(n, -1)[:, : x.size].reshape(n, *x.shape)
+    parts = all_gather(_encoded(rounding, x.reshape(1, -1)), use.shard)
+    shards = _decoded(rounding, parts, x.size, x.dtype).reshape(n, *x.shape)
     return jnp.moveaxis(shards, 0, use.dim).reshape(*x.shape[: use.dim], -1, *x.shape[use.dim + 1 :])
+
+
+Sum = tuple[jax.Array, jax.Array]  # what has arrived, and what rounding on this rank has taken from it, as it was
+
+
+def _scatter(x: jax.Array, use: Use) -> Sum:
+    """`zero.scatter`'s reduce-scatter, as an all-to-all of rounded parts and their sum."""
+    n, dim = count(use.shard), use.dim
+    if n == 1 or not _rounds(x.size, use.dtype):
+        return reduce_scatter_as(x, use.shard, dim, use.dtype), jnp.zeros(x.shape, use.dtype)
+    parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
+    total, lost = _summed(parts.reshape(n, -1), use.shard, use.dtype)
+    return total.reshape(parts.shape[1:]), jnp.moveaxis(lost.reshape(parts.shape), 0, dim).reshape(x.shape)
+
+
+def _all_reduce(x: jax.Array, use: Use) -> Sum:
+    """`all_reduce` over the rest: each rank sums a part, rounds it again, and all gather these."""
+    n = count(use.rest)
+    if n == 1 or not _rounds(x.size, use.dtype):
+        return all_reduce(x.astype(use.dtype), use.rest), jnp.zeros(x.shape, use.dtype)
+    part, lost = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
+    parts = _decoded(int8, all_gather(_encoded(int8, part[None]), use.rest), part.size, use.dtype)
+    at = index(use.rest)
+    own = lambda v: v.reshape(-1)[: x.size].reshape(x.shape)
+    return own(parts), own(lost.at[at].add(part - parts[at]))
+
+
+def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> Sum:
+    """Row j [s] of the ranks' rows [n, s], on rank j: their sum, each rounded by its rank."""
+    sent = _encoded(int8, rows)
+    total, own = (_decoded(int8, v, rows.shape[1], dtype) for v in (all_to_all(sent, axes), sent))
+    return total.sum(0), rows.astype(dtype) - own
+
+
+def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
+    if not (rule.at_once or use.last):
+        return x.astype(use.dtype)
+    x, _ = _scatter(x, use)
+    return _all_reduce(x, use)[0] if use.last else x
+
+
+def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
+    return x if use.last else _all_reduce(x if rule.at_once else _scatter(x, use)[0], use)[0]
+
+
+def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
+    """What was accumulated and the residual of the step before -> the gradient that the update gets, and the residual
+    of this one: what was to be sent less what was, at every hop, so that over all ranks the residuals add up to what
+    the gradients of all steps lack (error feedback, Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
+    """
+    x, lost = _scatter(x + residual, use)
+    x, more = _all_reduce(x, use)  # of this rank's shard
+    n = count(use.shard)
+    at = index(use.shard) * (lost.shape[use.dim] // n)
+    own = lax.dynamic_slice_in_dim(lost, at, lost.shape[use.dim] // n, use.dim) + more
+    return x, lax.dynamic_update_slice_in_dim(lost, own, at, use.dim)
 
 
 def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:
     """Whether an array of so many elements travels in 8 bits."""
     return elements >= PAD_FROM and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _size(elements: int) -> int:
+    """Bytes of so many numbers and the scales of their blocks."""
+    return elements + _SCALE * -(-elements // BLOCK)
 
 
 def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
@@ -78,10 +154,29 @@ def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
         each = next(times) if one.kind == "all-gather" else None
         if each is None or not _rounds(each.elements, leaf.compute):
             yield one
+        else:
+            size = leaf.shards * _size(each.elements // leaf.shards)
+            yield dataclasses.replace(one, dtype=jnp.uint8, elements=each.count * size)
+
+
+def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
+    """The closed form: the rule's, with an all-to-all of such bytes for each reduce-scatter, and one and an all-gather
+    for each all-reduce.
+    """
+    times = {"reduce-scatter": iter(leaf.given if rule.at_once else leaf.once), "all-reduce": iter(leaf.once)}
+    for one in rule.promise.sends(leaf):
+        each = next(times[one.kind]) if one.kind in times else None
+        if each is None or not one.axes:
+            yield one
             continue
-        shard = each.elements // leaf.shards
-        size = leaf.shards * (shard + _SCALE * -(-shard // BLOCK))
-        yield dataclasses.replace(one, dtype=jnp.uint8, elements=each.count * size)
+        elements = each.elements // (leaf.shards if one.kind == "all-reduce" else 1)
+        if not _rounds(elements, leaf.reduce):
+            yield one
+            continue
+        n = math.prod(leaf.sizes[axis] for axis in one.axes)
+        sent = each.count * n * _size(-(-elements // n))
+        for kind in ("all-to-all", "all-gather") if one.kind == "all-reduce" else ("all-to-all",):
+            yield Sent(kind, one.axes, jnp.uint8, each.count, sent)
 
 
 def _rounded(rule: Rule, rounding: Rounding) -> Rule:
@@ -91,7 +186,18 @@ def _rounded(rule: Rule, rounding: Rounding) -> Rule:
 
 
 ROUNDED = {(rule, how.__name__): _rounded(rule, how) for rule in (ZERO3, ZERO3_ONCE) for how in (int8, fp8)}
+
+
+def _reduced(rule: Rule) -> Rule:
+    promise = dataclasses.replace(rule.promise, sends=functools.partial(_reduces, rule))
+    give, finish = functools.partial(_give, rule), functools.partial(_finish, rule)
+    name = f"{rule.name}, gradients reduced in int8"
+    return dataclasses.replace(rule, name=name, give=give, finish=finish, promise=promise)
+
+
+REDUCED = {rule: _reduced(rule) for rule in (DDP, ZERO1, ZERO2, ZERO3, ZERO3_ONCE, *ROUNDED.values())}
 _UNROUNDED = {rounded: rule for (rule, how), rounded in ROUNDED.items() if how == "fp8"}
+_UNROUNDED |= {REDUCED[rounded]: REDUCED[rule] for rounded, rule in _UNROUNDED.items()}
 
 
 def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
@@ -99,5 +205,5 @@ def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
     weights of FP8 products are gathered in FP8, others (not `in_fp8`, by path) are gathered as they are.
     """
     if rule.sharded and leaf.dim is None:
-        return DDP
+        return REDUCED[DDP] if rule in REDUCED.values() else DDP
     return rule if leaf.path in in_fp8 else _UNROUNDED.get(rule, rule)

@@ -6,7 +6,6 @@ at rest, a device              a row for each owner              an owner, of ea
 [L, m, n/R]    <-- unpack --   [R, W]   <-- all-to-all --       [R, m, n/R]  <-- cut ---   [m, n]  <---'
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ class MatrixValue:
       axes: those of each dim, at rest.
       batch: its batch dims, in the order of the leaf's.
       home: whether it lies with the owners; else its pieces go to them.
+      kept: whether a replica has its own matrices' alone; else each has those of all.
       sizes: the size of each mesh axis.
     """
 
@@ -44,6 +44,7 @@ class MatrixValue:
     axes: tuple[tuple[str, ...], ...]
     batch: tuple[int, ...]
     home: bool
+    kept: bool
     sizes: Mapping[str, int] = field(repr=False)
 
     @property
@@ -122,6 +123,7 @@ class Kind:
       program: that of one matrix.
       ins, outs: of each leaf, the values that it reads and makes; None of what is no leaf's, such as a rate.
       each: how many are of each leaf, on the ranks that deal them out.
+      replicas: among how many groups of ranks that hold the same they are divided.
       flops: of one.
     """
 
@@ -130,12 +132,18 @@ class Kind:
     ins: tuple[MatrixValue | None, ...]
     outs: tuple[MatrixValue, ...]
     each: int
+    replicas: int
     flops: int
 
     @property
     def count(self) -> int:
         """How many there are on the ranks that deal them out."""
         return self.each * len(self.regions)
+
+    @property
+    def share(self) -> int:
+        """How many of these a replica works on; the last ones repeat where that does not divide them."""
+        return -(-self.count // self.replicas)
 
     @property
     def total(self) -> int:
@@ -164,14 +172,14 @@ class Bundle:
     Attributes:
       kinds: they and their programs.
       axes: those that spread a matrix, outermost first.
-      ranks: of these axes.
-      owned: of each kind, by rank, the numbers of the matrices that it works on.
+      copies: those of replicas that divide the matrices among them.
+      counts: of each kind, on how many of its replica's matrices each rank of `axes` works, one rank after another.
     """
 
     kinds: tuple[Kind, ...]
     axes: tuple[str, ...]
-    ranks: int
-    owned: tuple[tuple[tuple[int, ...], ...], ...]
+    copies: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
 
     @property
     def regions(self) -> list[Region]:
@@ -179,21 +187,16 @@ class Bundle:
         return [region for kind in self.kinds for region in kind.regions]
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one matrix, which all ranks gather and work on."""
-        return bool(self.axes) and sum(kind.count for kind in self.kinds) == 1
-
-    @property
-    def even(self) -> bool:
-        """Whether each rank owns as many as any other, in order."""
-        in_order = lambda of: [*itertools.chain(*of)] == [*range(sum(map(len, of)))]
-        return all(len({*map(len, of)}) == 1 and in_order(of) for of in self.owned)
+    def ranks(self) -> int:
+        """Of `axes`."""
+        return len(self.counts[0])
 
     @property
     def flops(self) -> list[int]:
         """Of each rank's matrices."""
-        numbers = [[kind.flops * len(mine) for mine in of] for kind, of in zip(self.kinds, self.owned, strict=True)]
-        return [sum(row) for row in zip(*numbers, strict=True)]
+        return [
+            sum(kind.flops * n for kind, n in zip(self.kinds, of, strict=True)) for of in zip(*self.counts, strict=True)
+        ]
 
     def rows(self, side: str) -> tuple[dict[Any, int], dict[tuple[int, int], list[int]]]:
         """What goes to each owner (`ins`), or comes from it (`outs`): by dtype the elements of the fullest row; and
@@ -204,27 +207,31 @@ class Bundle:
         for k, kind in enumerate(self.kinds):
             for j, v in enumerate(getattr(kind, side)):
                 if v is not None and not v.home:
-                    row = filled.setdefault(v.dtype, [0] * self.ranks)
-                    at[k, j] = list(row)
-                    row[:] = [n + len(mine) * v.size for n, mine in zip(row, self.owned[k], strict=True)]
+                    at[k, j] = filled.get(v.dtype, [0] * self.ranks)
+                    filled[v.dtype] = [start + n * v.size for start, n in zip(at[k, j], self.counts[k], strict=True)]
         return {dtype: max(row) for dtype, row in filled.items()}, at
 
     def sends(self) -> list[Sent]:
         """The closed form of its exchanges."""
-        kind, sides = ("all-gather", ["ins"]) if self.alone else ("all-to-all", ["ins", "outs"])
-        widths = [item for side in sides for item in self.rows(side)[0].items()]
-        return [Sent(kind, self.axes, dtype, 1, self.ranks * width) for dtype, width in widths]
+        sent = lambda dtype, width: Sent("all-to-all", self.axes, dtype, 1, self.ranks * width)
+        moved = [sent(*item) for side in ("ins", "outs") for item in self.rows(side)[0].items()]
+        made = [(kind, v) for kind in self.kinds for v in kind.outs if self.copies and not v.kept]
+        return moved + [
+            Sent("all-gather", self.copies, v.dtype, 1, kind.replicas * kind.share * v.size) for kind, v in made
+        ]
 
     def __str__(self) -> str:
-        if not self.axes:
-            return "whole where they lie: nothing is sent"
         over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
-        if self.alone:  # an owner would have as much to do, and as much to send
-            return f"alone on {over}: gathered, and computed by all"
-        if self.even:
-            return f"whole with their owners, {len(self.owned[0][0])} on each of {over}: one all-to-all there, one back"
-        count, share = sum(kind.count for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
-        return f"{count} matrices dealt out by FLOPs over {over}, the busiest has {share:.3f} of all"
+        shared = f"a share on each of {self.kinds[0].replicas} replicas of {'+'.join(self.copies)}, which gather all; "
+        shared *= bool(self.copies)
+        if not self.axes:
+            return shared + "whole where they lie" + ": nothing is sent" * (not self.copies)
+        if all(len({*of}) == 1 for of in self.counts):
+            each = self.counts[0][0]
+            return f"{shared}whole with their owners, {each} on each of {over}: one all-to-all there, one back"
+        count, busiest = sum(kind.share for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
+        matrices = "1 matrix" if count == 1 else f"{count} matrices"
+        return f"{shared}{matrices} dealt out by FLOPs over {over}, the busiest has {busiest:.3f} of all"
 
     def __call__(self, values: Any, mesh: Mesh, token: Token | None) -> tuple[dict[Any, jax.Array], Token | None]:
         """By variable what the programs make of what they `read`, and the token after that."""
@@ -245,7 +252,7 @@ class Bundle:
         (widths, starts), (back, ends) = self.rows("ins"), self.rows("outs")
         values = [
             [
-                xs if v is None else jnp.concatenate([v.pieces(x) for x in xs])
+                xs if v is None else self._share(kind, v, jnp.concatenate([v.pieces(x) for x in xs]))
                 for v, xs in zip(kind.ins, row, strict=True)
             ]
             for kind, row in zip(self.kinds, values, strict=True)
@@ -254,53 +261,57 @@ class Bundle:
             t: self._packed([(k, values[k][j]) for k, j in starts if values[k][j].dtype == t], n)
             for t, n in widths.items()
         }
-        rows = {"ins": {t: (all_gather if self.alone else all_to_all)(x, self.axes) for t, x in packed.items()}}
+        rows = {"ins": {t: all_to_all(x, self.axes) for t, x in packed.items()}}
         spots = [[(k, at) for (k, _), at in side.items()] for side in (starts, ends)]
         to = "ins" if spots[0] == spots[1] and widths == back else "outs"  # a matrix may leave where it has arrived
         if to == "outs":
             rows["outs"] = {t: jnp.zeros((self.ranks, n), t) for t, n in back.items()}
         me, homes = index(self.axes), list[Any]()
         for k, kind in enumerate(self.kinds):
-            own = {j: v.pieces(jnp.zeros(v.local, v.dtype)) for j, v in enumerate(kind.outs) if v.home}
+            own = {j: jnp.zeros((self.counts[k][0], *v.piece), v.dtype) for j, v in enumerate(kind.outs) if v.home}
             rows, own = self._run(k, values[k], (rows, own), to, starts, ends, me)
             homes.append(own)
-        take = lambda x: lax.dynamic_slice_in_dim(x, me, 1) if self.alone else all_to_all(x, self.axes)
-        left = {t: take(x) for t, x in rows[to].items()}
-        made = lambda k, j, v: homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
+        left = {t: all_to_all(x, self.axes) for t, x in rows[to].items()}
+
+        def made(k: int, j: int, v: MatrixValue) -> jax.Array:
+            x = homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
+            return x if v.kept else all_gather(x, self.copies)[: self.kinds[k].count]
+
         return [
             [[*map(v.joined, jnp.split(made(k, j, v), len(kind.regions)))] for j, v in enumerate(kind.outs)]
             for k, kind in enumerate(self.kinds)
         ]
 
-    def _packed(self, pieces: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
-        """A row for each owner, of its matrices' pieces: [ranks, width]; of a matrix alone, one."""
-        if self.even:
-            return jnp.concatenate([x.reshape(self.ranks, -1) for _, x in pieces], axis=1)
-        mine = lambda k, x, rank: x[np.array(self.owned[k][rank], int)].ravel()
-        rows = [jnp.concatenate([mine(k, x, r) for k, x in pieces]) for r in range(1 if self.alone else self.ranks)]
+    def _share(self, kind: Kind, v: MatrixValue, pieces: jax.Array) -> jax.Array:
+        """Those of this replica's matrices: [share, *piece]."""
+        if v.kept or not self.copies:
+            return pieces
+        return jnp.take(pieces, index(self.copies) * kind.share + jnp.arange(kind.share), axis=0, mode="clip")
+
+    def _packed(self, values: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
+        """A row for each owner, of its matrices' pieces: [ranks, width]."""
+        parts = [jnp.split(x, np.cumsum(self.counts[k])[:-1]) for k, x in values]
+        rows = [jnp.concatenate([x.ravel() for x in row]) for row in zip(*parts, strict=True)]
         return jnp.stack([jnp.pad(row, (0, width - row.size)) for row in rows])
 
     def _unpacked(self, kind: int, v: MatrixValue, rows: jax.Array, starts: Sequence[int]) -> jax.Array:
         """The reverse for one value: [matrices, *piece]."""
-        owned = self.owned[kind][: len(rows)]
-        if self.even:
-            return rows[:, starts[0] : starts[0] + len(owned[0]) * v.size].reshape(-1, *v.piece)
-        parts = [row[at : at + len(mine) * v.size] for row, at, mine in zip(rows, starts, owned, strict=False)]
-        return jnp.concatenate(parts).reshape(-1, *v.piece)[np.argsort([*itertools.chain(*owned)])]
+        parts = zip(rows, starts, self.counts[kind], strict=True)
+        return jnp.concatenate([row[at : at + n * v.size] for row, at, n in parts]).reshape(-1, *v.piece)
 
     def _run(self, k: int, values: Any, carry: Any, to: str, starts: Any, ends: Any, me: Any) -> Any:
         """The program of a kind on each matrix of this rank: rows of both sides, and by output what stays."""
-        kind, counts, program = self.kinds[k], [*map(len, self.owned[k])], self.kinds[k].program
+        kind, counts, program = self.kinds[k], self.counts[k], self.kinds[k].program
         fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
         mine = lambda numbers: jnp.asarray(numbers, jnp.int32)[me]
-        numbers, first = jnp.asarray([*itertools.chain(*self.owned[k])]), mine(np.cumsum([0, *counts[:-1]]))
+        first = index(self.copies) * kind.share + mine(np.cumsum((0, *counts[:-1])))
 
         def matrix(s: Any, carry: Any) -> Any:
             rows, own = {side: dict(of) for side, of in carry[0].items()}, dict(carry[1])
             args = []
             for j, (v, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
                 if v is None:
-                    x = x[0] if len(x) == 1 else jnp.stack(x)[numbers[first + s]]  # one of each leaf
+                    x = x[0] if len(x) == 1 else jnp.take(jnp.stack(x), first + s, axis=0, mode="clip")  # of each leaf
                 elif v.home:
                     x = x[s]
                 else:

@@ -10,7 +10,6 @@ Shampoo or SOAP gathers it. So each matrix has an owner among the R ranks that s
     sent by a device, K matrices of S bytes
     R divides K         2 (R-1)/R K S/R
     dealt out           2 (R-1)/R W, with W the bytes of the owner that has most
-    one matrix alone    (R-1)/R S: an all-gather; all ranks repeat its FLOPs, which its owner would have too
     stacks by layer     0: each rank of a stage, or of some experts, has whole ones
 
 Stacks, and matrices of one shape and program, whose number R divides are dealt out evenly, each in an exchange of its
@@ -25,20 +24,21 @@ A `cond` that works on several leaves has owners within its branches: nothing is
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from ..collectives.order import Token
+from ..inspect.targets.hardware import of_device_kind
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.whole_matrices import Region, UpdateProgram, flops_of, in_order, one_matrix, region_of
+from ..machines import leaves_host
 from ..program import jaxpr as jx
 from ..text import number
 from .contract import Sent
@@ -127,12 +127,12 @@ class Dealer(NamedTuple):
     Attributes:
       leaves: the model's own leaves, as the optimizer sees them.
       rest: the axes of each dim of theirs at rest.
-      sizes: the size of each mesh axis.
+      mesh: the devices.
     """
 
     leaves: Sequence[Leaf]
     rest: Sequence[tuple[tuple[str, ...], ...]]
-    sizes: Mapping[str, int]
+    mesh: Mesh
 
     def __call__(self, program: UpdateProgram) -> Owners:
         """How it runs on whole matrices where leaves are spread; without bundles where none is, or may be moved."""
@@ -151,18 +151,21 @@ class Dealer(NamedTuple):
                 alike.append([region])
             else:
                 others.append(region)
-        pools: dict[Any, list[Kind]] = {}
+        groups: dict[Any, list[tuple[list[Region], jx.Flat]]] = {}
         for regions in alike:
-            rest, batch = self.rest[regions[0].leaf], regions[0].batch
-            spread = {axis for d, over in enumerate(rest) if d not in batch for axis in over}
-            axes = tuple(axis for axis in self.sizes if axis in spread)
-            kind = self._kind(regions, axes) if any(rest) else None
-            if kind is not None:
-                uneven = kind.count % self._parts(axes)
-                pools.setdefault((axes, None if uneven else regions[0].leaf), []).append(kind)
-            elif any(rest):
+            if one := one_matrix(regions[0]):
+                groups.setdefault(self._axes(regions[0]), []).append((regions, one))
+            elif any(self.rest[regions[0].leaf]):
                 notes |= self._named(regions, "as the layout keeps it: its program is none of one matrix after another")
-        bundles = [_bundle(kinds, axes, self._parts(axes)) for (axes, _), kinds in pools.items()]
+        bundles: list[Bundle] = []
+        for (axes, free), group in groups.items():
+            ways = [copies for n in range(len(free) + 1) for copies in itertools.combinations(free, n)]
+            dealt = [self._bundles(group, axes, copies) for copies in ways]
+            for bundle in min(dealt, key=lambda way: sum(map(self._seconds, way))):
+                if bundle.copies or any(self.rest[bundle.regions[0].leaf]):
+                    bundles.append(bundle)
+                elif free:
+                    notes |= self._named(bundle.regions, f"whole on each rank of {'+'.join(free)}: computed by all")
         within: dict[int, Any] = {id(eqn): (eqn, inner[id(eqn)]) for eqn in eqns if id(eqn) in inner}
         owned = {id(eqn): bundle for bundle in bundles for one in bundle.regions for eqn in one.eqns}
         order = in_order(eqns, within | owned)
@@ -186,34 +189,68 @@ class Dealer(NamedTuple):
         return {self.leaves[region.leaf].path: why for region in regions}
 
     def _parts(self, axes: Iterable[str]) -> int:
-        return math.prod(self.sizes[axis] for axis in axes)
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def _kind(self, regions: Sequence[Region], axes: tuple[str, ...]) -> Kind | None:
-        """A stack, or leaves of one shape; None where the program of one matrix is not known."""
-        region, one = regions[0], one_matrix(regions[0])
-        if one is None:
-            return None
-        values = lambda vs: tuple[Any, ...](self._value(region, v, axes) for v in vs)
-        each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
-        return Kind(tuple(regions), one, values(region.ins), values(region.outs), each, flops_of(one.eqns))
+    def _axes(self, region: Region) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that spread a matrix of a leaf, and those along which ranks have the same ones."""
+        rest = self.rest[region.leaf]
+        spread = {axis for d, over in enumerate(rest) if d not in region.batch for axis in over}
+        same = (axis for axis, n in self.mesh.shape.items() if n > 1 and not any(axis in over for over in rest))
+        return tuple(axis for axis in self.mesh.shape if axis in spread), tuple(same)
 
-    def _value(self, region: Region, var: Any, axes: tuple[str, ...]) -> MatrixValue | None:
-        """How a value of a region is kept: as its leaf; with the owners if they are the ranks of even parts of a stack,
-        and no other reads it, or if nothing is moved; or along its longest dim. None of what is no leaf's.
+    def _bundles(
+        self, group: Sequence[tuple[list[Region], jx.Flat]], axes: tuple[str, ...], copies: tuple[str, ...]
+    ) -> list[Bundle]:
+        """Matrices that are spread alike, divided among replicas where most of these get some."""
+        pools: dict[Any, list[Kind]] = {}
+        ranks = self._parts(axes)
+        for regions, one in group:
+            region, replicas = regions[0], self._parts(copies)
+            each = math.prod(-(-region.shape[d] // self._parts(self.rest[region.leaf][d])) for d in region.batch)
+            over, replicas = (copies, replicas) if 2 * each * len(regions) > replicas else ((), 1)
+            ins, outs = (
+                tuple[Any, ...](self._value(region, v, axes, over) for v in vs) for vs in (region.ins, region.outs)
+            )
+            kind = Kind(tuple(regions), one, ins, outs, each, replicas, flops_of(one.eqns))
+            pools.setdefault((over, None if kind.share % ranks else region.leaf), []).append(kind)
+        return [Bundle(tuple(kinds), axes, over, _dealt(kinds, ranks)) for (over, _), kinds in pools.items()]
+
+    def _seconds(self, bundle: Bundle) -> float:
+        """Of a peak in TF32 and the links' bandwidths; of devices of which they are not known, the FLOPs."""
+        flops = max(bundle.flops)
+        hardware = of_device_kind(self.mesh.devices.flat[0].device_kind)
+        peak = hardware and (hardware.peak("tf32") or hardware.peak("f32"))
+        if hardware is None or peak is None or hardware.link_bandwidth is None:
+            return flops
+        link = hardware.link_bandwidth * (hardware.link_efficiency or 1)
+        seconds = flops / peak
+        for sent in bundle.sends():
+            ranks = self._parts(sent.axes)
+            speed = (hardware.network_bandwidth or link) if leaves_host(self.mesh, sent.axes) else link
+            seconds += (hardware.collective_latency or 0) + (ranks - 1) / ranks * sent.bytes / speed
+        return seconds
+
+    def _value(self, region: Region, var: Any, axes: tuple[str, ...], copies: tuple[str, ...]) -> MatrixValue | None:
+        """How a value of a region is kept: as its leaf; if no other reads it, by the replicas and the owners, as far as
+        these are the ranks of even parts of a stack, or along its longest dim. None of what is no leaf's.
         """
         if var not in region.dims:
             return None
         own, shape, as_leaf = self.rest[region.leaf], tuple(var.aval.shape), region.as_leaf(var)
         at = {region.place(var, d) or 0: own[d] for d in region.batch}
         batch = tuple(at)
-        even = bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *axes)) == 0
-        home = not axes or (even and (var in region.state or not as_leaf))
-        if home or not as_leaf:
+        divide = lambda *over: bool(batch) and region.shape[region.batch[0]] % self._parts((*at[batch[0]], *over)) == 0
+        alone = var in region.state or not as_leaf
+        kept, home = bool(copies) and alone and divide(*copies), not axes or (alone and divide(*copies, *axes))
+        if kept or home or not as_leaf:
             shape = (*shape, 1) if len(batch) == len(shape) else shape
-            longest = max((d for d in range(len(shape)) if d not in batch), key=lambda d: shape[d])
-            at |= {batch[0]: (*at[batch[0]], *axes)} if home else {longest: axes}
+            inner = [d for d in range(len(shape)) if d not in batch]
+            if batch:
+                at[batch[0]] = (*at[batch[0]], *copies * kept, *axes * home)
+            if not home:
+                at |= {d: own[d] for d in inner} if as_leaf else {max(inner, key=lambda d: shape[d]): axes}
             own = tuple(at.get(d, ()) for d in range(len(shape)))
-        return MatrixValue(shape, var.aval.dtype, own, batch, home, self.sizes)
+        return MatrixValue(shape, var.aval.dtype, own, batch, home, kept, self.mesh.shape)
 
 
 def _states(kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
@@ -222,19 +259,16 @@ def _states(kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
         for var, v in zip(region.ins, kind.ins, strict=True):
             if v is not None and var in region.state and v.shape == var.aval.shape:
                 padded = sum(a != b for a, b in zip(v.padded, v.shape, strict=True))
-                if padded < 2 and (v.home or not region.as_leaf(var)):
+                if padded < 2 and (v.kept or v.home or not region.as_leaf(var)):
                     yield region.state[var], v
 
 
-def _bundle(kinds: Sequence[Kind], axes: tuple[str, ...], ranks: int) -> Bundle:
-    """As many matrices of one kind to each rank, in order, or one to all; else each to the rank with least FLOPs."""
-    if len(kinds) == 1 and kinds[0].count in (1, each := kinds[0].count // ranks * ranks):
-        numbers = [0] * ranks if kinds[0].count == 1 else range(each)
-        return Bundle(tuple(kinds), axes, ranks, (tuple(map(tuple, np.reshape(numbers, (ranks, -1)).tolist())),))
-    load, owned = [0] * ranks, [[list[int]() for _ in range(ranks)] for _ in kinds]
+def _dealt(kinds: Sequence[Kind], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """How many of each kind each rank gets: those of most FLOPs first, each to the rank with least."""
+    load, counts = [0] * ranks, [[0] * ranks for _ in kinds]
     for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
-        for i in range(kind.count):
+        for _ in range(kind.share):
             rank = load.index(min(load))
-            owned[k][rank].append(i)
+            counts[k][rank] += 1
             load[rank] += max(1, kind.flops)
-    return Bundle(tuple(kinds), axes, ranks, tuple(tuple(map(tuple, of)) for of in owned))
+    return tuple(map(tuple, counts))

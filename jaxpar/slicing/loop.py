@@ -18,7 +18,7 @@ collectives, where most is multiplied: XLA starts them where its last collective
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,7 @@ class _Iteration:
         level: dict[Any, int] = {}
         sent: set[Any] = set()  # by what is taken out, and what follows from it
         ahead: dict[Any, list[Any]] = {}
-        exchanges: set[int] = set()
-        products: collections.Counter[int] = collections.Counter()
+        exchanges: dict[int, int] = {}  # and in which window each starts
         for eqn in self._todo:
             at = max((level.get(v, 0) for v in inputs(eqn)), default=0)
             kind = PRIMITIVES.get(eqn.primitive.name)
@@ -133,17 +132,16 @@ class _Iteration:
             elif not sent.isdisjoint(inputs(eqn)):
                 sent.update(eqn.outvars)
             elif jx.communicates([eqn], PRIMITIVES):
-                exchanges.add(id(eqn))
+                exchanges[id(eqn)] = at
                 at += 1
-            else:
-                products[at] += sum(count for count, _ in jx.matmuls([eqn]).values())
             level.update(dict.fromkeys(eqn.outvars, at))
         windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
+        products = _products([e for e in self._todo if sent.isdisjoint(e.outvars)], level, exchanges)
         size = lambda eqns: sum(
             math.prod(v.aval.shape) * v.aval.dtype.itemsize for e in eqns for v in (*e.invars, *e.outvars)
         )
         for eqns in sorted(ahead.values(), key=size, reverse=True):
-            best = max(range(len(windows)), key=lambda at: (products[at] > 0 and not windows[at], products[at]))
+            best = max(range(len(windows)), key=lambda at: (products[at] > 0 and not windows[at], products[at], at))
             windows[best].append(eqns)
         taken = {id(eqn) for eqns in ahead.values() for eqn in eqns}
         self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in taken], []
@@ -174,10 +172,10 @@ class _Iteration:
 
     def send_ahead(self, eqns: Sequence[Any]) -> None:
         """Runs some collectives, after the exchanges that have arrived and before those that can start."""
-        _hold(self, [v for eqn in eqns for v in eqn.invars], self, self.arrived)
+        hold(self.env, [v for eqn in eqns for v in eqn.invars], self.env, self.arrived)
         for eqn in eqns:
             self._bind(eqn)
-        _hold(self, self.leaving, self, [v for eqn in eqns for v in eqn.outvars])
+        hold(self.env, self.leaving, self.env, [v for eqn in eqns for v in eqn.outvars])
 
     def send(self) -> None:
         """Runs the all-to-alls that can start."""
@@ -196,6 +194,20 @@ class _Iteration:
 
     def _read(self, atom: Any) -> Any:
         return atom.val if jx.is_literal(atom) else self.env[atom]
+
+
+def _products(eqns: Sequence[Any], level: Mapping[Any, int], exchanges: Mapping[int, int]) -> collections.Counter[int]:
+    """Multiply-adds by window: of a product in each from its operands' to that at whose end it is sent on."""
+    products: collections.Counter[int] = collections.Counter()
+    last: dict[Any, int] = {}
+    for eqn in reversed(eqns):
+        at = exchanges.get(id(eqn), min((last[v] for v in eqn.outvars if v in last), default=None))
+        if at is not None:
+            last.update((v, min(at, last.get(v, at))) for v in eqn.invars if not jx.is_literal(v))
+        if (size := sum(count for count, _ in jx.matmuls([eqn]).values())) and id(eqn) not in exchanges:
+            first = max(level[v] for v in eqn.outvars)
+            products.update(dict.fromkeys(range(first, max(first, at or 0) + 1), size))
+    return products
 
 
 def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -219,17 +231,17 @@ def _in_turn(one: _Iteration, other: _Iteration) -> tuple[Any, Any]:
     computing, waiting = one, other
     waiting.compute()
     while one.unfinished or other.unfinished:
-        _hold(computing, computing.arrived, waiting, waiting.leaving)
+        hold(computing.env, computing.arrived, waiting.env, waiting.leaving)
         waiting.send()
         computing.compute()
         computing, waiting = waiting, computing
     return one.result(), other.result()
 
 
-def _hold(one: _Iteration, held: Sequence[Any], other: _Iteration, until: Sequence[Any]) -> None:
-    """Holds variables of one iteration until those of another are there."""
+def hold(one: dict[Any, Any], held: Iterable[Any], other: dict[Any, Any], until: Iterable[Any]) -> None:
+    """Holds variables of one environment until those of another are there."""
+    held, until = list(held), list(until)
     if held and until:
-        here, there = [one.env[v] for v in held], [other.env[v] for v in until]
-        here, there = lax.optimization_barrier((here, there))
-        one.env.update(zip(held, here, strict=True))
-        other.env.update(zip(until, there, strict=True))
+        here, there = lax.optimization_barrier(([one[v] for v in held], [other[v] for v in until]))
+        one.update(zip(held, here, strict=True))
+        other.update(zip(until, there, strict=True))

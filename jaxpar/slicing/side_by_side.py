@@ -1,8 +1,8 @@
 """The loss of several groups of rows as one program, layer by layer side by side.
 
 A rank that waits for a collective of one group of rows has another group to compute: their equations stand beside each
-other, and nothing of one depends on the other (Wang et al. 2024, "Domino: eliminating communication in LLM training via
-generic tensor slicing and overlapping", section 3.2, on rows):
+other, and take turns to send (Wang et al. 2024, "Domino: eliminating communication in LLM training via generic tensor
+slicing and overlapping", section 3.2, on rows):
 
     group 1    compute | gather  | compute | scatter | compute
     group 2              compute | gather  | compute | scatter | compute
@@ -17,10 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES
+from ..program.primitives import PRODUCTS
 from ..program.walk import propagate, through
+from .loop import hold
 
 
 class _Each(tuple[Any, ...]):
@@ -56,21 +60,70 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
     return jx.trace(run, *abstract[:shared], *(x for x in abstract[shared:] for _ in range(groups)), axes=dict(axes))[0]
 
 
-def _run(program: Any, consts: Sequence[Any], values: Sequence[Any], groups: int) -> list[Any]:
+def _run(program: Any, consts: Sequence[Any], values: Sequence[Any], groups: int, layer: bool = False) -> list[Any]:
     env = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
     read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+    todo: list[Any] = []  # equations of each group
     for eqn in program.eqns:
         ins = list(map(read, eqn.invars))
-        with jx.source_info_of(eqn):
-            if not any(isinstance(x, _Each) for x in ins):
-                outs = jx.bind(eqn, ins)
-            elif eqn.primitive.name == "scan":
-                outs = _scan(eqn, ins, groups)
-            else:
-                each = [jx.bind(eqn, [x[g] if isinstance(x, _Each) else x for x in ins]) for g in range(groups)]
-                outs = list(map(_Each, zip(*each, strict=True)))
-        env.update(zip(eqn.outvars, outs, strict=True))
+        if not any(isinstance(x, _Each) for x in ins):
+            _compute([eqn], env)
+        elif eqn.primitive.name == "scan":
+            _compute_each(todo, env, groups, layer)
+            todo.clear()
+            with jx.source_info_of(eqn):
+                env.update(zip(eqn.outvars, _scan(eqn, list(map(read, eqn.invars)), groups), strict=True))
+        else:
+            todo.append(eqn)
+            env.update((v, _Each()) for v in eqn.outvars)
+    _compute_each(todo, env, groups, layer)
     return list(map(read, program.outvars))
+
+
+def _compute(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+    for eqn in eqns:
+        with jx.source_info_of(eqn):
+            outs = jx.bind(eqn, [atom.val if jx.is_literal(atom) else env[atom] for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _compute_each(eqns: Sequence[Any], env: dict[Any, Any], groups: int, layer: bool) -> None:
+    """Equations of each group: of a `layer` those of one until it has sent, then those of the next.
+
+    Of what a group has received nothing is computed before what the next one sends can start. Else XLA makes one
+    collective of what several send, beside which none of them computes (jax 0.10.2).
+    """
+    envs = [{v: x[g] if isinstance(x, _Each) and x else x for v, x in env.items()} for g in range(groups)]
+    computes, arrived, last = list[Any](), list[Any](), envs[-1]
+    for sends, following in _phases(eqns) if layer else [([], eqns)]:
+        for one in envs:
+            if sends:
+                hold(last, filter(_floats, arrived), one, filter(_floats, sends[0].invars))
+            _compute(sends, one)
+            _compute(computes, last)
+            arrived = [v for eqn in sends if eqn.primitive.name in PRIMITIVES for v in eqn.outvars]
+            computes, last = following, one
+    _compute(computes, last)
+    env.update((v, _Each(one[v] for one in envs)) for eqn in eqns for v in eqn.outvars)
+
+
+def _floats(v: Any) -> bool:
+    return not jx.is_literal(v) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """What is sent, and what is then computed before there is more to send that follows from a product."""
+    phases: list[tuple[list[Any], list[Any]]] = [([], [])]
+    for eqn in eqns:
+        sends, computes = phases[-1]
+        if eqn.primitive.name not in PRIMITIVES:
+            computes.append(eqn)
+        elif not sends or jx.communicates(computes, PRODUCTS):
+            phases.append(([eqn], []))
+        else:
+            sends += [*computes, eqn]
+            computes.clear()
+    return phases
 
 
 def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
@@ -81,7 +134,7 @@ def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
     spread = lambda x, on: x if isinstance(x, _Each) or not on else _Each([x] * groups)
 
     def layer(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _run(body, consts, [*ins[:n], *carry, *xs], groups)
+        outs = _run(body, consts, [*ins[:n], *carry, *xs], groups, layer=True)
         return list(map(spread, outs[:k], apart)), outs[k:]
 
     init = list(map(spread, ins[n : n + k], apart))

@@ -23,7 +23,7 @@ from ..layout.dims.matrices import astray
 from ..layout.dims.pairs import creation_order
 from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
 from ..layout.elementwise import sees_stacked
-from ..layout.layout import Layout, is_stored, place_optimizer
+from ..layout.layout import Layout, is_stored, place_optimizer, place_residuals
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
@@ -104,13 +104,16 @@ class Step(FirstState, Intake):
         places = place_optimizer(state, tuned, seen, sharded, host)
         owned, wrong = None, None
         if program is not None:
-            owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh.shape)(program)
+            owned = Dealer(seen, axes_at_rest(storage, sharded, mesh.shape), mesh)(program)
             places = owned.stored(places)
             multiplied = {leaf.path: program.leaves.get(i, frozenset()) for i, leaf in enumerate(seen)}
             wrong = functools.partial(astray, multiplied=multiplied, factors=program.factors)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
-        self.layout = Layout(storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole)
+        residuals = place_residuals(storage.leaves, mesh, self.policy) if strategy.error_feedback else {}
+        self.layout = Layout(
+            storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole, residuals
+        )
         streamed = streams(self.optimizer, self.layout, as_stacked, owned is not None) if host else None
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
@@ -293,6 +296,7 @@ class Step(FirstState, Intake):
                     as_written=self.strategy.turns > 1 or ahead,
                     ahead=ahead,
                     fp8=self.strategy.precision == "fp8",
+                    on_host="activations" in self.strategy.offloads,
                 ),
             )
             if not inside:  # what is traced here is traced once: jit keeps it
@@ -316,7 +320,7 @@ class Step(FirstState, Intake):
         return self.update(state, *placed(state))
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        return self.handed_out(*self._placed(self.local.gradients, batch)(state))
+        return self.handed_out(*self._placed(self.local.gradients, batch)(state)[:3])
 
     def handed_out(self, grads: Any, variables: Any, sums: Sums) -> tuple[jax.Array, Any]:
         """The loss and its gradients in the model's own tree."""
@@ -327,39 +331,43 @@ class Step(FirstState, Intake):
             batch, order = ordered
             return self.local.gradients(stored, variables, self.local.deal(batch, order.value), *rest, alike=True)
 
-        grads, _, sums = self._placed(gradients, ordered)(state)
+        grads, _, sums, _ = self._placed(gradients, ordered)(state)
         return measures(grads, sums)
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)
         return metrics_of(sums)
 
-    def _placed(self, gradients: Callable, batch: Any) -> Callable[[State], tuple[Any, Any, Sums]]:
+    def _placed(self, gradients: Callable, batch: Any) -> Callable[[State], tuple[Any, Any, Sums, Any]]:
         """From the gradients of one device's rows to those of all: a function of the state, which returns float32
-        gradients as `_unscaled` gives them, new variables and sums.
+        gradients as `_unscaled` gives them, new variables, sums, and residuals.
         """
-        run = self.mapped(gradients, batch, (self.layout.specs("grads"), _HERE, _HERE))
+        left = {path: place.spec for path, place in self.layout.residuals.items()}
+        run = self.mapped(gradients, batch, (self.layout.specs("grads"), _HERE, _HERE, left), (left,))
 
-        def placed(state: State) -> tuple[Any, Any, Sums]:
+        def placed(state: State) -> tuple[Any, Any, Sums, Any]:
             scale = state.scale.scale if state.scale is not None else jnp.float32(1)
             weights, variables = self._weights(state), state.variables
-            (grads, variables, sums), _ = run(state.step, weights, variables, state.key, state.step, scale)
-            return self._unscaled(grads, state), variables, sums
+            given = weights, variables, state.key, state.step, scale, state.residuals
+            (grads, variables, sums, residuals), _ = run(state.step, *given)
+            return self._unscaled(grads, state), variables, sums, residuals
 
         return placed
 
-    def mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
+    def mapped(
+        self, fun: Callable, batch: Any, outs: Any, parts: Sequence[Any] = ()
+    ) -> Callable[..., tuple[Any, Token | None]]:
         """`fun` on every device, for a batch of these leaves: a function of the step's number, what is stored of the
-        weights, variables, batch and whatever is the same everywhere.
+        weights, variables, batch, whatever is the same everywhere, and trees with the specs `parts`.
 
-        `fun(stored leaves, variables, batch, *replicated)` gets local values; its results have the specs `outs`. None
-        of them is there before its collectives are done, and the second result is the token after these.
+        `fun(stored leaves, variables, batch, *replicated, *parts)` gets local values; its results have the specs
+        `outs`. None of them is there before its collectives are done, and the second result is the token after these.
         """
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
         def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
             check_context(self.mesh)
-            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
+            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * (len(rest) - len(parts))), *parts)
             run = order.in_order(without_filter_primitives(fun), self.mesh)
 
             def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:

@@ -5,10 +5,15 @@
     block    a layer of a stack, or as many rows of it as have `BLOCK` bytes: copied to the device, updated there, and
              copied back to where it was
 
-The loop over a leaf's blocks carries the host's own buffers, which XLA updates in place, by copies that are
-asynchronous: the device holds a block of each moment as it was and as it becomes, and the host nothing twice. (The `xs`
-and `ys` of a scan are copied on the host as well, and a whole leaf that is moved takes its size on the device.) A leaf
-begins when the one before is done.
+The loop over a leaf's blocks carries the host's own buffers, which XLA updates in place, by asynchronous copies, and
+the next block of each. So that copies run both ways at once, the moments take turns, of Adam's two while block 0 and
+then 1 is updated:
+
+    to the device     mu of block 1    nu of block 1    mu of block 2    nu of block 2
+    to the host       nu of block 0    mu of block 0    nu of block 1    mu of block 1
+
+The device holds two blocks of each moment, and the host nothing twice. (The `xs` and `ys` of a scan are copied on the
+host as well, and a whole leaf that is moved takes its size on the device.) A leaf begins when the one before is done.
 
 ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840, section 4) keeps this state on the host and updates it there; as in
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857) the device computes, of what is brought to it.
@@ -162,7 +167,7 @@ class Streams:
         def local(given: Sequence[Any], arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
             shape = given[0].shape
             begun = arrays or [jax.device_put(lax.empty(shape, dtype), HOST) for dtype in empty]
-            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, begun)
+            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, begun, bool(arrays))
 
         ins, spec = (place.spec, place.spec, PartitionSpec()), place.spec
         mapped = jax.shard_map(local, mesh=self.layout.mesh, in_specs=ins, out_specs=spec, check_vma=False)
@@ -174,17 +179,33 @@ def kept(applied: Any, new: Any, old: Any) -> Any:
     return new if applied is None else jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
-def _over_blocks(fun: Callable[[list[Any], Any], list[Any]], given: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
-    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried."""
+def _over_blocks(
+    fun: Callable[[list[Any], Any], list[Any]], given: Sequence[Any], carried: Sequence[Any], reads: bool
+) -> list[Any]:
+    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried, which
+    without `reads` begins.
+    """
     blocks = Blocks.of(given[0].shape, max(x.dtype.itemsize for x in (*given, *carried)))
+    fetched = lambda x, number: blocks.take(x, number) if reads and is_on_host(x) else None
 
-    def body(number: jax.Array, carried: list[Any]) -> list[Any]:
-        new = fun([blocks.take(x, number) for x in (*given, *carried)], blocks.block)
-        back = lambda x, like: jax.device_put(x, HOST) if is_on_host(like) else x
-        at = blocks.at(number)
-        return [lax.dynamic_update_slice(x, back(y, x), at) for x, y in zip(carried, new, strict=True)]
+    def updated(number: Any, carried: Sequence[Any], ahead: Sequence[Any]) -> list[Any]:
+        here = [blocks.take(x, number) for x in given]
+        old = [blocks.take(x, number) if y is None else y for x, y in zip(carried, ahead, strict=True)]
+        return fun([*here, *(old if reads else [])], blocks.block)
 
-    return lax.fori_loop(0, blocks.count, body, list(carried))
+    def body(number: Any, state: Any) -> Any:
+        ahead, after = [], []
+        for at, (x, y) in enumerate(zip(state[0], updated(number, *state), strict=True)):
+            if first := at % 2 == 0 and is_on_host(x):  # what reads and what writes one buffer runs as it stands here
+                x, block = lax.optimization_barrier((x, fetched(x, number + 1)))
+            x = blocks.put(x, y, number)
+            after.append(x)
+            ahead.append(block if first else fetched(x, number + 1))
+        return after, ahead
+
+    last, ahead = blocks.count - 1, [fetched(x, 0) for x in carried]
+    carried, ahead = lax.fori_loop(0, last, body, (list(carried), ahead))
+    return [blocks.put(x, y, last) for x, y in zip(carried, updated(last, carried, ahead), strict=True)]
 
 
 def is_on_host(x: jax.Array) -> bool:
@@ -222,14 +243,19 @@ class Blocks:
         """How many there are."""
         return math.prod(self.grid)
 
-    def at(self, number: jax.Array) -> list[jax.Array]:
+    def at(self, number: Any) -> list[jax.Array]:
         """Where a block begins."""
         return [i * b for i, b in zip(jnp.unravel_index(number, self.grid), self.block, strict=True)]
 
-    def take(self, x: jax.Array, number: jax.Array) -> jax.Array:
+    def take(self, x: jax.Array, number: Any) -> jax.Array:
         """A block of an array, on the device."""
         found = lax.dynamic_slice(x, self.at(number), self.block)
         return jax.device_put(found, DEVICE) if is_on_host(x) else found
+
+    def put(self, x: jax.Array, block: jax.Array, number: Any) -> jax.Array:
+        """The array with a block of it anew."""
+        block = jax.device_put(block, HOST) if is_on_host(x) else block
+        return lax.dynamic_update_slice(x, block, self.at(number))
 
 
 def streams(optimizer: Any, layout: Layout, as_stacked: bool, multiplies: bool) -> Streams:

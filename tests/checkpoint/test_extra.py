@@ -48,6 +48,7 @@ def test_into_another_layout(tmp_path: Path) -> None:
     assert jnp.isfinite(other.evaluate(again, ENTRY.batch)["loss"])
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_with_them(tmp_path: Path) -> None:
     """An average of the parameters that a hook keeps: a run that is resumed ends with that of one that was not."""
 

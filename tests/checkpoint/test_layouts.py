@@ -38,6 +38,7 @@ def test_every_layout_restores_one_state_and_saves_it_again(name: str, source: A
         np.testing.assert_array_equal(np.asarray(state.copy["table"]), values["params/table"].astype("bfloat16"))
 
 
+@pytest.mark.slow
 def test_two_processes_restore_one_state_and_save_it_again(source: Any, tmp_path: Path) -> None:
     """The last row and column: as what is on disk has no layout, it follows for the others."""
     folder, values = source

@@ -46,6 +46,7 @@ def fails(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
     return " ".join(re.sub(r"[─│╭╮╰╯]", " ", said.err + said.out).split())
 
 
+@pytest.mark.slow
 def test_train_writes_its_run_and_goes_on_with_it(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -209,6 +210,7 @@ def test_yaml_takes_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert isinstance(options.clip, float)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_command_shown_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The command as a process, as a user has it, is interrupted, and goes on with the words that it prints."""
     out = tmp_path / "run"

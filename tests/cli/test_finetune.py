@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.CaptureFixture) -> None:
     ids = folder.parent / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
@@ -62,6 +63,7 @@ def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.Captur
     assert any("all_gather" in name or "all-gather" in name for name in names)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """What is exported is the base and its adapters together, and what peft gets the adapters alone; the frozen base
     stays bfloat16 in the state.

@@ -54,6 +54,7 @@ def test_an_edge_of_tensor_is_in_the_table_as_what_it_runs(name: str) -> None:
     assert kinds == {kind for kind in [PRIMITIVES.get(edges._PRIMITIVES[name].name)] if kind}
 
 
+@pytest.mark.slow
 def test_a_decoder_that_aborted_trains() -> None:
     """In a process of its own and with all of XLA's optimizations, as users run it."""
     soak = Path(__file__).parents[1] / "soak.py"
@@ -78,7 +79,6 @@ def test_calls_within_a_callers_jit_follow_each_other() -> None:
     assert unordered(compiled.as_text()) == []
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["zero3", "zero1,microbatches=2", "pipe=2,fsdp=4,microbatches=4", "dp"])
 def test_programs_beside_the_training_step(strategy: str) -> None:
     step, batch = decoder(strategy)

@@ -191,6 +191,7 @@ def test_images_that_cannot_be_read_are_left_out_by_name_where_that_is_asked_for
         images.folder(root, 4, broken="skip")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_images_that_were_mended_where_that_is_said(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

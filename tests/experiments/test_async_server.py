@@ -120,6 +120,7 @@ def test_without_a_bound_nobody_waits() -> None:
         assert server.version == 5
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_dead() -> None:
     """A worker that joined and is never heard of again holds the others for the lease, and not for ever."""
     with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=0, lease=20) as server:

@@ -70,7 +70,6 @@ def elements(ledger: Ledger) -> dict[tuple[str, str], int]:
     return {(kind, "+".join(axes)): n // 4 for (kind, axes), n in ledger.by("kind", "axes").items()}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_equals_one_device_and_costs_what_jaxpar_does(name: str) -> None:
     naive = importlib.import_module(name)
@@ -131,7 +130,6 @@ ALONE = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ALONE)
 def test_equals_one_device_in_so_many_collectives(name: str) -> None:
     naive = importlib.import_module(name)

@@ -36,6 +36,7 @@ def test_models_have_the_size_of_the_paper(model: str) -> None:
     assert sizes["dim"] % 1024 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_every_cell_by_its_layout(tmp_path: Path) -> None:
     """Layouts of all three models hold the closed form, and what the paper printed where it counts alike."""

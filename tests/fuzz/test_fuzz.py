@@ -57,6 +57,7 @@ def _reversing() -> Recipe:
     return Recipe(start, (others[0], reverse, others[1]), end, SIZES, 0, tensor={"enter": -1})
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = _reversing()
     assert parity.outcome(recipe.program(), "tensor=2", 2).kind == parity.EQUAL

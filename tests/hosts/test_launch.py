@@ -133,6 +133,7 @@ def test_launchers_on_two_hosts_start_one_run(
         launch.launch(LaunchOptions(processes=2, devices=1), ["-c", script])
 
 
+@pytest.mark.slow
 def test_two_launchers_join(tmp_path: Path) -> None:
     """The processes of both are one run, whose devices add what each has."""
     script = """

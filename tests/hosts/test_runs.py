@@ -62,6 +62,7 @@ if place.process == int(os.environ["WHO"]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.battery), "1"])
 def test_a_signal_after_the_last_step_keeps_no_process(who: str) -> None:
     """jax asked a process for its step that had left, and waited a quarter of an hour."""
@@ -71,6 +72,7 @@ def test_a_signal_after_the_last_step_keeps_no_process(who: str) -> None:
     assert "[Gloo]" not in said  # which stood between the steps
 
 
+@pytest.mark.slow
 def test_the_death_of_process_0_is_told_by_the_others() -> None:
     """jax's client ends a process by an abort, without a word, once its coordinator closes the connection."""
     status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT="KILL:0:3")

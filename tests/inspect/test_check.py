@@ -92,7 +92,6 @@ STRATEGIES = (
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.xdist_group("check")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_keep_their_promises(strategy: str) -> None:
@@ -368,6 +367,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     main([*words, "--strategy", "zero1"])
     assert "promises kept" in capsys.readouterr().out
@@ -386,6 +386,7 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "compiled for CPU has no asynchronous collectives" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
     "strategy",

@@ -260,6 +260,7 @@ for rows in ("global", "host"):
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_deal_rows_with_each_other() -> None:
     """Whether a batch is global or each host's own: all rows change places, and both find what one process finds."""
     paths = os.pathsep.join([*(str(p) for p in (Path(__file__).parent, Path(__file__).parents[1])), *sys.path])

@@ -86,6 +86,7 @@ def test_a_compiler_that_is_wrong(
     assert said.endswith("1 off\n")
 
 
+@pytest.mark.slow
 def test_two_hosts_that_differ(tmp_path: Path) -> None:
     """What two hosts do not share is seen, although each alone is well; both end with status 1."""
     port = str(free_port())

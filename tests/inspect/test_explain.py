@@ -228,6 +228,7 @@ def gathered_behind_compute(text: str) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @group("hsdp")
 def test_of_two_hosts_of_gpus() -> None:

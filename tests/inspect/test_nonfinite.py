@@ -104,7 +104,6 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_s
         jax.jit(step)(state, batch)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("data=2,fsdp=2", 4), ("single,precision=f16", 1), ("dp", 2), ("zero2,precision=bf16", 2)]
 )

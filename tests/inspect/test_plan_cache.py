@@ -37,6 +37,7 @@ def test_search_compiles_the_best_few_and_keeps_them(tmp_path: Path, monkeypatch
     assert (again.pruned, again.refused) == (found.pruned, found.refused)
 
 
+@pytest.mark.slow
 def test_search_goes_on_around_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best is four choices away from whatever closed forms put first, and outside of their candidates."""
     best = jp.Strategy.parse("pipe=2,fsdp=4,zero=1,chunks=2,microbatches=4,remat=dots,reduce=compute,precision=bf16")

@@ -376,6 +376,7 @@ def test_a_program_that_does_not_fit_says_so_first(predicted: Any) -> None:
     assert "ms a step" in second
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_b200s_are_upper_bounds() -> None:
     """Six published runs took 1.2 to 1.4 times as long: what is known of their matmuls is the best shape alone."""
@@ -428,6 +429,7 @@ def test_what_xla_computes_again_is_named() -> None:
     assert not list(remarks([once], "gpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu published")
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ MODEL, BATCH = built("scanned")[0], batch_of(8)
 SGD = optax.sgd(0.05, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_and_training_is_as_on_one_device() -> None:
     compiled = jp.make_train_step(MODEL, SGD, "fsdp=4,tensor=2")
     budget = int(0.95 * of_step(compiled, BATCH, compiled.compile(BATCH))["each device"].total)

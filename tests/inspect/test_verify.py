@@ -41,6 +41,7 @@ def check(**options: Any) -> Any:
     return jp.verify(MODEL, "ddp", BATCH, steps=1, mesh=jax.devices()[:2], **options)
 
 
+@pytest.mark.slow
 def test_a_leaf_whose_terms_cancel_is_judged_by_them(capsys: pytest.CaptureFixture[str]) -> None:
     """The key's bias is rounding alone, and was called different. Other leaves are judged as strictly as before."""
     report = check()
@@ -52,6 +53,7 @@ def test_a_leaf_whose_terms_cancel_is_judged_by_them(capsys: pytest.CaptureFixtu
     assert "judged by the terms that cancel in it: gradient attention/key/bias" in str(report)
 
 
+@pytest.mark.slow
 def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Step._unscaled
 
@@ -90,6 +92,7 @@ def test_a_gradient_that_one_device_has_not_either_is_said_so() -> None:
     assert "not finite on one device either" in str(report)
 
 
+@pytest.mark.slow
 def test_a_step_or_its_state_in_the_place_of_what_they_are_made_of() -> None:
     """The strategy was said to be an optimizer, and the batch to lack a row dim at leaf "step"."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), "fsdp,microbatches=2", mesh=jax.devices()[:2])

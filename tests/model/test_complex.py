@@ -50,7 +50,6 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
 MODEL = jp.Model(init, loss, rules={"head": 1})
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2,microbatches=2", "pipe=2,microbatches=2", "tensor=2"])
 def test_complex_parameters(strategy: str) -> None:
     """They were refused, though XLA reduces, gathers and scatters complex numbers."""

@@ -31,7 +31,6 @@ def one_device(stacked: bool, dropout: float) -> OneDevice:
     return OneDevice(others.decoder(stacked, dropout))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stacked", "dropout", "strategy"),
     [
@@ -52,6 +51,7 @@ def test_parity(stacked: bool, dropout: float, strategy: str) -> None:
     check(step, one.model, one.first, BATCH, STEPS, *one.train(SGD, BATCH, blocks, STEPS))
 
 
+@pytest.mark.slow
 def test_a_module_comes_back() -> None:
     """Whole, with its functions and integers, in the mode that `make` gave it; parameters alone are one as well."""
     model = others.decoder(stacked=True, dropout=0.5)

@@ -31,7 +31,6 @@ def one_device(dropout: float, stacked: bool) -> OneDevice:
     return OneDevice(others.haiku_decoder(dropout, stacked))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dropout", "stacked", "strategy"),
     [
@@ -49,6 +48,7 @@ def test_parity(dropout: float, stacked: bool, strategy: str) -> None:
     check(step, one.model, one.first, BATCH, STEPS, *one.train(SGD, BATCH, blocks, STEPS))
 
 
+@pytest.mark.slow
 def test_apply_comes_back() -> None:
     step = jp.make_train_step(others.haiku_resnet(), SGD, "fsdp")
     state, _ = step(step.init(jax.random.key(0)), images())

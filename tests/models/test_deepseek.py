@@ -62,6 +62,7 @@ def test_biases_move_against_the_load_and_weights_by_the_optimizer() -> None:
     np.testing.assert_allclose(updates["layers"]["ffn"]["router"]["kernel"], -0.1)
 
 
+@pytest.mark.slow
 def test_a_step_leaves_the_biases_to_the_model_whatever_the_optimizer() -> None:
     """AdamW moved them by its learning rate, and decayed them, without a word."""
     step = jp.make_train_step(named("deepseek-tiny", **NARROW).model, optax.adamw(0.1, weight_decay=0.9), "fsdp")

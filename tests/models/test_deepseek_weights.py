@@ -33,6 +33,7 @@ def shapes(config: Config) -> DeepSeek:
     return nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [CONFIGS["nodes"], pytest.param(CONFIGS["yarn"], marks=pytest.mark.battery)], ids=CONFIGS
 )

@@ -168,6 +168,7 @@ def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: 
         np.testing.assert_allclose(table[1], LlamaRotaryEmbedding(stated).inv_freq, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_path: Path) -> None:
     import torch
 

@@ -42,6 +42,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes", "masked"),
     [pytest.param(*cell, marks=[pytest.mark.battery] * (i != 2)) for i, cell in enumerate(CELLS)],

@@ -105,6 +105,7 @@ def test_flops_of_text_are_those_of_the_program(name: str) -> None:
     assert model.flops(3, 64) == pytest.approx(2 * (macs(model, 3, 64, backward=True) - scores), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_flops_of_images_are_those_of_the_program() -> None:
     # The backward pass holds twice the products, but the program multiplies with the zeros of strided convolutions.
     for model in (named("resnet18", size=75), named("resnet50", size=9, blocks=(1, 2)), named("mlp-tiny")):

@@ -277,6 +277,7 @@ def test_layers_of_a_loop_are_alike() -> None:
     assert same.differing(first, second) is None
 
 
+@pytest.mark.slow
 def test_trains() -> None:
     def init(key: jax.Array) -> Any:
         return {"embed": 0.3 * jax.random.normal(key, (11, 16)), "w": 0.3 * jax.random.normal(key, (2, 4, 16, 16))}

@@ -141,6 +141,7 @@ def test_keys_of_another_length(way: str, order: str) -> None:
     assert_right(run(way, 4, given, order, **options), given, 2e-6, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), battery(False, "plain")])
 def test_mask(causal: bool, order: str) -> None:
     """Its rows are split, and keys are in the user's order. Against jax's own attention."""

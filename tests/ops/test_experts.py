@@ -136,6 +136,7 @@ def test_capacity_drops_what_it_says(drop: str, within: str) -> None:
     np.testing.assert_allclose(routing.dropped, 1 - on.reshape(ROWS, -1).mean(axis=1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sigmoid_scores_groups_and_bias() -> None:
     """DeepSeek-V3's: a bias moves the choice and not the weight."""
     args, cotangent = given(11, 8)
@@ -244,7 +245,6 @@ def batch() -> Tree:
     return {"x": x.astype(np.float32), "weight": random.uniform(0.5, 2, 8).astype(np.float32)}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"capacity": 0.6}, {"balance": "global"}], ids=str)
 def test_rows_keep_to_themselves_and_so_layouts_agree(options: Tree) -> None:
     with jax.enable_x64(False):

@@ -166,6 +166,7 @@ def test_logits_of_a_plain_loss_are_never_whole() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 11.8e9
 
 
+@pytest.mark.slow
 def test_attention_that_is_spelled_out_is_fused_on_request() -> None:
     """Flax's attention, whose scores of all positions are kept for the backward, and by cuDNN."""
     model = jp.from_nnx(

@@ -86,7 +86,6 @@ def test_verify_finds_nothing_where_nothing_is_broken(strategy: str) -> None:
     assert jp.verify(MODEL, strategy, BATCH, steps=1).ok
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_verify_sees_a_dropped_reduction(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, broken, hint = DROPPED[strategy]
@@ -101,7 +100,6 @@ def test_verify_sees_a_dropped_reduction(strategy: str, monkeypatch: pytest.Monk
 FACTORS = ("missing", 8, "x8: a mean over replicas"), ("twice", 1 / 8, "x1/8: a sum over replicas")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "factor", "hint"),
     [

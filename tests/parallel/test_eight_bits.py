@@ -1,10 +1,11 @@
-"""Weights gathered in 8 bits: what arrives, to the bit; gradients and parameters as plain code has them that rounds the
-same weights so; collectives by kind, count and bytes.
+"""Weights and gradients that travel in 8 bits: what arrives, to the bit; what a step does beside plain code that rounds
+alike, or beside one device; collectives by kind, count and bytes.
 """
 
 import functools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,6 +69,51 @@ def test_what_arrives_is_what_plain_code_rounds(kind: str, shape: tuple[int, ...
     assert np.isnan(one).sum() <= 256
 
 
+@pytest.mark.parametrize(
+    ("preset", "shape", "dim", "dtype"),
+    [("zero2", (131, 136), 1, "bfloat16"), ("fsdp", (2056, 8), 0, "float32"), ("ddp", (131, 137), 0, "float32")],
+)
+def test_sums_are_those_of_what_plain_code_rounds(preset: str, shape: tuple[int, ...], dim: int, dtype: str) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+    shard, rest = ((), ("data", "fsdp")) if preset == "ddp" else (("fsdp",), ("data",))
+    use = Use(dim, shard, rest, True, jnp.dtype("float32"))
+    give = functools.partial(rule_of(jp.Strategy.parse(f"{preset},reduce=int8")).give, use=use)
+    place = P(*("fsdp" if d == dim and shard else None for d in range(2)))
+    run = jax.jit(
+        jax.shard_map(lambda x: give(x[0]), mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=place, check_vma=False)
+    )
+    x = jax.random.normal(jax.random.key(0), (8, *shape)).astype(dtype)
+
+    def total(rows: Any) -> np.ndarray:  # in the order of the ranks
+        return np.asarray(jnp.stack([plain(row.astype(np.float32), "int8") for row in rows]).sum(0))
+
+    def both(flat: list[np.ndarray]) -> np.ndarray:  # an all-reduce of flat arrays: parts, each rounded again
+        parts = zip(*(np.split(np.pad(one, (0, -one.size % len(flat))), len(flat)) for one in flat), strict=True)
+        return np.concatenate([plain(total(rows), "int8") for rows in parts])[: flat[0].size]
+
+    if preset == "ddp":
+        expected = both([np.asarray(row).ravel() for row in x]).reshape(shape)
+    else:
+        shards = [[np.split(np.asarray(row), 4, dim)[at] for row in x] for at in range(4)]
+        scattered = [[total(rows[:4]), total(rows[4:])] for rows in shards]
+        whole = [both([one.ravel() for one in two]).reshape(two[0].shape) for two in scattered]
+        # Of less than 16,384 elements the all-reduce is as it was.
+        whole = [sum(two) for two in scattered] if x[0].size // 4 < LEAST else whole
+        expected = np.concatenate(whole, dim)
+    np.testing.assert_allclose(run(x), expected, rtol=1e-6, atol=1e-6)
+    sent = {(one.kind, one.axes): (one.dtype, one.bytes) for one in Ledger.from_jaxpr(jax.make_jaxpr(run)(x), mesh)}
+    size = lambda n: n + 4 * math.ceil(n / 256)
+    if preset == "ddp":
+        bytes_of = 8 * size(math.ceil(x[0].size / 8))
+        assert sent == {(kind, rest): ("uint8", bytes_of) for kind in ("all-to-all", "all-gather")}
+    else:
+        quarter = x[0].size // 4
+        assert sent == {
+            ("all-to-all", shard): ("uint8", 4 * size(quarter)),
+            ("all-reduce", rest): ("float32", 4 * quarter),
+        }
+
+
 @pytest.mark.parametrize("dims", [(0,), (1,)])
 def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ...]) -> None:
     x = jax.random.normal(jax.random.key(0), (256, 256), jnp.bfloat16) / 50
@@ -83,10 +129,17 @@ def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ..
         ("ddp,gather=int8", r"gather='int8' with data=-1: only zero=3 gathers weights .* fsdp=-1, or leave gather out"),
         ("zero2,gather=int8", r"gather='int8' with fsdp=-1,zero=2: only zero=3"),
         ("fsdp,gather=fp8,precision=bf16", r"precision='bf16'.*use precision='fp8', or gather='int8'"),
+        (
+            "dp,reduce=int8",
+            r"reduce='int8' with data=-1,server=true: it is how ddp and ZeRO send .* use ddp or fsdp=-1",
+        ),
+        ("ddp,error_feedback=true", r"error_feedback=True with reduce='f32': .* use reduce='int8', or leave it out"),
+        ("fsdp,reduce=int8,error_feedback=true", r"with fsdp=-1,reduce=int8: .* use ddp, zero=1, or zero=3 with sync"),
+        ("fsdp,reduce=int4", r"reduce='int4' is unknown; use one of f32, compute, int8"),
         ("fsdp,gather=int4", r"gather='int4' is unknown; use one of compute, int8, fp8"),
     ],
 )
-def test_what_gathers_no_weights_is_refused(strategy: str, message: str) -> None:
+def test_what_sends_nothing_in_8_bits_is_refused(strategy: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jp.Strategy.parse(strategy)
 
@@ -125,6 +178,7 @@ def as_gathered(step: Any, params: Any) -> Any:
     return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), rounded)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -161,9 +215,140 @@ def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
     check_cell(step, net, first, text(), STEPS, grads, params)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp=2,microbatches=2",
+        *(
+            pytest.param(strategy, marks=pytest.mark.battery)
+            for strategy in (
+                "data=2,fsdp=2,zero=2",
+                "data=4",
+                "fsdp=2,zero=1,microbatches=2",
+                "fsdp=2,sync=step,microbatches=2,gather=int8",
+                "data=2,fsdp=2,prefetch=1,microbatches=2",
+                "fsdp=2,tensor=2,sequence=true",
+                "fsdp=2,expert=2",
+                "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
+            )
+        ),
+    ],
+)
+def test_rounded_gradients_are_near_those_of_one_device(strategy: str) -> None:
+    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
+    net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
+    step = jp.make_train_step(net, SGD, f"{strategy},reduce=int8", mesh=devices)
+    first = initial(net)
+    call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
+    gradient, params, optimizer, found = jax.jit(jax.grad(call)), net.unwrap(first), SGD.init(net.unwrap(first)), []
+    for _ in range(STEPS):
+        found.append(jax.device_get(gradient(params)))
+        changes, optimizer = SGD.update(found[-1], optimizer)
+        params = jax.tree.map(np.add, params, jax.device_get(changes))
+    check_cell(step, net, first, text(), STEPS, found[0], params, tolerance=0.05)
+
+
 def test_explain_and_check_have_the_bytes() -> None:
-    step = jp.make_train_step(model(), SGD, "fsdp=2,gather=int8", mesh=jax.devices()[:2])
+    step = jp.make_train_step(model(), SGD, "fsdp=2,gather=int8,reduce=int8", mesh=jax.devices()[:2])
     compiled = step.compile(text())
     assert proof_of(step, text(), compiled).ok
     said = " ".join(str(explain(step, text(), compiled)).split())
+    assert re.search(r"reduce=int8: gradients from 16,384 elements go to their sums over fsdp in bytes", said), said
     assert re.search(r"gather=int8: .* gathered in bytes, with a scale for each 256: [\d.]+ kB a step", said), said
+
+
+FED = "reduce=int8,error_feedback=true"
+
+
+@functools.cache
+def small() -> Any:
+    """One matrix, of a padded dim where four share it, and a vector, which travels as it is."""
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        return (
+            (jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"] + params["b"]) ** 2).mean(-1) * batch["weight"]
+        ).mean()
+
+    init = lambda key: {"w": jax.random.normal(key, (137, 135)) / 12, "b": jnp.ones(135)}
+    return jp.Model(init=init, loss=loss)
+
+
+@functools.cache
+def rows() -> Any:
+    draw = np.random.default_rng(1)
+    x, weight = draw.normal(size=(8, 137)), draw.uniform(0.1, 2.0, 8)
+    return {"x": x.astype(np.float32), "weight": weight.astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data=2,fsdp=2,zero=1",
+        pytest.param("data=4,precision=f16", marks=pytest.mark.battery),
+        pytest.param("fsdp=4,sync=step,microbatches=2", marks=pytest.mark.battery),
+        pytest.param("fsdp=2,sync=step,microbatches=2,tensor=2", marks=pytest.mark.battery),
+        pytest.param("data=2,expert=2", marks=pytest.mark.battery),
+    ],
+)
+def test_residuals_are_what_the_gradients_of_all_steps_lack(strategy: str) -> None:
+    large, mesh = "tensor" in strategy or "expert" in strategy, jax.devices()[:4]
+    net, batch = (model("expert" in strategy), text()) if large else (small(), rows())
+    step, plain_step = (
+        jp.make_train_step(net, optax.sgd(0.0), one, mesh=mesh) for one in (f"{strategy},{FED}", strategy)
+    )
+    state, exact = step.init(jax.random.key(0)), plain_step.init(jax.random.key(0))
+    _, exact = plain_step.value_and_grad(exact, batch)
+    total: dict[str, np.ndarray] = {}
+    exact = {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(exact)}
+    for _ in range(STEPS):
+        _, grads = step.value_and_grad(state, batch)
+        for path, g in jax.tree_util.tree_leaves_with_path(grads):
+            name = jax.tree_util.keystr(path)
+            total[name] = total.get(name, np.float32(0)) + np.asarray(g)
+        state, _ = step(state, batch)
+    assert proof_of(step, batch, step.compile(batch)).ok
+    left = step.layout.unflatten(
+        np.asarray(state.residuals[leaf.path]).sum(0) if leaf.path in state.residuals else np.zeros(leaf.shape)
+        for leaf in step.layout.leaves
+    )
+    left = jax.tree.leaves(step.layout.to_logical(step.layout.to_stored(left, "copy", as_stacked=True), "copy"))
+    rough = 0
+    for lacks, (name, g) in zip(left, exact.items(), strict=True):
+        close = 1e-5 if "f16" not in strategy else 4e-3
+        rough += np.abs(total[name] - STEPS * g).max() > 1e-3 * np.abs(g).max()
+        np.testing.assert_allclose(total[name] + lacks, STEPS * g, atol=STEPS * close * np.abs(g).max(), rtol=0)
+    assert rough, "nothing was rounded"
+
+
+def test_checkpoints_carry_residuals_to_other_layouts(tmp_path: Path) -> None:
+    steps = {
+        name: jp.make_train_step(small(), SGD, name, mesh=jax.devices()[:n])
+        for name, n in ((f"data=4,{FED}", 4), (f"fsdp=2,zero=1,{FED}", 2), ("data=2,reduce=int8", 2))
+    }
+    first, fewer, without = steps.values()
+    state, _ = first(first.init(jax.random.key(0)), rows())
+    first.save(tmp_path, state).wait()
+    again = first.restore(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.residuals) for s in (again, state)))
+    moved = fewer.restore(tmp_path)
+    assert moved.residuals.keys() == state.residuals.keys()
+    for path, x in moved.residuals.items():
+        old = np.asarray(state.residuals[path])
+        assert old.any()
+        np.testing.assert_array_equal(x, [old[0] + old[2], old[1] + old[3]])
+        assert len({str(s.index) for s in x.addressable_shards}) == 2
+    with pytest.warns(UserWarning, match=r"from the gradients of .* is not carried over from data=4.* to data=2"):
+        assert not without.restore(tmp_path).residuals
+    state, _ = without(without.init(jax.random.key(0)), rows())
+    without.save(tmp_path / "other", state).wait()
+    with pytest.warns(UserWarning, match=r"error_feedback begins anew there"):
+        assert not any(np.asarray(x).any() for x in first.restore(tmp_path / "other").residuals.values())
+
+
+def test_a_skipped_step_leaves_residuals_as_they_were() -> None:
+    step = jp.make_train_step(small(), SGD, f"data=2,{FED}", mesh=jax.devices()[:2], skip_nonfinite=True)
+    state, _ = step(step.init(jax.random.key(0)), rows())
+    before = jax.device_get(state.residuals)
+    state, metrics = step(state, {**rows(), "weight": np.full(8, np.nan, np.float32)})
+    assert not metrics["finite"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.residuals), before)

@@ -72,6 +72,7 @@ def test_a_rule_is_one_value_and_text(int8: Rule) -> None:
     assert made(strategy).rule is other  # a cell of a notebook that is run again
 
 
+@pytest.mark.slow
 def test_the_page_s_rule_trains_explains_and_keeps_its_promises(int8: Rule) -> None:
     step = made("data=8,rule=int8")
     proof = check(step, BATCH)

@@ -22,6 +22,7 @@ def step_of(strategy: str) -> Any:
     return jp.make_train_step(IT.model, SGD, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -135,7 +135,6 @@ def blocks(name: str, replicas: int, microbatches: int) -> tuple[int, int]:
     return 1, 1
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "strategy", "microbatches", "remat"), cells())
 def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     model, batch = entry(name).model, entry(name).batch
@@ -246,7 +245,6 @@ def tuned(optimizer: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer multiplies")
-@pytest.mark.sampled
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize(
     ("optimizer", "strategy"),
@@ -274,7 +272,6 @@ def test_optimizer(optimizer: str, strategy: str) -> None:
         assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
@@ -289,7 +286,6 @@ def test_low_precision(strategy: str, precision: str) -> None:
     assert report.ok, report
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,microbatches=2", "zero3"])
 def test_gradients_reduced_in_the_compute_dtype(strategy: str) -> None:
     model, batch = entry("function").model, entry("function").batch

@@ -97,7 +97,6 @@ def prove(eqns: Sequence[tuple[Any, Sequence[Any]]]) -> int:
     return len(claims)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.battery) for seed in range(1, 6))])
 @pytest.mark.parametrize("name", FACTORS)
 def test_each_factor_on_parts_is_the_equation_on_the_whole(name: str, seed: int) -> None:

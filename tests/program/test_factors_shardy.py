@@ -90,6 +90,7 @@ def contradicted(eqn: Any) -> set[Claim] | None:
     return {c for c in ours(eqn) - split if any(meet(c, o) and connects(o) for o in (*split, *others))}
 
 
+@pytest.mark.slow
 def test_shardy_contradicts_no_factor() -> None:
     compared = set()
     for name in (name for name in FACTORS if name not in (*COLLECTIVES, *NEWER)):

@@ -104,6 +104,7 @@ def test_what_is_nested_holds_programs_and_takes_their_operands() -> None:
     assert held <= {*having("nested")}
 
 
+@pytest.mark.slow
 def test_a_new_primitive_is_one_line(tmp_path: Path) -> None:
     """Without its line, each axis gathers or refuses it, the check of rows has no rule, and it costs nothing."""
     folder = tmp_path / "jaxpar"

@@ -575,7 +575,6 @@ APART += [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
 def test_a_loss_that_does_not_gives_no_alarm(loss: Loss) -> None:
     assert traced(of(loss)) == []

@@ -74,7 +74,6 @@ def run(program: Program) -> tuple[list[jax.Array], list[Any], list[Any]]:
     return outs, grads, shapes
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("remat", ["none", "layer", "dots"])
 @pytest.mark.parametrize("whole", [(), (1,), (1, 2, 3, 5)])
 def test_gradients_are_those_of_the_whole_loss(remat: str, whole: tuple[int, ...]) -> None:

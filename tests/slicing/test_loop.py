@@ -84,7 +84,7 @@ def test_what_is_sent_for_the_next_layer_runs_beside_the_largest_products() -> N
     (inside,) = jec.jaxprs_in_params(scan.params)
     names = [eqn.primitive.name for eqn in inside.eqns]
     sent = [name for name in names if name in ("all_to_all", "all_gather", "reduce_scatter")]
-    assert sent == ["reduce_scatter", "all_to_all", "all_gather", "all_to_all"]
+    assert sent == ["all_to_all", "all_gather", "all_to_all", "reduce_scatter"]
     held = [name for name in names if name in ("optimization_barrier", "all_gather", "dot_general")]
     product, barrier = "dot_general", "optimization_barrier"
-    assert held == [product, barrier, product, product, barrier, "all_gather", barrier, product]
+    assert held == [product, product, product, barrier, "all_gather", barrier, product, barrier]

@@ -148,6 +148,7 @@ def lengths(step: Any) -> list[int]:
     return [stack.length for stack in step.traced(BATCH).program.stacks]
 
 
+@pytest.mark.slow
 def test_loops_that_run_layer_by_layer() -> None:
     """All were one flat segment: the whole model was gathered at once, and `pipe` refused it."""
     step = parity(jp.Model(init, loss), "fsdp=2")
@@ -188,6 +189,7 @@ def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
         ).trace(BATCH)
 
 
+@pytest.mark.slow
 def test_layers_that_split_one_key_after_another() -> None:
     """`key, mine = split(key)` before each layer, as Equinox's BERT has it: the last has no use for the first half, so
     that the last two layers differed, no such loop was a scan, and `pipe` refused it. A layer's mask is made anew.
@@ -301,6 +303,7 @@ def test_layers_on_another_dim_than_the_first() -> None:
     }
 
 
+@pytest.mark.slow
 def test_layers_on_another_dim_are_stages() -> None:
     """`pipe` refused them. The step keeps them in front, and hands them out as the model has them."""
     model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
@@ -346,6 +349,7 @@ def test_blocks_of_a_loop_come_before_a_dim_shared_by_chance() -> None:
     assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
 
 
+@pytest.mark.slow
 def test_layers_that_a_loop_looks_up_by_number() -> None:
     """`w[i]` in a scan over `arange`, in `fori_loop`, and within `jax.checkpoint`, as in AlphaFold's layer stack.
 

@@ -60,7 +60,6 @@ def params() -> list[jax.Array]:
     return [jax.random.normal(k, (LAYERS, *s)) / 2 for k, s in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize(("frozen", "at_once"), [(-1, -1), (0, 2), (4, 1)])
 def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) -> None:
@@ -109,6 +108,7 @@ def step_of(strategy: str) -> Any:
     return jp.make_train_step(IT.model, SGD, strategy)
 
 
+@pytest.mark.slow
 def test_one_microbatch_is_as_on_one_device() -> None:
     """Several are in `tests/parallel/test_transparency.py`."""
     one, key = Reference(IT.model, jp.Strategy(single=True), 8), jax.random.key(0)
@@ -116,6 +116,7 @@ def test_one_microbatch_is_as_on_one_device() -> None:
     check(step_of("data=2,fsdp=4,prefetch=1"), IT.model, initial(IT.model), IT.batch, 2, grads, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -153,7 +154,6 @@ def sent(strategy: str, kind: str) -> int:
     return sum(n for key, n in written.items() if key[0] == kind)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "gathers", "scatters"),
     [

@@ -67,6 +67,7 @@ def test_bytes_equal_the_closed_form(llama: Loops) -> None:
     assert_bytes_as_expected(llama)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llama", params("zero2", "zero3", battery=("zero2",)), indirect=True)
 def test_temporaries_are_those_of_a_step_written_by_hand(llama: Loops) -> None:
     program = handwritten.compile_step(llama.step.strategy.zero, gpu_topology("8xH100"), WIDTHS)

@@ -234,7 +234,6 @@ def assert_close(found: Tree, expected: Tree) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.battery), "zero3"])
 @pytest.mark.parametrize("make", PACKAGES, ids=lambda make: make.__name__)
 def test_trains_as_on_one_device(

@@ -16,6 +16,7 @@ from tensor_cells import batch_of, built
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.kernels import Executable, HostCopy, While
+from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.targets import target
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
@@ -61,6 +62,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CELLS)
 def test_parity_with_one_device(strategy: str) -> None:
     one = Reference(MODEL, jp.Strategy(single=True), 8)
@@ -137,10 +139,11 @@ def test_refusals() -> None:
     assert str(jp.Strategy(offload="optimizer+activations")) == "offload=activations+optimizer"
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_compiled_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is no argument on the device; the host's buffers are updated in place, by copies that are asynchronous,
-    of a layer each; temporaries do not grow, and the first state takes a block.
+    of a layer each, in loops both ways at once; temporaries do not grow, and the first state takes a block.
     """
     layers, rows, devices = 4, 2, target("2xH100")
     it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
@@ -160,6 +163,11 @@ def test_compiled_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for to_host in (True, False):
         assert sum(one.bytes * trips for one, trips in copies if one.to_host == to_host) == size
     assert not any(one.waits for one, _ in copies)
+    looped = {one.name for body, _ in loops for one in body if isinstance(one, HostCopy)}
+    parts = predict(program, there.step, it.example(rows, 4096), devices.hardware).copies
+    parts = [part for part in parts if part.name in looped]
+    assert len(parts) == 3 * 4  # three large matrices' moments, there and back
+    assert sum(part.exposed for part in parts) < 0.55 * sum(part.seconds for part in parts)
 
     first = there.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
     first = first.memory_analysis()

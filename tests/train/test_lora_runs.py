@@ -66,6 +66,7 @@ def never() -> Any:
     raise AssertionError("a resumed run has its own")
 
 
+@pytest.mark.slow
 def test_it_goes_on_bit_by_bit(base: Any, tmp_path: Path) -> None:
     """The frozen weights are bfloat16 in the state, and so they are in its checkpoints."""
     strategy = "fsdp,precision=bf16"

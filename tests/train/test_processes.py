@@ -161,6 +161,7 @@ SAID = (
 )
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_device() -> None:
     """A global batch given to a step was trained on twice, and of own rows given to a trainer half were dropped."""
     two_processes(CASES)

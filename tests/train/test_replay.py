@@ -134,6 +134,7 @@ def test_recording_changes_no_program(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=2,ffn=32"
     words = "--steps 2 --record 1 --length 8 --rows 8 --evaluate-batches 1 --sample 0 --quiet --strategy fsdp"
@@ -191,7 +192,6 @@ def flips_gradient(at: int, device: int, mesh: Any, spec: PartitionSpec) -> opta
     return optax.GradientTransformation(lambda params: jax.numpy.zeros((), jax.numpy.int32), update)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["params", "optimizer", "gradient"])
 def test_a_flipped_bit_of_a_replica_ends_the_run_by_its_leaf_and_device(what: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {}
@@ -210,7 +210,6 @@ def test_a_flipped_bit_of_a_replica_ends_the_run_by_its_leaf_and_device(what: st
     assert [line["step"] for _, line in digests_of(tmp_path)] == [2]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["params", "optimizer", "gradient"])
 def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, tmp_path: Path) -> None:
     options, clean = dict[str, Any](), dict[str, Any]()

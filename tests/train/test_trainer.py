@@ -74,7 +74,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float]
 # -- stop, kill, resume ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
     number: signal.Signals, code: int, unbroken: Any, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -112,6 +111,7 @@ def test_a_signal_in_the_last_step_is_not_told(number: signal.Signals, monkeypat
         assert asked == [signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_by_bit(unbroken: Any, tmp_path: Path) -> None:
     """Killed at a moment when a checkpoint is being written, and the log is ahead of it."""
     program = f"""
@@ -131,6 +131,7 @@ trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] 
     assert np.asarray(state.params["layers"]).tobytes() == unbroken[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_reads_any_more_is_saved(tmp_path: Path) -> None:
     program = f"""
 import sys
@@ -475,6 +476,7 @@ def two_processes(out: Path, steps: int, resume: str) -> list[tuple[int, str]]:
     return [(worker.returncode, text) for worker, (text, _) in zip(workers, outs, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_two_hosts_stop_at_one_step_and_go_on(hosts: int, tmp_path: Path) -> None:
     """On as many hosts, or on one: `tests/checkpoint` has two that restore a state."""

@@ -71,9 +71,10 @@ def check(
 def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
     state, given = step.abstract_state(), jax.eval_shape(lambda x: x, batch)
     entering, rows = compiled.input_shardings[0]
-    stored, leaving = ((s.params, s.copy, s.optimizer) for s in (state, compiled.output_shardings[0]))
+    trees = lambda s: (s.params, s.copy, s.optimizer, s.residuals)
+    stored, leaving = (trees(s) for s in (state, compiled.output_shardings[0]))
     arrays, tree = jax.tree.flatten(stored)
-    ins = tree.flatten_up_to((entering.params, entering.copy, entering.optimizer))
+    ins = tree.flatten_up_to(trees(entering))
     promised = shares(step, state)
     for share, x, enters, leaves in zip(promised, arrays, ins, tree.flatten_up_to(leaving), strict=True):
         sides = {"leaves": _local(x, leaves)} | ({} if enters is None else {"enters": _local(x, enters)})

@@ -139,7 +139,7 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return {"context": "context", "expert": "experts"}[axes[0]]
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return rule_of(step.strategy).name
-    return "data parallel"
+    return "owners of matrices" if kind == "all-gather" and owned is not None else "data parallel"
 
 
 def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
@@ -230,7 +230,15 @@ def _in_fp8(step: Step) -> Iterator[str]:
 
 
 def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
-    """What is gathered in 8 bits, or that nothing is though it was asked for."""
+    """What travels in 8 bits, or that nothing does though it was asked for."""
+    arrive = [one for one in closed if (one.kind, one.dtype) == ("all-to-all", "uint8")]
+    if step.strategy.reduce == "int8":
+        axes = ", ".join(dict.fromkeys("+".join(one.axes) for one in arrive))
+        said = (
+            f"gradients from {PAD_FROM:,} elements go to their sums over {axes} in bytes, with a scale for each {BLOCK}"
+        )
+        none = f"no gradient of {PAD_FROM:,} elements is summed over devices; reduce=f32 is the same"
+        yield f"reduce=int8: {f'{said}: {size(sum(one.bytes for one in arrive))} a step' if arrive else none}."
     if (how := step.strategy.gather) != "compute":
         sent = sum(one.bytes for one in closed if (one.kind, one.dtype) == ("all-gather", "uint8"))
         what = "weights whose products are in FP8" if how == "fp8" else f"weights from {PAD_FROM:,} elements"

@@ -40,7 +40,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
     changes: list[dict[str, Any]] = [{"remat": remat, "budget": ""} for remat in REMATS]
-    if strategy.remat != "none" and (megabytes := (1 - RESERVE) * target.hardware.memory_bytes // 1e6):
+    if strategy.remat != "none" and (megabytes := (1 - RESERVE) * (target.hardware.memory_bytes or 0) // 1e6):
         changes += [{"remat": "auto", "budget": f"{megabytes:.0f}MB"}]
     if strategy.offloads:
         changes += [{"offload": offload} for offload in ("none", *OFFLOADS, "+".join(OFFLOADS))]

@@ -21,7 +21,8 @@ class Part:
       executions: per step.
       seconds: in which it runs, `slowed` included.
       slowed: seconds more than it would take without collectives beside it.
-      exposed: of a collective or copy the seconds in which it runs and kernels wait, for it or for one after it.
+      exposed: of a collective or copy the seconds in which it runs and kernels wait, for it or for one after it; of
+        those at once, on streams of their own, its share.
       flops, bytes: computed; read and written, or of a collective sent by the device.
       axes: of a collective.
       way: of a collective, "link" or "network"; of a copy, "host".
@@ -222,11 +223,12 @@ class Clock:
 
     def _pass(self, queue: Queue, seconds: float, times: int) -> None:
         """Time passes for the streams of a queue, exposed `times`."""
-        left = dict.fromkeys(self._left(queue), seconds)
+        busy = sum(min(x, seconds) for x in self._left(queue).values())
+        left, share = dict.fromkeys(self._left(queue), seconds), seconds / busy if busy else 0.0
         for name in list(queue):
             stream = self._parts[name].stream
             run = min(queue[name], left[stream])
-            self._parts[name].exposed += times * run
+            self._parts[name].exposed += times * run * share
             left[stream] -= run
             queue[name] -= run
             if queue[name] <= 0:

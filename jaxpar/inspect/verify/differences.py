@@ -14,7 +14,7 @@ from ...strategy import Strategy
 # Relative to a leaf's scale; see `Difference`. Where another order of sums changes bfloat16's last bit, another FP8
 # number of 4 bits may be nearest: a small Llama's gradients differ by up to 0.11 on two tensor ranks, of which 3e-6 are
 # left where all else is computed in float32.
-TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25, "int8": 0.1}  # int8: of gathers
+TOLERANCE = {"f32": 1e-5, "bf16": 3e-2, "f16": 4e-3, "fp8": 0.25, "int8": 0.1}  # int8: of what is sent
 EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10, "fp8": 2.0**-7, "int8": 2.0**-8}
 MARGIN = 16  # times the rounding that some runs show: theirs is a sample
 _FLOOR = 1e-3  # of the tree's largest element
@@ -24,8 +24,8 @@ _UNMEASURED = 1e-2
 
 
 def dtypes_of(strategy: Strategy) -> list[str]:
-    """Those in which a strategy multiplies and gathers, as `TOLERANCE` has them."""
-    return [name for name in (strategy.precision, strategy.gather) if name in TOLERANCE]
+    """Those in which a strategy multiplies, and sends in 8 bits, as `TOLERANCE` has them."""
+    return [strategy.precision, *(how for how in (strategy.gather, strategy.reduce) if how in ("fp8", "int8"))]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What becomes of scores between their product and their softmax, read from a program as a function of a block of them.
 
 What runs along queries and keys at once is replayed for each block: from positions, from what has an entry for each
-query or each key (ids, slopes, a padding mask), and from tables. All these are operands, which are computed where they
+query, key or head (ids, slopes, a padding mask), and from tables. All these are operands, which are computed where they
 stand in the program, and whole along at most one of the two; an input of the program that runs along both is one too.
 """
 
@@ -52,49 +52,65 @@ def replayed(
     dims; `weights` the softmax and what values are multiplied by, None where that is it; `sizes` are those of rows,
     heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
     """
-    programs = [_program(*ends, sizes, scope, last) for ends in (scores, weights) if ends is not None]
-    function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks))
+    ends, length = [x for x in (scores, weights) if x is not None], sizes["t"]
+    try:
+        programs, by_heads = [_program(*x, sizes, scope, last, True) for x in ends], True
+    except Hindered:
+        programs, by_heads = [_program(*x, sizes, scope, last, False) for x in ends], False
+    function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks), by_heads)
     kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
     dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
     every = [value for program in programs for value in program.operands]
-    length = sizes["t"]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
-        operands = [_counting(value, x, length) for value, x in zip(every, read, strict=False)]
+        b, groups, each = len(q), k.shape[2], q.shape[2] // k.shape[2]
+        along = {"t": length, "s": length, "k": groups, "g": each}
+        operands = [jnp.arange(along[side], dtype=jnp.int32) for side in function.numbered]
+        operands += [_counting(value, x, along) for value, x in zip(every, read, strict=False)]
         if sinks:
-            more = jnp.concatenate(read[len(operands) :], dim).astype(dtype_of_sums(q))
-            shape = len(q), k.shape[2], q.shape[2] // k.shape[2], length, 1
-            more = programs[0].back.back(jax.nn.logsumexp(more, dim, keepdims=True), shape)
-            operands.append(more.reshape(len(q), -1, length))
-        return local_kernel(kept, [None] * (3 + len(operands)), None)(q, k, v, *operands)
+            more = jnp.concatenate(read[len(every) :], dim).astype(dtype_of_sums(q))
+            more = jax.nn.logsumexp(more, dim, keepdims=True)
+            operands.append(programs[0].back.back(more, (b, groups, each, length, 1))[..., 0])
+        return local_kernel(kept, *function.heads())(q, k, v, *operands)
 
     read = (*(x for x, _ in every), *sinks)
     takes = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
     return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
 
 
-def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any) -> ScoreProgram:
-    """From scores to scores, or from weights to weights."""
-    reader = ScoreReader((start[0], _sides(start[1], last)), sizes["t"], math.prod([*sizes.values()][:-2]))
-    value = reader.value(end[0], _sides(end[1], last), scope, last)
-    into, back = (ScoreLayout.of([*sizes], sizes, names) for _, names in (start, end))
-    steps, operands = tuple(reader.steps), tuple(reader.operands)
-    return ScoreProgram("\n".join(reader.text), into, back, steps, reader.start, value, operands)
+def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, heads: bool) -> ScoreProgram:
+    """From scores to scores, or from weights to weights; with `heads` for some of the heads without the others."""
+    begin = (start[0], _sides(start[1], last, heads))
+    reader = ScoreReader(begin, sizes["t"], math.prod([*sizes.values()][:-2]))
+    value = reader.value(end[0], _sides(end[1], last, heads), scope, last)
+    into, back = (
+        ScoreLayout(tuple(tuple(_DIMS[_side(x)] for x in dims) for dims in names)) for _, names in (start, end)
+    )
+    return ScoreProgram("\n".join(reader.text), into, back, (*reader.steps,), begin, value, (*reader.operands,))
 
 
-def _counting(value: Value, x: jax.Array, length: int) -> jax.Array:
-    """Of an operand the positions that count, where it has more."""
+def _counting(value: Value, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
+    """Of an operand what counts, where it has more."""
     for d, along in enumerate(value[1]):
         if along is not None:
-            x = lax.slice_in_dim(x, along.start, along.start + length, axis=d)
+            x = lax.slice_in_dim(x, along.start, along.start + sizes[along.side], axis=d)
     return x
 
 
-def _sides(names: Names, eqn: Any) -> Labels:
-    """Which dims run along queries and keys. Raises Hindered."""
-    of = [[dim.name for dim in dims if dim.name in ("t", "s")] for dims in names]
+_DIMS = {"b": 0, "k": 1, "g": 2, "t": 3, "s": 4}
+
+
+def _side(dim: Any) -> str:
+    """Of rows, key heads, the query heads of each, queries or keys."""
+    return dim.name if dim.name in ("t", "s") else "k" if dim.name == ("b", 1) else dim.name[0]
+
+
+def _sides(names: Names, eqn: Any, heads: bool) -> Labels:
+    """Which dims run along queries, keys, and heads if they are to be known. Raises Hindered."""
+    known = "kgts" if heads else "ts"
+    of = [[side for dim in dims if (side := _side(dim)) in known] for dims in names]
     if any(some and len(dims) > 1 for some, dims in zip(of, names, strict=True)):
-        raise Hindered(eqn, "merges positions of scores with other dims")
+        raise Hindered(eqn, "merges positions or heads of scores with other dims")
     return tuple(Along(some[0]) if some else None for some in of)
 
 
@@ -121,7 +137,7 @@ class ScoreReader:
         if jx.is_literal(atom):
             return atom
         labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
-        value, sides, eqn = (atom, labels), {x.side for x in labels if x}, scope.made(atom)
+        value, sides, eqn = (atom, labels), {x.side for x in labels if x} & {"t", "s"}, scope.made(atom)
         if value in self.named or value == self.start:
             return value
         if len(sides) == 2 and eqn is None and atom in scope.outer and scope.around is not None:

@@ -37,6 +37,10 @@ class AttentionMode:
         """Which positions ranks have: those of a ring balance causal work."""
         return "zigzag" if self.name in RINGS else "plain"
 
+    def sharing(self, ranks: int) -> int:
+        """How many of so many ranks share the heads of a position."""
+        return ranks if self.name == "ulysses" else self.group
+
     def parts(self, ranks: int) -> int:
         """The number of chunks that so many ranks have of a sequence."""
         return ranks * (2 if self.order == "zigzag" else 1)
@@ -105,12 +109,9 @@ def choose(
             line = next(iter(others))
             why = f"that of {line} {others[line]}"
         if asked != "auto":
-            what, others = "whose keys are hidden by positions or ids alone", "'ring' or 'gather'"
-            if asked == "ring":
-                what, others = "by a softmax of scores", "'gather'"
             raise ValueError(
-                f"attention={asked!r} is for attention {what}, and {why}; use causal=, window= and segment_ids= of "
-                f"jp.attention, or attention={others}"
+                f"attention={asked!r} is for attention by a softmax of scores, and {why}; use causal=, window= and "
+                "segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
     divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))
@@ -118,11 +119,23 @@ def choose(
     heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
     odd = [pair for pair in heads if pair[0] % ranks]
     shared = f" of a tensor rank (tensor={tensor})" if tensor > 1 else ""
-    scored = next((call.line for call in free if call.options.function is not None), "")
+    scored = [call for call in free if call.options.function is not None]
+    mixed = next((call.line for call in scored if not call.options.function.by_heads), "")
+    if asked in ("ulysses", "usp") and mixed:
+        raise ValueError(
+            f"attention={asked!r} has some of the heads on each rank, and what {mixed} makes of scores mixes heads, or "
+            "merges them with other dims; use attention='ring'"
+        )
     if asked == "ulysses" and odd:
         raise ValueError(
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
             f"query heads{shared}; use attention='ring', or a context= that divides them"
+        )
+    uneven = [(q, k) for q, k in heads if scored and k % ranks and ranks % k]
+    if asked == "ulysses" and uneven:
+        raise ValueError(
+            f"attention='ulysses' of scores that {scored[0].line} makes others of: {uneven[0][1]} key "
+            f"heads{shared} must divide context={ranks}, or be divided by it; use attention='ring'"
         )
     if asked in RINGS and schedule:
         raise ValueError(
@@ -139,18 +152,20 @@ def choose(
         return AttentionMode("usp", f"it was asked for, in groups of {group} ranks", group)
     if asked in ("ulysses", "ring"):
         return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
-    if not scored and all(q % ranks == 0 == k % ranks for q, k in heads):
+    # A rank that has all keys computes hidden ones as well, where their scores are others.
+    halved = next((call.line for call in scored if call.options.causal), "")
+    ring = not schedule and all(call.query[1] % (2 * ranks) == 0 for call in free)
+    if not mixed and not (halved and ring) and all(q % ranks == 0 == k % ranks for q, k in heads):
         return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
         return AttentionMode(
             "gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
         )
-    if all(call.query[1] % (2 * ranks) == 0 for call in free):
+    if ring and (halved or mixed):
+        why = f"of the causal scores that {halved} makes others of, it leaves out those of hidden keys"
+        return AttentionMode("ring", f"what {mixed} makes of scores is of all heads" if mixed else why)
+    if ring:
         why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
-        if scored:
-            return AttentionMode(
-                "ring", f"that of {scored} makes others of its scores, which others than a ring have whole"
-            )
         around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
         if shares < around:
             why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"

@@ -17,6 +17,7 @@ from ...ops.context import (
     Rounds,
     by_blocks,
     by_rounds,
+    exchanged,
     gather_attention,
     ring_attention,
     to_zigzag,
@@ -159,11 +160,12 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
     if options.function is not None:
-        operands = zip(inputs[3:], options.function.dims("t"), strict=True)
+        function, group = options.function, work.mode.sharing(work.ranks)
+        operands = zip(inputs[3:], function.dims("t"), strict=True)
         values = [work.part(x, 1) for x in inputs[:3]]
-        values += [work.whole(x) if d is None else work.part(x, d) for x, d in operands]
+        values += [work.whole(x) if d is None or group > 1 else work.part(x, d) for x, d in operands]
         fun = functools.partial(attend_scored, options, work.mode)
-        return [((kernels.local_kernel(fun, [None] * len(values), None) if work.tensor > 1 else fun)(*values), 1)]
+        return [((kernels.local_kernel(fun, *function.heads()) if work.tensor > 1 else fun)(*values), 1)]
     values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
     masks = inputs[3 + options.segments :]
     values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
@@ -198,15 +200,38 @@ def attend(
 
 
 def attend_scored(
-    options: AttentionOptions, mode: AttentionMode, query: jax.Array, key: jax.Array, value: jax.Array, *operands: Any
+    options: AttentionOptions, mode: AttentionMode, query: jax.Array, key: jax.Array, value: jax.Array, *read: Any
 ) -> jax.Array:
-    """The same by a function of scores, whose operands have this rank's queries and, in the user's order, all keys."""
+    """The same by a function of scores. Its operands have all keys and heads, in the user's order, and this rank's
+    queries, or all where ranks share heads.
+    """
     function, ranks = options.function, lax.axis_size(AXIS)
-    rounds = Rounds.of(query, AXIS, options.causal, None, None, mode.order, function=function)
+    group, (heads, groups) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
+    ring, (at, place), operands = ranks // group, divmod(lax.axis_index(AXIS), group), list(read)
+
+    def changed(side: str, change: Callable[[jax.Array, int], jax.Array]) -> list[jax.Array]:
+        return [x if d is None else change(x, d) for x, d in zip(operands, function.dims(side), strict=True)]
+
     if mode.order == "zigzag":
-        dims = function.dims("s")
-        operands = (*(x if d is None else to_zigzag(x, ranks, d) for x, d in zip(operands, dims, strict=True)),)
-    return (by_rounds if mode.name == "ring" else by_blocks)(rounds, query, key, value, *operands)
+        operands = changed("s", lambda x, d: to_zigzag(x, ring, d))
+    if group > 1:
+        if mode.order == "zigzag":
+            operands = changed("t", lambda x, d: to_zigzag(x, ring, d))
+        mine = max(groups // group, 1)  # of the key heads; and of each the query heads that are this rank's
+        each, length = heads // group // mine, group * query.shape[1]
+        parts = {
+            "t": (at * length, length),
+            "k": (place * groups // group, mine),
+            "g": (place * heads // group % (heads // groups), each),
+        }
+        for side, (first, n) in parts.items():
+            operands = changed(side, lambda x, d, i=first, n=n: lax.dynamic_slice_in_dim(x, i, n, d))
+
+    def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rounds = Rounds.of(q, AXIS, options.causal, None, None, mode.order, group, function)
+        return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
+
+    return exchanged(among, query, key, value, axis=AXIS, group=group, order=mode.order)
 
 
 Sides = dict[int, int]  # dim -> which operand's positions it has

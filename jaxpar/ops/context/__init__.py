@@ -19,5 +19,6 @@ from .traffic import gather_bytes as gather_bytes
 from .traffic import ring_bytes as ring_bytes
 from .traffic import ulysses_bytes as ulysses_bytes
 from .traffic import usp_bytes as usp_bytes
+from .ulysses import exchanged as exchanged
 from .ulysses import ulysses_attention as ulysses_attention
 from .ulysses import usp_attention as usp_attention

@@ -1,8 +1,8 @@
 """Attention whose scores a program makes into others before their softmax, a block of queries and keys at a time.
 
 What stands between the product of queries and keys and the softmax (a bias by distance, a soft cap, a mask of any kind)
-is a function of the scores, of the positions of queries and keys, and of operands that have an entry for each query or
-key, or none. A rank replays its equations for the queries and keys at hand, so that no [T, T] is ever whole. Softmax
+is a function of the scores, of the positions of queries and keys, of heads, and of operands that have an entry for each
+of one of these, or none. A rank replays its equations for what is at hand, so that no [T, T] is ever whole. Softmax
 and gradients are those of `blocks.py`, but for the largest score m and the sum l of exp(score - m), which are kept
 apart: in log(l) + m the sum is lost where all keys of a query are hidden by a large number, and a softmax is then their
 mean.
@@ -13,7 +13,7 @@ Dims: b rows, t query positions, s key positions, H heads, k key heads, g query 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ from .blocks import Rectangle, by_queries, dtype_of_sums, joined
 
 
 class Along(NamedTuple):
-    """What a dim runs along: queries ("t") or keys ("s"), of which it has those from `start` on."""
+    """What a dim runs along: queries ("t"), keys ("s"), key heads ("k") or the query heads of each ("g"), of which it
+    has those from `start` on.
+    """
 
     side: str
     start: int = 0
@@ -37,7 +39,9 @@ Labels = tuple[Along | None, ...]  # of each dim
 Value = tuple[Any, Labels]  # a variable of a program, and along what its dims run
 
 
-SINK: Value = (None, (None, None, Along("t")))  # [b, H, t]: what is in a softmax beside the scores, and has no value
+# What has no variable: the numbers of heads, and what is in a softmax beside the scores and has no value.
+HEADS: dict[str, Value] = {side: (None, (Along(side),)) for side in "kg"}
+SINK: Value = (None, (None, Along("k"), Along("g"), Along("t")))
 
 
 class ScoreStep(NamedTuple):
@@ -48,38 +52,27 @@ class ScoreStep(NamedTuple):
     result: Value
 
 
-@dataclass(frozen=True)
-class ScoreLayout:
-    """How a program has scores: of their dims b, k, g and more, t, s, with names and sizes, which each dim merges.
-
-    Attributes:
-      order: the names of dims as [b, k, g, t, s] has them.
-      sizes: theirs; those of t and s are what a block has.
-      merged: of each dim the names that it merges, none where it has one element.
+class ScoreLayout(NamedTuple):
+    """How a program has scores: which of the dims [b, k, g, t, s] each of its dims merges; none where it has one
+    element.
     """
 
-    order: tuple[Any, ...]
-    sizes: tuple[int, ...]
-    merged: tuple[tuple[Any, ...], ...]
+    merged: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def of(cls, order: Sequence[Any], sizes: Mapping[Any, int], names: Sequence[Sequence[Any]]) -> Self:
-        """Of dims of these names and sizes."""
-        return cls((*order,), (*(sizes[x] for x in order),), (*((*(dim.name for dim in dims),) for dims in names),))
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The five dims as the program has them, before those of one element."""
+        flat = tuple(d for dims in self.merged for d in dims)
+        return (*flat, *(d for d in range(5) if d not in flat))
 
     def put(self, x: jax.Array) -> jax.Array:
         """[b, k, g, t, s] as the program has it."""
-        local = dict(zip(self.order, (*self.sizes[:-2], *x.shape[-2:]), strict=True))
-        flat = [name for names in self.merged for name in names]
-        x = jnp.transpose(x.reshape(list(local.values())), [self.order.index(name) for name in flat])
-        return x.reshape([math.prod(local[name] for name in names) for names in self.merged])
+        shape = [math.prod(x.shape[d] for d in dims) for dims in self.merged]
+        return jnp.transpose(x, self.order).reshape(shape)
 
     def back(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
         """`x`, as the program has it, as [b, k, g, t, s] of this shape."""
-        local = dict(zip(self.order, (*self.sizes[:-2], *shape[-2:]), strict=True))
-        flat = [name for names in self.merged for name in names]
-        x = x.reshape([local[name] for name in flat])
-        return jnp.transpose(x, [flat.index(name) for name in self.order]).reshape(shape)
+        return jnp.transpose(x.reshape([shape[d] for d in self.order]), [self.order.index(d) for d in range(5)])
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,14 @@ class ScoreProgram:
     end: Value = field(compare=False, repr=False)
     operands: tuple[Value, ...] = field(compare=False, repr=False)
 
+    @property
+    def numbered(self) -> set[str]:
+        """The sides of which the places are read, and not only how many there are."""
+        made = [step for step in self.steps if step.eqn.primitive.name in ("iota", "random_bits")]
+        return {x.side for step in made for x in step.result[1] if x}
+
     def __call__(self, x: jax.Array, places: Mapping[str, jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
-        """Of [b, k, g, t, s] the same, where queries "t" and keys "s" are at these places."""
+        """Of [b, k, g, t, s] the same, where queries, keys and heads are at these places of all."""
         env = dict(zip(self.operands, operands, strict=True))
         env[self.start] = self.into.put(x).astype(self.start[0].aval.dtype)
         for step in self.steps:
@@ -122,43 +121,58 @@ class ScoreFunction:
       scores: of the products the scores, of which a softmax is taken.
       weights: of a softmax what values are multiplied by, linear in it, as dropout is; None: the softmax.
       sink: whether the softmax has more than the scores; its operand `SINK` is then the last.
+      by_heads: whether some of the heads are computed without the others. Those of `HEADS` that count come first.
     """
 
     scores: ScoreProgram
     weights: ScoreProgram | None = None
     sink: bool = False
+    by_heads: bool = True
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        """Of both programs, and the sink."""
+        """Of both programs, those of no variable among them."""
         more = () if self.weights is None else self.weights.operands
-        return (*self.scores.operands, *more, *[SINK] * self.sink)
+        return (*(HEADS[side] for side in self.numbered), *self.scores.operands, *more, *[SINK] * self.sink)
+
+    @property
+    def numbered(self) -> list[str]:
+        """Which of "k" and "g" are read as numbers."""
+        read = self.scores.numbered | (self.weights.numbered if self.weights else set())
+        return [side for side in HEADS if side in read]
 
     def dims(self, side: str) -> list[int | None]:
         """The dim of each operand that runs along a side."""
         along = [[x and x.side for x in labels] for _, labels in self.operands]
         return [sides.index(side) if side in sides else None for sides in along]
 
+    def heads(self) -> tuple[tuple[int | None, ...], int | None]:
+        """Which dims of queries, keys, values and operands, and of the result, have a part of the key heads each."""
+        return ((2, 2, 2, *self.dims("k")), 2) if self.by_heads else ((None,) * (3 + len(self.operands)), None)
+
 
 def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str, jax.Array]) -> jax.Array:
     eqn, labels, params = step.eqn, step.result[1], step.eqn.params
-    local = lambda shape, _: tuple(len(places[x.side]) if x else n for x, n in zip(labels, shape, strict=True))
+    along = lambda shape: tuple(len(places[x.side]) if x else n for x, n in zip(labels, shape, strict=True))
     changes: dict[str, Any] = {}
     if eqn.primitive.name == "iota":
         d = params["dimension"]
-        shape, along = local(params["shape"], None), labels[d]
-        at = jnp.arange(shape[d]) if along is None else places[along.side] + along.start
-        return lax.broadcast_in_dim(at.astype(params["dtype"]), shape, (d,))
+        at = jnp.arange(params["shape"][d]) if (x := labels[d]) is None else places[x.side] + x.start
+        return lax.broadcast_in_dim(at.astype(params["dtype"]), along(params["shape"]), (d,))
     if eqn.primitive.name == "random_bits":
-        along = zip(labels, params["shape"], strict=True)
-        return _bits(values[0], params["shape"], [places[x.side] + x.start if x else jnp.arange(n) for x, n in along])
+        every = zip(labels, params["shape"], strict=True)
+        return _bits(values[0], params["shape"], [places[x.side] + x.start if x else jnp.arange(n) for x, n in every])
     if eqn.primitive.name == "slice":
         starts = tuple(0 if x else n for x, n in zip(labels, params["start_indices"], strict=True))
-        changes = {"start_indices": starts, "limit_indices": local(params["limit_indices"], None)}
+        changes = {"start_indices": starts, "limit_indices": along(params["limit_indices"])}
     else:
         for factor in factors.of(eqn):
-            if factor.params is not None and labels[factor.outs[0]] is not None:  # type: ignore[index]
-                changes |= factor.params(local)
+            label = None if factor.outs[0] is None else labels[factor.outs[0]]
+            if factor.params is not None and label is not None:
+                n = len(places[label.side])
+                local = lambda shape, d, n=n: (*shape[:d], n, *shape[d + 1 :])
+                for name, sizes in factor.params(local).items():  # what other factors have cut stays so
+                    changes[name] = tuple(map(min, sizes, changes.get(name, sizes)))
     return jx.bind(eqn, values, **changes)[0]
 
 
@@ -214,8 +228,8 @@ def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """A score function and what it needs in a rectangle: the places of its queries and keys, all operands, whose keys
-    are those of all ranks, and which of these keys is the rectangle's first.
+    """A score function and what it needs in a rectangle: the places of its queries and keys, all operands, whose heads
+    are a rank's and whose keys are those of all ranks, and which of these keys is the rectangle's first.
     """
 
     function: ScoreFunction
@@ -226,27 +240,38 @@ class ScoreBlock:
     @property
     def sink(self) -> jax.Array | None:
         """What is in the softmax of each query beside the scores."""
-        return self.operands[-1] if self.function.sink else None
+        if not self.function.sink:
+            return None
+        b, k, g, t = self.operands[-1].shape
+        return self.operands[-1].reshape(b, k * g, t)
 
-    def _cut(self, r: Rectangle, first: jax.Array | int, n: int, floats: Sequence[jax.Array]) -> tuple[Any, list[Any]]:
+    def _cut(
+        self, r: Rectangle, first: jax.Array | int, shape: Sequence[int], floats: Sequence[jax.Array]
+    ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+        """The places and operands of scores [b, k, g, n, s], whose queries are from the rectangle's `first` on."""
         given = iter(floats)
         operands = [next(given) if _is_float(x) else x for x in self.operands]
-        for side, at, size in (("t", r.query + first, n), ("s", self.first, r.keys)):
+        for side, at, size in (("t", r.query + first, shape[3]), ("s", self.first, r.keys)):
             dims = self.function.dims(side)
             operands = [x if d is None else cut(x, at, size, d) for x, d in zip(operands, dims, strict=True)]
-        return {"t": cut(self.places["t"], first, n, 0), "s": self.places["s"]}, operands
+        numbered = self.function.numbered
+        places = {"t": cut(self.places["t"], first, shape[3], 0), "s": self.places["s"]}
+        places |= dict(zip("kg", map(jnp.arange, shape[1:3]), strict=True)) | dict(
+            zip(numbered, operands, strict=False)
+        )
+        return places, operands[len(numbered) :]
 
     def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
         """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
-        places, operands = self._cut(r, first, q.shape[1], floats)
         dots = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k).astype(dtype_of_sums(q)), k.astype(dtype_of_sums(q)))
+        places, operands = self._cut(r, first, dots.shape, floats)
         return self.function.scores(dots, places, operands[: len(self.function.scores.operands)])
 
     def weights(self, r: Rectangle, first: jax.Array | int, weights: jax.Array, *floats: jax.Array) -> jax.Array:
         """What values are multiplied by, of a softmax, or of what it is a multiple of."""
         if (program := self.function.weights) is None:
             return weights
-        places, operands = self._cut(r, first, weights.shape[3], floats)
+        places, operands = self._cut(r, first, weights.shape, floats)
         begin = len(self.function.scores.operands)
         return program(weights, places, operands[begin : begin + len(program.operands)])
 
@@ -306,7 +331,8 @@ def nothing(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any
         return sums
     out, (most, total), given = final  # no block has a sink, whose value is nought
     along = (given.astype(most.dtype) * out.astype(most.dtype)).sum(-1)
-    return *sums[:-1], -jnp.exp(operands[-1] - most) / total * jnp.swapaxes(along, 1, 2)
+    sink = operands[-1].reshape(most.shape)
+    return *sums[:-1], (-jnp.exp(sink - most) / total * jnp.swapaxes(along, 1, 2)).reshape(operands[-1].shape)
 
 
 def _zeros(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -363,7 +389,7 @@ def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: j
       q: float [b, t, H, h].
       k: same dtype, [b, t, k, h]; k divides H.
       v: as `k`.
-      operands: those of the function, whole.
+      operands: those of the function, whole, the numbers of heads first.
 
     Returns:
       [b, t, H, h] in the dtype of q.

@@ -8,6 +8,7 @@ head_dim.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +54,18 @@ def ulysses_attention(
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
-    c, heads, groups = count(axis), q.shape[2], k.shape[2]
+    c, heads = count(axis), q.shape[2]
     if heads % c:
         raise ValueError(
             f"{c} ranks do not divide {heads} query heads; use ring_attention or gather_attention, or fewer ranks"
         )
-    kv = jnp.repeat(jnp.concatenate([k, v], -1), c // math.gcd(c, groups), axis=2)
-    zigzag = order == "zigzag"
-    restored = lambda x: from_zigzag(x, c) if zigzag else x
-    q, kv = (restored(all_to_all(x, axis, 2, into=1)) for x in (q, kv))
+    restored = lambda x: from_zigzag(x, c) if order == "zigzag" else x
     segment_ids, kv_segment_ids = (
         None if x is None else restored(all_gather(x, axis, 1)) for x in (segment_ids, kv_segment_ids)
     )
-    keys, values = jnp.split(kv, 2, axis=-1)
     among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
-    out = among(q, keys, values, causal=causal, window=window, scale=scale)
-    return all_to_all(to_zigzag(out, c) if zigzag else out, axis, 1, into=2)
+    among = functools.partial(among, causal=causal, window=window, scale=scale)
+    return exchanged(among, q, k, v, axis=axis, group=c, order=order)
 
 
 def usp_attention(
@@ -116,20 +113,36 @@ def usp_attention(
             f"groups of {group} of {c} ranks for {heads} query and {groups} key heads, {q.shape[1]} queries and "
             f"{k.shape[1]} keys; use a divisor of ranks and heads, and as many keys as queries, or gather_attention"
         )
-    zigzag = order == "zigzag"
-    # A group's first chunks follow each other, and so do its second ones, from its last rank to its first.
-    restored = lambda x: from_zigzag(x, group) if zigzag else x
-    q, kv = (restored(_among(x, axis, group, 2, 1)) for x in (q, jnp.concatenate([k, v], -1)))
     ids = ()
     if segment_ids is not None:
         every = all_gather(segment_ids[None], axis).reshape(c // group, group, *segment_ids.shape)
-        ids = (jax.vmap(restored)(jnp.moveaxis(every, 1, 2).reshape(c // group, len(segment_ids), -1)),)
-    rounds = Rounds.of(q, axis, causal, window, scale, order, group)
-    out: jax.Array = by_rounds(rounds, q, *jnp.split(kv, 2, axis=-1), *ids)  # type: ignore[assignment]
-    return _among(to_zigzag(out, group) if zigzag else out, axis, group, 1, 2)
+        every = jnp.moveaxis(every, 1, 2).reshape(c // group, len(segment_ids), -1)
+        ids = (jax.vmap(lambda x: from_zigzag(x, group))(every) if order == "zigzag" else every,)
+
+    def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return by_rounds(Rounds.of(q, axis, causal, window, scale, order, group), q, k, v, *ids)
+
+    return exchanged(among, q, k, v, axis=axis, group=group, order=order)
+
+
+def exchanged(
+    among: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *, axis: Axes, group: int, order: Order
+) -> jax.Array:
+    """`among` of the positions of `group` ranks next to each other and some of the heads, in place of a rank's own
+    positions and all heads, and back. Key heads are repeated until the group divides them.
+    """
+    # In zigzag order a group's first chunks follow each other, and so do its second ones, from its last rank to its
+    # first.
+    kv = jnp.repeat(jnp.concatenate([k, v], -1), group // math.gcd(group, k.shape[2]), axis=2)
+    q, kv = (_among(x, axis, group, 2, 1) for x in (q, kv))
+    q, kv = (from_zigzag(x, group) for x in (q, kv)) if order == "zigzag" else (q, kv)
+    out = among(q, *jnp.split(kv, 2, axis=-1))
+    return _among(to_zigzag(out, group) if order == "zigzag" else out, axis, group, 1, 2)
 
 
 def _among(x: jax.Array, axis: Axes, group: int, dim: int, into: int) -> jax.Array:
     """An all-to-all among `group` ranks that are next to each other."""
+    if group == count(axis):
+        return all_to_all(x, axis, dim, into=into)
     ranks = [[*range(first, first + group)] for first in range(0, count(axis), group)]
     return lax.all_to_all(x, spanned(axis), dim, into, axis_index_groups=ranks, tiled=True) if group > 1 else x

@@ -102,6 +102,7 @@ def test_as_optax_takes_them() -> None:
         found({"w": jnp.zeros(2)})
 
 
+@pytest.mark.slow
 def test_layers_are_not_multiplied_with_one_another() -> None:
     """Without dimension numbers Muon takes every leaf of two dims: on stacked layers norms' stacks, of all layers
     together, and the embedding, while every hidden matrix went to Adam, and nothing said so.

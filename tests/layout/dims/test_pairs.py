@@ -333,7 +333,6 @@ def reference(name: str) -> tuple[Any, Any, Any]:
     return initial(model), one.value_and_grad(key, batch)[1], one.train(SGD, key, batch, STEPS)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [

@@ -4,6 +4,7 @@ and no scores of all positions. What cannot be taken is named with its line.
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,15 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.extend.random import threefry_2x32
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.localise.attention import spelled
-from jaxpar.localise.context import calls
-from jaxpar.ops.context import scored
+from jaxpar.localise.context import AttentionMode, calls, choose
+from jaxpar.localise.context.attention_mode import options_of
+from jaxpar.localise.context.rules import attend_scored
+from jaxpar.ops.context import from_zigzag, scored, to_zigzag
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
 
@@ -384,6 +389,72 @@ def test_functions_of_scores_are_replayed_where_a_sequence_is_split(fun: Spellin
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
 
 
+MODES = (
+    AttentionMode("ulysses", ""),
+    AttentionMode("usp", "", 2),
+    AttentionMode("ring", ""),
+    AttentionMode("gather", ""),
+)
+
+
+def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.Array]) -> Spelling:
+    """What a spelling is taken as, by ranks that share the positions."""
+    flat = spelled(jx.trace(fun, *given)[0], {}, replay=True).flat
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
+    ordered = lambda how, x, d: x if d is None or mode.order == "plain" else how(x, ranks, d)
+
+    def attended(options: Any, *values: jax.Array) -> jax.Array:
+        queries = options.function.dims("t")
+        dims = [1, 1, 1, *(queries if mode.sharing(ranks) == 1 else [None] * len(queries))]
+        specs = tuple(P() if d is None else P(*[None] * d, "context") for d in dims)
+        values = [ordered(to_zigzag, x, d) for x, d in zip(values, dims, strict=True)]
+        local = functools.partial(attend_scored, options, mode)
+        every = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
+        return ordered(from_zigzag, every(*values), 1)
+
+    def run(*x: jax.Array) -> jax.Array:
+        env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *x), strict=True))
+        for eqn in flat.eqns:
+            values = [atom.val if jx.is_literal(atom) else env[atom] for atom in eqn.invars]
+            options = options_of(eqn)
+            env |= zip(eqn.outvars, [attended(options, *values)] if options else jx.bind(eqn, values), strict=True)
+        return env[flat.outvars[0]]
+
+    return run
+
+
+def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Slopes of key heads and of the query heads of each."""
+    slopes, places = 0.1 * jnp.arange(1.0, H + 1).reshape(K, H // K, 1, 1), jnp.arange(T)
+    s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k[:, :, :K])
+    p = soft(s - slopes * jnp.abs(places[:, None] - places))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, :K]).reshape(B, T, H, D)
+
+
+@pytest.mark.parametrize(
+    ("fun", "modes"),
+    [
+        (alibi_of_grouped_queries, MODES[:1]),
+        *(pytest.param(fun, MODES, marks=pytest.mark.battery) for fun in (alibi_of_grouped_queries, *REPLAYED)),
+    ],
+)
+def test_ranks_that_share_positions_or_heads_compute_the_same(
+    fun: Spelling, modes: tuple[AttentionMode, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of three positions; of one key head four ranks have one query head each."""
+    monkeypatch.setattr(sys.modules[__name__], "T", 24)
+    *given, cotangent = arrays()
+
+    def pulled(fun: Spelling) -> Any:
+        out, pull = jax.vjp(fun, *given)
+        return out, *pull(cotangent)
+
+    wanted, *every = jax.jit(lambda: [pulled(fun), *(pulled(split_over(mode, 4, fun, given)) for mode in modes)])()
+    for found in every:
+        for x, y in zip(wanted, found, strict=True):
+            np.testing.assert_allclose(y, x, rtol=0, atol=5e-6 * float(jnp.abs(x).max()))
+
+
 def test_a_block_draws_the_bits_of_its_own_elements() -> None:
     """Beyond 2**32 of them, which no test can draw whole, they are those of 64-bit numbers."""
     key, small, large = jax.random.key(3), (3, 5, 7), (7, 131_072, 131_072)
@@ -422,6 +493,10 @@ SCORED = ("alibi", "padded", "t5")
 CELLS = (
     ("loop", "context=4,data=2,attention=ring"),
     ("padded", "context=4,attention=ring"),
+    ("alibi", "context=2,tensor=2,attention=ulysses"),
+    pytest.param("padded", "context=4,attention=ulysses", marks=pytest.mark.battery),
+    pytest.param("sinks", "context=4,attention=ulysses", marks=pytest.mark.battery),
+    pytest.param("capped", "context=4,attention=usp", marks=pytest.mark.battery),
     pytest.param("alibi", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
     pytest.param("capped", "fsdp=2,context=2,attention=ring,remat=layer", marks=pytest.mark.battery),
     ("sinks", "context=4,attention=ring"),
@@ -435,7 +510,6 @@ CELLS = (
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "text"), CELLS)
 def test_it_goes_by_any_way(name: str, text: str) -> None:
     cells.check_cell(name, text)
@@ -455,15 +529,42 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message", "advised"),
     [
-        ("context=4,attention=ulysses", r"context_cells.py:\d+.* (computes|adds) .*; use causal=.*'ring' or 'gather'"),
-        ("fsdp=4,kernels=fused", r"kernels='fused' is for attention, .*context_cells.py:\d+.*; leave kernels out"),
+        ("decays", "context=4,attention=ulysses", r"by a softmax of scores, .*; use causal=.*'gather'", "context=4"),
+        ("alibi", "fsdp=4,kernels=fused", r"for attention, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
     ],
 )
-def test_what_is_not_taken_is_refused_with_its_line(text: str, message: str) -> None:
-    step = jp.make_train_step(cells.built("alibi"), cells.SGD, text, jax.devices()[:4])
+def test_what_is_not_taken_is_refused_with_its_line(name: str, text: str, message: str, advised: str) -> None:
+    made = lambda text: jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:4])
     with pytest.raises(ValueError, match=message):
-        step.trace(cells.batch_of(4))
-    advised = text.replace("ulysses", "gather").replace(",kernels=fused", "")
-    jp.make_train_step(cells.built("alibi"), cells.SGD, advised, jax.devices()[:4]).trace(cells.batch_of(4))
+        made(text).trace(cells.batch_of(4))
+    made(advised).trace(cells.batch_of(4))
+
+
+def beside_other_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = scores(q, k)
+    return weighed(soft(s - s.mean(1, keepdims=True)), v)
+
+
+def test_the_mode_goes_by_what_a_function_of_scores_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(fun: Spelling, asked: str, ranks: int = 4) -> str:
+        flat = spelled(jx.trace(fun, *arrays()[:3])[0], {}, replay=True).flat
+        return choose(asked, flat.eqns, ranks, 1).name
+
+    monkeypatch.setattr(sys.modules[__name__], "T", 24)
+    assert chosen(alibi, "auto") == "ulysses"
+    assert chosen(soft_cap, "auto") == "ring"  # which leaves out blocks of hidden keys
+    assert chosen(beside_other_heads, "auto") == chosen(beside_other_heads, "ring") == "ring"
+    for asked in ("ulysses", "usp"):
+        with pytest.raises(ValueError, match=r"test_spelled.py:\d+.* mixes heads, .*; use attention='ring'"):
+            chosen(beside_other_heads, asked, 2)
+    monkeypatch.setattr(sys.modules[__name__], "H", 12)
+    monkeypatch.setattr(sys.modules[__name__], "K", 6)
+    assert (
+        chosen(alibi_of_grouped_queries, "ulysses", 3) == chosen(alibi_of_grouped_queries, "ulysses", 12) == "ulysses"
+    )
+    with pytest.raises(
+        ValueError, match=r"6 key heads must divide context=4, or be divided by it; use attention='ring'"
+    ):
+        chosen(alibi_of_grouped_queries, "ulysses", 4)

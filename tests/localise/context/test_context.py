@@ -102,7 +102,6 @@ def battery() -> list[Any]:
     return [(name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "text"),
     [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],

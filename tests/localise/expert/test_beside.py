@@ -13,6 +13,7 @@ BESIDE = (
 CELLS = [(name, text) for name in cells.FORMS for text in BESIDE if (name, text) != FIRST]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in CELLS)],

@@ -63,7 +63,6 @@ def battery() -> list[tuple[str, str]]:
     return [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "text"),
     [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],
@@ -202,6 +201,7 @@ def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
         expert_dims(LEAVES, ranks, rules, {}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

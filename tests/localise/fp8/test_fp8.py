@@ -293,6 +293,7 @@ def _compiled(devices: str, strategy: str) -> Any:
     return step, batch, step.compile(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
     "strategy", ["tensor=2", pytest.param("fsdp=2,remat=layer,gather=fp8", marks=pytest.mark.battery)]
@@ -314,6 +315,7 @@ def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     assert "Products of head/kernel stay in bfloat16: of no layer" in said
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_products_that_fall_back_are_named() -> None:
     step, batch, compiled = _compiled("2xA100-80GB", "fsdp=2,precision=fp8")

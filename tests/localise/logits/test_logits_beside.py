@@ -109,6 +109,7 @@ def test_smoothed_and_masked_of_an_odd_length(text: str, head: Any, zeros: str) 
     check(model(head), text, batch_of(zeros=zeros))
 
 
+@pytest.mark.slow
 def test_lora_and_a_running_mean_where_half_the_replicas_count_for_nothing() -> None:
     """Of 13 positions in chunks of 2, on two replicas, one of which has weights of 0 alone."""
     optimizer = optax.chain(optax.sgd(0.3, momentum=0.9), optax.ema(0.9))

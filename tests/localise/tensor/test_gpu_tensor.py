@@ -47,7 +47,6 @@ def compiled(sequence: bool) -> Traffic:
 BOTH = [pytest.param(s, marks=pytest.mark.xdist_group(f"gpu tensor {s}"), id=f"sequence={s}") for s in (False, True)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("sequence", BOTH)
 def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
     found = compiled(sequence).over("tensor")

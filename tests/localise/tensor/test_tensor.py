@@ -44,7 +44,6 @@ def test_covering_array_is_small() -> None:
     assert len(CHOSEN) + len(FIRST) <= 20
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("cell", cells())
 def test_cell(cell: Cell) -> None:
     check_cell(cell)
@@ -77,6 +76,7 @@ def on_sixteen_devices(cells: list[int]) -> None:
 FIRST = [0]
 
 
+@pytest.mark.slow
 def test_four_axes_on_sixteen_devices() -> None:
     on_sixteen_devices(FIRST)  # in one process: its start takes as long as a cell
 

@@ -67,6 +67,7 @@ def close(ours: Any, theirs: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "text", "devices"),
     [

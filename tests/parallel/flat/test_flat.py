@@ -247,6 +247,7 @@ BATTERY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "devices"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in BATTERY)]
 )
@@ -319,6 +320,7 @@ def normed() -> tuple[jp.Model, Any]:
     return jp.from_linen(Normed(), loss, batch), batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_batch_norm(tensor: int) -> None:
     """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank. Under

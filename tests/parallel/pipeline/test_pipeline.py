@@ -178,7 +178,6 @@ def batch_of(rows: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "mask": (np.arange(LENGTH - 1) < lengths[:, None]).astype(np.float32)}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("cell", list(cells()))
 def test_cell(cell: Cell) -> None:
     model, m = model_of(cell.model), COUNTS[cell.microbatches](cell.pipe)

@@ -20,7 +20,6 @@ def sent(strategy: str) -> dict[str, int]:
     return {kind: size for (kind, axes), size in found.items() if axes == ("pipe", "fsdp") and kind != "all-reduce"}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_embedding_and_head_move_once_a_step(zero: int, schedule: str) -> None:
