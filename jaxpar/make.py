@@ -1,5 +1,6 @@
 """make_train_step: a model, an optimizer and a strategy make a step, which can also show what it holds and sends."""
 
+import collections
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -84,10 +85,10 @@ def make_train_step(
         Two numbers a leaf join the all-reduce of the metrics.
       trace_nonfinite: after a step whose loss or gradients have a NaN or an infinity, find the equation that made it
         (`step.trace_nonfinite`) and raise `FloatingPointError` with its line, rank and rows (`NonfiniteError`). Nothing
-        waits for it: such a step and what comes after it are not applied, each call looks at the step before while its
-        own runs, and `step.wait(state)`, `step.save` and `step.evaluate` at the last. A batch is kept until its step is
-        seen: do not write into its arrays. Costs what `skip_nonfinite` does. Under float16, gradients that overflow by
-        the loss's scale are no fault until it is 1.
+        waits for it: such a step and what comes after it are not applied, each call looks at the steps that are done
+        (with several hosts, at all but its own), and `step.wait(state)`, `step.save` and `step.evaluate` at the last. A
+        batch is kept until its step is seen: do not write into its arrays. Costs what `skip_nonfinite` does. Under
+        float16, gradients that overflow by the loss's scale are no fault until it is 1.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time, and where an optimizer multiplies layers of a
@@ -154,7 +155,7 @@ class TrainStep(Step):
 
     proves: bool | str = False  # whether what is compiled is checked before it runs
     updates = True  # whether it has an optimizer
-    traces = False  # whether each call looks if the step before was finite, and raises where it was not
+    traces = False  # whether each call looks if steps before were finite, and raises where one was not
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -163,7 +164,7 @@ class TrainStep(Step):
         self._proven: set[Any] = set()
         self._saves: dict[Any, Checkpoints] = {}
         self._settled: dict[Any, TrainStep] = {}
-        self._last: _Call | None = None
+        self._calls = collections.deque[_Call]()
         if self.strategy.remat == "auto":
             self.settle = self._chosen
 
@@ -200,7 +201,7 @@ class TrainStep(Step):
 
         Raises ValueError where a path is missing or unknown, or a leaf's shape is not the model's.
         """
-        self._look_at_last()
+        self._look()
         return super().with_params(state, params)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -229,8 +230,8 @@ class TrainStep(Step):
                 "see yet; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) where metrics['finite'] is "
                 "False"
             )
-        if self._last is not None and self._last.state is not state:
-            self._look_at_last()
+        if self._calls and self._calls[-1].state is not state:
+            self._look()
         if not self._agreement.needed or _traced(state, batch):
             after, metrics = super().__call__(state, batch)
         else:
@@ -239,32 +240,32 @@ class TrainStep(Step):
             with ending.step():
                 after, metrics = super().__call__(state, batch)
         if self.traces:
-            last, self._last = self._last, _Call(after, metrics.pop("stopped"), batch)
-            if last is not None:
-                self._look(last, after, (batch,))
+            self._calls.append(_Call(after, metrics.pop("stopped"), batch))
+            self._look(wait=False)
         return after, metrics
 
     def wait(self, state: State) -> State:
         """The state, once it is computed.
 
-        Raises NonfiniteError where, with `trace_nonfinite=True`, the last step was not finite: after the last call of a
-        loop nothing else looks at it.
+        Raises NonfiniteError where, with `trace_nonfinite=True`, one of the last steps was not finite: after the last
+        call of a loop nothing else looks at them.
         """
-        self._look_at_last()
+        self._look()
         return jax.block_until_ready(state)
 
-    def _look_at_last(self) -> None:
-        """Looks at the last call's step, and waits for it."""
-        last, self._last = self._last, None
-        if last is not None:
-            self._look(last, last.state, ())
+    def _look(self, wait: bool = True) -> None:
+        """Raise NonfiniteError where a call's step was not finite. What came after it was not applied either.
 
-    def _look(self, call: "_Call", after: State, undone: tuple[Any, ...]) -> None:
-        """Raise NonfiniteError where the call's step was not finite; batches `undone`, given since, lead to `after`."""
-        if call.stopped:
-            self._last = None
-            found = self.trace_nonfinite(replace(after, step=-after.step - 1), call.batch)
-            raise NonfiniteError(found, replace(after, step=-after.step), call.batch, undone)
+        Args:
+          wait: for all of them; else one is looked at that is done. Processes look at the same: at all but the last.
+        """
+        calls, together = self._calls, jax.process_count() > 1
+        while calls and (wait or (len(calls) > 1 if together else calls[0].stopped.is_ready())):
+            if (call := calls.popleft()).stopped:
+                after, undone = (calls[-1] if calls else call).state, tuple(later.batch for later in calls)
+                calls.clear()
+                found = self.trace_nonfinite(replace(after, step=-after.step - 1), call.batch)
+                raise NonfiniteError(found, replace(after, step=-after.step), call.batch, undone)
 
     def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
         """Where the NaN or infinity of a step begins: the equation with its line, module, layer and operands, the
@@ -295,7 +296,7 @@ class TrainStep(Step):
 
     def _agreed(self, name: str, state: State, batch: Any) -> Any:
         """The batch, as several processes have found that all of them have it; the state is of finite steps."""
-        self._look_at_last()
+        self._look()
         if self._agreement.needed and not _traced(state, batch):
             batch = self.place(batch)
             self._agreement.on_batch(name, batch)
@@ -417,7 +418,7 @@ class TrainStep(Step):
         Returns the folder's `Checkpoints`, whose `wait()` returns when all is on disk; so does the end of the program.
         Raises ValueError where the save before could not be written.
         """
-        self._look_at_last()
+        self._look()
         saves = self._saves.get(key := (str(folder), keep))
         if saves is None:
             saves = self._saves[key] = Checkpoints(folder, self, {}, keep)
@@ -480,10 +481,10 @@ def _traced(state: Any, batch: Any) -> bool:
 
 
 class _Call(NamedTuple):
-    """A call of a step that has not been looked at: the state that it returned, whether it has stopped, its batch."""
+    """A call of a step that has not been looked at: the state that it returned, whether that has stopped, its batch."""
 
     state: State
-    stopped: jax.Array
+    stopped: Any
     batch: Any
 
 

@@ -40,8 +40,8 @@ class ReplayOptions:
     """every device of a host takes the part of the one so many places before it: what moves with a device is its
     fault"""
     equation: bool = True
-    """where it differs, name the equation at which the run's strategy and this one part, or one device: some twenty
-    programs, minutes"""
+    """where it differs, name the equation at which the run's strategy and this one part, or its own on the same devices
+    in other places: some twenty programs, minutes"""
     coordinator: str | None = None
     """host:port of process 0, where there are several"""
     processes: int | None = None

@@ -41,7 +41,7 @@ class Replayed:
       leaves: of the state, that differ; `devices`, on which.
       tolerance: for what is compared up to rounding.
       equation: at which the strategies part (`jp.bisect`), on the parameters and the batch of that step: the recorded
-        one and this one, or where they are the same or of other numbers of devices, the recorded one and one device; or
+        one and this one, or where they are the same, that one on its devices and on the same ones in other places; or
         why none can be named.
     """
 
@@ -180,7 +180,7 @@ def replay(trainer: Trainer, number: int, equation: bool = True) -> Replayed:
 
 def _parting(trainer: Trainer, head: Mapping[str, Any], before: Any, batch: Any) -> Bisected | str:
     """The equation at which the run's strategy, on these parameters and variables, parts from the trainer's, or where
-    that is the same or of another number of devices, from one device.
+    that is the same, from itself on the same devices, each in the place of the next.
     """
     step, says = trainer.step, "its equation is not known"
     then, now = head["about"]["the strategy"], str(exact(step))
@@ -192,10 +192,11 @@ def _parting(trainer: Trainer, head: Mapping[str, Any], before: Any, batch: Any)
     params, variables = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), before)
     model, params = step.model_def, step.model_def.unwrap(params)
     made = dataclasses.replace(model, init=lambda key: (params, variables) if model.stateful else params)
-    devices = [*step.mesh.devices.flat]
-    if len(devices) != (many := len(head["on"])):  # the two are compared on the same ones
-        devices, now = jax.devices()[:many], then
+    devices, many = [*step.mesh.devices.flat], len(head["on"])
+    of_run = devices if len(devices) == many else jax.devices()[:many]
+    if then == now:
+        devices = [*devices[1:], devices[0]]  # what is wrong on one of them moves with it
     try:
-        return bisect(made, then, None if then == now else now, batch, devices)
+        return bisect(made, then, now, batch, of_run, mesh_b=devices)
     except ValueError as error:
         return f"{says}: {error}"

@@ -127,6 +127,14 @@ def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
     assert "no block is finite, and of this one no row by itself" in str(error.value)
 
 
+def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_more() -> None:
+    look = finite.Finite(jp.Loop(on_nonfinite="explain")).look
+    values = {"loss": 1.0, "grad_norm": np.inf}
+    assert not look(1, {**values, "skipped": 1.0})
+    with pytest.raises(finite.NotFiniteError, match=r"step 2: grad_norm is inf; .*, by log at line 3"):
+        look(2, {**values, "skipped": 2.0}, explained=lambda: ", by log at line 3", stopped=True)
+
+
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finite, "HOPELESS", 2)
     options = {"strategy": "single", "steps": 20, "save_every": 2}

@@ -85,7 +85,7 @@ def test_a_wrong_strategy_is_named_by_its_equation(tmp_path: Path) -> None:
     at = inspect.getsourcelines(coupling)[1] + 2
     found = jp.replay(made("single", 1), 2)
     assert (found.ok, {*found.scalars}) == (False, {"loss", "grad_norm"})
-    assert "data=4 and one device part at gather, its result, at " in str(found)
+    assert "data=4 on devices 0, 1, 2, 3 and single on device 0 part at gather, its result, at " in str(found)
     assert f"test_replay.py:{at}:" in str(found)
     assert jp.replay(made("fsdp", 4), 2).ok  # whose replicas have the same first rows
 

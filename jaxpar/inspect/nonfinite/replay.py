@@ -110,7 +110,8 @@ class NonfiniteError(FloatingPointError):
       found: where it begins.
       state: that of before, but for its number: the next batch goes on from it.
       batch: that of the step.
-      undone: the batches given since, one or none, whose steps were not applied either: give them to the step again.
+      undone: the batches given since, to the call that raises this among others, whose steps were not applied either:
+        give them to the step again.
     """
 
     def __init__(self, found: Nonfinite, state: State, batch: Any, undone: tuple[Any, ...]):
