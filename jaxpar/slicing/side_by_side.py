@@ -26,6 +26,8 @@ from ..program.primitives import PRODUCTS
 from ..program.walk import propagate, through
 from .loop import hold
 
+_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # of which XLA makes one
+
 
 class _Each(tuple[Any, ...]):
     """A value of each group."""
@@ -91,7 +93,7 @@ def _compute_each(eqns: Sequence[Any], env: dict[Any, Any], groups: int, layer: 
     """Equations of each group: of a `layer` those of one until it has sent, then those of the next.
 
     Of what a group has received nothing is computed before what the next one sends can start. Else XLA makes one
-    collective of what several send, beside which none of them computes (jax 0.10.2).
+    collective of what several send, beside which none of them computes (jax 0.10.2). All-to-alls it leaves apart.
     """
     envs = [{v: x[g] if isinstance(x, _Each) and x else x for v, x in env.items()} for g in range(groups)]
     computes, arrived, last = list[Any](), list[Any](), envs[-1]
@@ -101,7 +103,7 @@ def _compute_each(eqns: Sequence[Any], env: dict[Any, Any], groups: int, layer: 
                 hold(last, filter(_floats, arrived), one, filter(_floats, sends[0].invars))
             _compute(sends, one)
             _compute(computes, last)
-            arrived = [v for eqn in sends if eqn.primitive.name in PRIMITIVES for v in eqn.outvars]
+            arrived = [v for eqn in sends if PRIMITIVES.get(eqn.primitive.name) in _COMBINED for v in eqn.outvars]
             computes, last = following, one
     _compute(computes, last)
     env.update((v, _Each(one[v] for one in envs)) for eqn in eqns for v in eqn.outvars)
@@ -116,7 +118,7 @@ def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
     phases: list[tuple[list[Any], list[Any]]] = [([], [])]
     for eqn in eqns:
         sends, computes = phases[-1]
-        if eqn.primitive.name not in PRIMITIVES:
+        if PRIMITIVES.get(eqn.primitive.name) not in _COMBINED:
             computes.append(eqn)
         elif not sends or jx.communicates(computes, PRODUCTS):
             phases.append(([eqn], []))
