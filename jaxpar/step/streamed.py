@@ -196,7 +196,8 @@ def _over_blocks(
     def body(number: Any, state: Any) -> Any:
         ahead, after = [], []
         for at, (x, y) in enumerate(zip(state[0], updated(number, *state), strict=True)):
-            if first := at % 2 == 0 and is_on_host(x):  # what reads and what writes one buffer runs as it stands here
+            first, block = at % 2 == 0 and is_on_host(x), None
+            if first:  # what reads and what writes one buffer runs as it stands here
                 x, block = lax.optimization_barrier((x, fetched(x, number + 1)))
             x = blocks.put(x, y, number)
             after.append(x)
