@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.verify import Bisected
+from jaxpar.inspect.verify import Bisected, sides
 from jaxpar.localise.tensor import primitives, sums
 from jaxpar.slicing import program
 from jaxpar.step import tracing
@@ -213,6 +213,32 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
     assert line(by_scan, "return x + jax.nn.softmax(scores)") in stopped.line, str(stopped)
     with pytest.raises(ValueError, match=r"bisect\(b=draws\) takes 1 arguments; use \(params, batch\)"):
         jp.bisect(model, None, draws, batch)
+
+
+def test_two_devices_are_named() -> None:
+    model, batch = jp.Model(draws, by_scan), rows_batch()
+    same = jp.bisect(model, None, None, batch, mesh=TWO[:1], mesh_b=TWO[1:])
+    assert str(same).startswith("one device on device 0 and one device on device 1 agree within 1e-05"), str(same)
+
+
+def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the second device are half a thousandth too large, whichever rank it is."""
+    run = sides.UnderStrategy.__call__
+
+    def wrong(self: Any, site: Any) -> Any:
+        loss, grads = run(self, site)
+        rank = [device.id for device in self.mesh].index(1)
+        return loss, jax.tree.map(lambda x: x * (1 + 5e-4 * (rank + 1)), grads)
+
+    monkeypatch.setattr(sides.UnderStrategy, "__call__", wrong)
+    model = jp.Model(
+        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
+    )
+    found = jp.bisect(model, "ddp", "ddp", {"x": rows_batch()["x"]}, mesh=TWO, mesh_b=TWO[::-1])
+    assert (found.primitive, found.backward, found.what) == ("dot_general", True, "the gradient of w"), str(found)
+    assert str(found).startswith("ddp on devices 0, 1 and ddp on devices 1, 0 part at dot_general, its backward"), str(
+        found
+    )
 
 
 OTHER = """
