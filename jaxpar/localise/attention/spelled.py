@@ -290,6 +290,9 @@ def _named(product: Any, at: int) -> tuple[Names, Names]:
     if len(summed[0]) != 1 or len(of_k) != 1:
         raise Hindered(product, "has keys of more or fewer dims than rows, positions, heads and features")
     alike = of_q if len(of_q) == 1 else [d for d in of_q if query[d] == key[of_k[0]]]
+    if len(shared[0]) > 2:  # of dims of one element, as `[None]` makes under vmap, there may be any number
+        wide = [n for n, d in enumerate(shared[1 - at]) if query[d] != 1]
+        shared = tuple([dims[n] for n in wide] for dims in shared)
     if len(alike) != 1 or len(of_q) > 2 or len(shared[0]) > 2:
         raise Hindered(
             product, f"has queries {list(query)} and keys {list(key)}, whose positions and heads do not show"
