@@ -30,6 +30,7 @@ OFFLOADS = ("activations", "optimizer")
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
+    "fp8_scaling": ("row", "tensor"),
     "reduce": ("f32", "compute", "int8"),
     "gather": ("compute", "int8", "fp8"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
@@ -46,6 +47,7 @@ _OTHERS = {  # what a choice may be besides
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",
     "prefetch": ", 0 or 1",
+    "fp8_scaling": " (XLA has no kernel for blocks of 128 and mxfp8 beside cuBLASLt's: see docs/recipes/precision.md)",
 }
 
 
@@ -101,6 +103,8 @@ class Strategy:
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       fp8_except: with precision="fp8", parts of paths whose products stay in bfloat16, as "attention:ffn/down"; `*` is
         any characters.
+      fp8_scaling: with precision="fp8", of what an operand has one scale, a power of two: "row", of what is summed; or
+        "tensor", of all that a device has of it, which cuBLASLt's kernel multiplies in by itself.
       reduce: dtype in which gradients are reduced and accumulated: "f32"; "compute", the compute dtype; or "int8",
         float32 that travels in 8 bits, in blocks of 256 (ZeRO++, section 3.3; `parallel/eight_bits.py`).
       error_feedback: with reduce="int8", whether each rank adds what rounding took from its gradients to those of the
@@ -164,6 +168,7 @@ class Strategy:
     deferred_batch_norm: bool = False
     precision: str = "f32"
     fp8_except: str = ""
+    fp8_scaling: str = "row"
     reduce: str = "f32"
     error_feedback: bool = False
     gather: str = "compute"
@@ -297,6 +302,11 @@ class Strategy:
             raise ValueError(
                 f"fp8_except={self.fp8_except!r} with precision={self.precision!r}: give parts of paths as text, such "
                 "as 'attention:ffn/down', with precision='fp8'; or leave it out"
+            )
+        if self.fp8_scaling != "row" and self.precision != "fp8":
+            raise ValueError(
+                f"fp8_scaling={self.fp8_scaling!r} with precision={self.precision!r}: it is how FP8 products round "
+                "their operands; use precision='fp8', or leave it out"
             )
         if self.gather == "fp8" and self.precision != "fp8":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One product in FP8 with a scale for each row, and its derivatives."""
+"""One product in FP8 with a scale for each row or tensor, and its derivatives."""
 
 import functools
 from collections.abc import Sequence
@@ -27,12 +27,14 @@ class ScaledProduct:
       dtype: of the result.
       weight: which operand is the weight, 0 or 1.
       path: of the weight.
+      scaling: of what an operand has one scale: "row", what is summed; or "tensor", all but batch dims.
     """
 
     numbers: Numbers
     dtype: Any
     weight: int
     path: str
+    scaling: str = "row"
 
 
 def quantised(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -86,9 +88,11 @@ def _dot(operands: tuple[jax.Array, jax.Array], how: ScaledProduct) -> jax.Array
 def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of the quantised operands, times the scales. These are powers of two: no factor rounds."""
     with jax.named_scope(SCOPE + how.path.replace("/", ".")):
-        (a8, of_a), (b8, of_b) = (quantised(v, dims) for v, dims in zip((a, b), numbers[0], strict=True))
-        y = lax.dot_general(a8, b8, numbers, preferred_element_type=dtype)
         sums, batch = numbers
+        row = how.scaling == "row"
+        spans = sums if row else [[d for d in range(v.ndim) if d not in batch[i]] for i, v in enumerate((a, b))]
+        (a8, of_a), (b8, of_b) = (quantised(v, dims) for v, dims in zip((a, b), spans, strict=True))
+        y = lax.dot_general(a8, b8, numbers, preferred_element_type=dtype)
         m, n = (len(_free(v, sums[side], batch[side])) for side, v in enumerate((a, b)))
         of_a, of_b = _rows(of_a, sums[0], batch[0], (), n), _rows(of_b, sums[1], batch[1], (1,) * m, 0)
         return y * of_a.astype(dtype) * of_b.astype(dtype)

@@ -86,17 +86,18 @@ def _within(path: str, part: str) -> bool:
     return bool(part) and fnmatchcase(f"/{path}/", f"*/{part}/*")
 
 
-def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str]) -> tuple[jx.Flat, set[str]]:
+def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str], scaling: str) -> tuple[jx.Flat, set[str]]:
     """A program with the products of the leaves `fp8` in FP8, and of which it has any.
 
     Args:
       flat: the program of one device; its first inputs are parameters with these `paths`.
+      scaling: as in `ScaledProduct`.
     """
     made, there = {}, set()
     for eqn, side, numbers in _products(flat, len(paths))[0]:
         if (path := paths[numbers[0]]) in fp8 and eqn.primitive.name == "dot_general":
             dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
-            made[id(eqn)] = _equation(eqn, ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path))
+            made[id(eqn)] = _equation(eqn, ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, scaling))
             there.add(path)
     eqns = tuple(_replaced(eqn, made) for eqn in flat.eqns)
     return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), there

@@ -62,8 +62,9 @@ def _plain(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
         ("ecd,edf->ecf", (3, 5, 24), (3, 24, 16), 1),
     ],
 )
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_a_product_and_its_gradients_are_the_plain_ones(
-    spec: str, a: tuple[int, ...], b: tuple[int, ...], weight: int
+    spec: str, a: tuple[int, ...], b: tuple[int, ...], weight: int, scaling: str
 ) -> None:
     ins, out = spec.split("->")
     names = ins.split(",")
@@ -72,10 +73,11 @@ def test_a_product_and_its_gradients_are_the_plain_ones(
     shared = [c for c in names[0] if c in names[1]]
     sums, batch = [c for c in shared if c not in out], [c for c in shared if c in out]
     numbers: Any = tuple(tuple(tuple(n.index(c) for c in cs) for n in names) for cs in (sums, batch))
-    how = ScaledProduct(numbers, jnp.dtype("float32"), weight, "w")
+    how = ScaledProduct(numbers, jnp.dtype("float32"), weight, "w", scaling)
     order = "".join([*batch, *(c for n in names for c in n if c not in shared)])
     assert order == out  # what dot_general returns
-    dims = lambda name, cs: tuple(name.index(c) for c in cs)
+    spans = lambda name, cs: cs if scaling == "row" else [c for c in name if c not in batch]
+    dims = lambda name, cs: tuple(name.index(c) for c in spans(name, cs))
     w, other = names[weight], names[1 - weight]
     of_w = [c for c in w if c not in shared]  # summed in the gradient of the other
 
@@ -183,6 +185,12 @@ def test_paths_that_are_excepted_stay() -> None:
         assert found["layers/ffn/down/kernel"] == f"fp8_except={but.partition(':')[0]}"
     with pytest.raises(ValueError, match=r"fp8_except='ffn/dow': ffn/dow is in .* no leaf.*a part of layers/attention"):
         why("ffn/dow")
+    for text, why in (
+        ("fp8,fp8_scaling=block", r"fp8_scaling='block' is unknown; .* row, tensor \(XLA has no kernel for blocks"),
+        ("bf16,fp8_scaling=tensor", r"fp8_scaling='tensor' with precision='bf16': .* use precision='fp8'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            jp.Strategy.parse(f"ddp,precision={text}")
     with pytest.raises(ValueError, match=r"fp8_except='ffn' with precision='bf16'.*with precision='fp8'"):
         jp.Strategy.parse("ddp,precision=bf16,fp8_except=ffn")
 
@@ -221,10 +229,10 @@ def test_no_layout_chooses_other_products(strategy: str) -> None:
 
 
 @functools.cache
-def _one_device(name: str) -> tuple[Any, Any, Any]:
+def _one_device(name: str, scaling: str) -> tuple[Any, Any, Any]:
     """Initial parameters, gradients of the first step, and parameters after the last; within `wide`."""
     model = _models()[name]
-    step = jp.make_train_step(model, SGD, "single,precision=fp8")
+    step = jp.make_train_step(model, SGD, f"single,precision=fp8,fp8_scaling={scaling}")
     assert any(not one.why for one in _traced(step, _text()).values())
     first, momentum = initial(model), None
     state = step.init(jax.random.key(0), params=first)
@@ -263,6 +271,7 @@ def _traced(step: Any, batch: Any) -> Any:
                 "pipe=2,microbatches=2,stages=cut",
                 "context=2,tensor=2",
                 "context=2,attention=ring,remat=layer",
+                "fsdp=2,tensor=2,microbatches=2,fp8_scaling=tensor",
             )
         ),
         ("expert=2,fsdp=2", "mixtral"),
@@ -271,7 +280,7 @@ def _traced(step: Any, batch: Any) -> Any:
 )
 def test_gradients_are_one_devices(strategy: str, name: str) -> None:
     model = _models()[name]
-    first, grads, params = _one_device(name)
+    first, grads, params = _one_device(name, "tensor" if "fp8_scaling=tensor" in strategy else "row")
     sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
     mesh = jax.devices()[: math.prod(map(int, sizes))] if sizes else None
     step = jp.make_train_step(model, SGD, f"{strategy},precision=fp8", mesh=mesh)
@@ -296,7 +305,14 @@ def _compiled(devices: str, strategy: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
-    "strategy", ["tensor=2", pytest.param("fsdp=2,remat=layer,gather=fp8", marks=pytest.mark.battery)]
+    "strategy",
+    [
+        "tensor=2",
+        *(
+            pytest.param(strategy, marks=pytest.mark.battery)
+            for strategy in ("fsdp=2,remat=layer,gather=fp8", "tensor=2,fp8_scaling=tensor")
+        ),
+    ],
 )
 def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     step, batch, compiled = _compiled("2xH100", f"{strategy},precision=fp8")
@@ -304,6 +320,10 @@ def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     assert proof.ok, proof
     (found,) = [one for one in proof.findings if one.part == "products"]
     assert found.promised == found.found
+    calls = re.findall(r"custom-call\(([^)]*)\), custom_call_target=\"__cublas\$lt\$matmul\$f8", compiled.as_text())
+    scaled = ["constant" not in call.split(", ")[2] for call in calls]  # by the kernel itself
+    assert scaled
+    assert any(scaled) == ("fp8_scaling=tensor" in strategy)
     sent = Ledger.from_hlo(compiled.as_text(), step.mesh)
     assert any(one.dtype == "uint8" for one in sent) == ("gather" in strategy)
     flops = Costs.from_hlo(compiled.as_text()).flops
@@ -311,7 +331,7 @@ def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     again = layer - CONFIG.dim * CONFIG.ffn if "remat" in strategy else 0  # nothing reads the last product again
     assert flops["float8_e4m3fn"] == 2 * (2 * layer + again) * CONFIG.layers * 8 * 128 // 2
     said = " ".join(str(explain(step, batch, compiled)).split())
-    assert "are in FP8, but for those of the gradients of weights" in said
+    assert re.search(r"are in FP8( with a scale for each tensor)?, but for those of the gradients of weights", said)
     assert "Products of head/kernel stay in bfloat16: of no layer" in said
 
 
