@@ -95,9 +95,8 @@ def _counted(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: i
 class _Iteration:
     """One iteration of a loop, which computes what it can before it needs the result of the next all-to-all."""
 
-    def __init__(self, body: Callable[[Any, Any, Any], Any], state: Any, number: Any, x: Any):
-        # What is computed again in a backward's own loop is not what its forward has computed: XLA cannot merge them.
-        flat, out = jx.trace(body, state, number, x, remats=lambda eqn: not eqn.params["prevent_cse"])
+    def __init__(self, body: Callable[[Any, Any, Any], Any], state: Any, number: Any, x: Any, remats: Any = False):
+        flat, out = jx.trace(body, state, number, x, remats=remats)
         self._outs, self._tree = flat.outvars, jax.tree.structure(out)
         self._todo = jx.live(flat.eqns, flat.outvars)
         self.env = dict(
@@ -214,7 +213,8 @@ def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[A
     """A body whose collectives for other iterations run each between two of its own."""
 
     def run(state: Any, number: Any, x: Any) -> Any:
-        one = _Iteration(body, state, number, x)
+        # What is computed again in a backward's own loop is not what its forward has computed: XLA cannot merge them.
+        one = _Iteration(body, state, number, x, remats=lambda eqn: not eqn.params["prevent_cse"])
         for window in one.windows():
             one.compute()
             for eqns in window:
