@@ -67,6 +67,7 @@ FIGURES = {
         "experiments/published_rows.py",
         "experiments/published_blind.py",
     ),
+    "exposed": _script(("docs/strategies/zero3.md",), "exposed.py"),
     "plans": _script(("docs/plan.md",), "ten_plans.py"),
     "planner": _script(("docs/plan.md",), "benchmarks/planner.py"),
     "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
