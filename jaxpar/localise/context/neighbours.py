@@ -208,7 +208,9 @@ def _scatter(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> 
     """`x.at[:, 1:].add(y)`: at positions that are known, each once."""
     (x, indices, y), numbers, name = inputs, eqn.params["dimension_numbers"], eqn.primitive.name
     into, inserted, places = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, constant(indices)
-    if x.dim is not None and x.dim not in into:
+    of_window = [d for d in range(len(x.shape)) if d not in (*inserted, *numbers.operand_batching_dims)]
+    by_window = dict(zip(numbers.update_window_dims, of_window, strict=True))  # dims of y -> of x
+    if {x.dim, by_window.get(y.dim)}.isdisjoint(into) and (x.dim is not None or y.dim in by_window):
         return TENSOR[name](work, eqn, inputs)
     if len(into) != 1 or inserted not in ((), into) or numbers.operand_batching_dims or places is None:
         return None
