@@ -123,10 +123,10 @@ def test_other_errors_of_a_loss_stay_and_carry_the_batch() -> None:
     with pytest.raises(KeyError, match="'x'") as found:
         trace(lambda m, b: table["x"] * m(b["x"]).mean(), BATCH)
     note = "the batch, a block of its rows: a dict of x float32[1, 4], y int32[1]"
-    assert found.value.__notes__[0] == note
+    assert note in found.value.__notes__
     with pytest.raises(ValueError, match="label") as refused:  # it went without
         trace(lambda m, b: jnp.einsum("ij,jk", b["x"], jnp.ones((3, 2))).mean(), BATCH)
-    assert refused.value.__notes__[0] == note
+    assert note in refused.value.__notes__
 
 
 def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:
@@ -135,7 +135,7 @@ def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:
     step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
     with pytest.raises(KeyError, match="'W'") as found:
         step.trace(BATCH)
-    assert "a dict of x" in found.value.__notes__[0]
+    assert any("a dict of x" in note for note in found.value.__notes__)
     with pytest.raises(ValueError, match=r"state is a flax\.nnx\.State; pass what step\.init"):
         step(nnx.State({}), BATCH)
 
