@@ -230,7 +230,8 @@ def test_parity(optimizer: str, strategy: str, devices: int, model: str) -> None
     """Five steps; gradients of Muon are clipped by their global norm."""
     first, found, owned = trained(optimizer, strategy, devices, model)
     assert owned is not None
-    assert owned.bundles
+    few = (optimizer, strategy) == ("galore", "expert=4")  # two matrices beside the experts, for four ranks
+    assert bool(owned.bundles) != few
     assert_same(found, optimizer, model)
     jax.tree.map(np.testing.assert_array_equal, first, one_device(optimizer, model)[0])
 
