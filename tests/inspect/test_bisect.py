@@ -18,6 +18,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.inspect.verify import Bisected, sides
+from jaxpar.inspect.verify.cut import CutLoss
 from jaxpar.localise.tensor import primitives, sums
 from jaxpar.slicing import program
 from jaxpar.step import tracing
@@ -108,6 +109,25 @@ def test_what_a_low_precision_does_beyond_its_rounding(fault: str) -> None:
     found = jp.bisect(model, f"single,precision={precision}", "single", batch, mesh=TWO[:1])
     assert (found.primitive, found.backward) == (primitive, False), str(found)
     assert f"test_bisect.py:{before.__code__.co_firstlineno}:" in found.line, str(found)
+
+
+def test_a_value_and_its_cast_are_one() -> None:
+    """After the square of a norm in float32, bfloat16 had both what it reads and its cast: half as much again."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
+        wide = x.astype(jnp.float32)
+        return (x + (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True))).astype(x.dtype)).mean()
+
+    model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, loss, rows="independent")
+    batch, key = {"x": np.random.default_rng(0).normal(size=(4, 8)).astype("f")}, jax.random.key(0)
+    cut = CutLoss(model, batch, key)
+    one, other = (
+        sides.UnderStrategy(cut, jp.Strategy.parse(text), jax.devices()[:1], key, batch)
+        for text in ("single", "single,precision=bf16")
+    )
+    for place in cut.with_rows(()):
+        assert one((place,))[0] == pytest.approx(other((place,))[0], rel=0.03)
 
 
 def twice(params: Any, batch: Any, key: Any) -> jax.Array:

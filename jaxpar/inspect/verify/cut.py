@@ -155,11 +155,14 @@ class _Run:
         last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not is_literal(v)}
         last |= {v: len(eqns) for v in outvars if not is_literal(v)}
         sizes: dict[Any, tuple[int, int] | None] = {}
+        uncast: dict[Any, Any] = {}
         number = -1
         for i, eqn in enumerate(eqns):
             values = list(map(read, eqn.invars))
             if cast := eqn.primitive.name in _CASTS:
-                sizes[eqn.outvars[0]] = None if is_literal(eqn.invars[0]) else sizes.get(eqn.invars[0])
+                (x,), (y,) = eqn.invars, eqn.outvars
+                if not is_literal(x) and jnp.issubdtype(y.aval.dtype, jnp.floating):
+                    sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
             else:
                 number += 1
                 sizes.update(zip(eqn.outvars, self.cut.sizes[*at, number], strict=True))
@@ -170,9 +173,9 @@ class _Run:
                     outs = jx.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
             if not cast and number == stop and (at or len(self.site) == 1):
-                for v, known in sizes.items():
-                    if known is not None and last.get(v, -1) > i:
-                        self.add(env[v], *known)
+                alive = {uncast.get(v, v): v for v, known in sizes.items() if known and last.get(v, -1) > i}
+                for v in alive.values():  # of a value and its casts, which one side has alone, one
+                    self.add(env[v], *sizes[v])  # type: ignore[misc]
         return list(map(read, outvars))
 
     def add(self, x: Any, dim: int, size: int) -> None:
