@@ -159,6 +159,8 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     options = options_of(eqn)
     if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
+    if work.rows > 1 or work.overlap:
+        return None
     inputs = [regular(work, eqn, x, 1) if x.dim == 1 else x for x in inputs]
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
