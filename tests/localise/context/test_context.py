@@ -398,3 +398,17 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
     with pytest.raises(ValueError, match=r"gather at .* give all of them and mask="):
         step(blocks).traced(cells.batch_of(4))
     step(masked).traced(cells.batch_of(4))
+
+
+def test_attention_over_positions_that_overlap_is_refused() -> None:
+    """Registers behind a sequence, and attention that is spelled out: dealt out anew, its gradient was wrong."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = batch["x"] @ params["enter"]
+        x = jnp.concatenate([x, jnp.broadcast_to(params["registers"], (len(x), 4, 16))], 1)
+        return jnp.square(x + jax.nn.softmax(x @ x.mT / 16) @ x)[:, :16].mean()
+
+    model = jp.Model(lambda key: {"enter": jnp.eye(16), "registers": jnp.ones((4, 16))}, loss, rows="independent")
+    step = jp.make_train_step(model, None, "context=2", mesh=jax.devices()[:2])
+    with pytest.raises(ValueError, match="mixes its positions"):
+        step.trace({"x": jnp.ones((4, 16, 16))})
