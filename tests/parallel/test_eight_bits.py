@@ -5,6 +5,7 @@ alike, or beside one device; collectives by kind, count and bytes.
 import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,22 @@ def as_gathered(step: Any, params: Any) -> Any:
     return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), rounded)))
 
 
+def check_beside_plain(strategy: str, computed_with: Callable[[Any, Any], Any], **tolerance: float) -> None:
+    """Some steps, beside one device whose gradients are at `computed_with(step, params)`."""
+    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
+    net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
+    step = jp.make_train_step(net, SGD, strategy, mesh=devices)
+    call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
+    first, gradient, found = initial(net), jax.jit(jax.grad(call)), []
+    params = net.unwrap(first)
+    optimizer = SGD.init(params)
+    for _ in range(STEPS):
+        found.append(jax.device_get(gradient(computed_with(step, params))))
+        changes, optimizer = SGD.update(found[-1], optimizer)
+        params = jax.tree.map(np.add, params, jax.device_get(changes))
+    check_cell(step, net, first, text(), STEPS, found[0], params, **tolerance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -200,19 +217,7 @@ def as_gathered(step: Any, params: Any) -> Any:
     ],
 )
 def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
-    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
-    net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
-    step = jp.make_train_step(net, SGD, f"{strategy},gather=int8", mesh=devices)
-    call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
-    first, gradient = initial(net), jax.jit(jax.grad(call))
-    params, grads = net.unwrap(first), None
-    optimizer = SGD.init(params)
-    for _ in range(STEPS):
-        found = jax.device_get(gradient(as_gathered(step, params)))
-        grads = found if grads is None else grads
-        changes, optimizer = SGD.update(found, optimizer)
-        params = jax.tree.map(np.add, params, jax.device_get(changes))
-    check_cell(step, net, first, text(), STEPS, grads, params)
+    check_beside_plain(f"{strategy},gather=int8", as_gathered)
 
 
 @pytest.mark.parametrize(
@@ -235,17 +240,7 @@ def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
     ],
 )
 def test_rounded_gradients_are_near_those_of_one_device(strategy: str) -> None:
-    sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
-    net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
-    step = jp.make_train_step(net, SGD, f"{strategy},reduce=int8", mesh=devices)
-    first = initial(net)
-    call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
-    gradient, params, optimizer, found = jax.jit(jax.grad(call)), net.unwrap(first), SGD.init(net.unwrap(first)), []
-    for _ in range(STEPS):
-        found.append(jax.device_get(gradient(params)))
-        changes, optimizer = SGD.update(found[-1], optimizer)
-        params = jax.tree.map(np.add, params, jax.device_get(changes))
-    check_cell(step, net, first, text(), STEPS, found[0], params, tolerance=0.05)
+    check_beside_plain(f"{strategy},reduce=int8", lambda step, params: params, tolerance=0.05)
 
 
 def test_explain_and_check_have_the_bytes() -> None:

@@ -34,7 +34,7 @@ from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
-from .places import constant, placed, regular
+from .places import constant, placed
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
@@ -161,7 +161,6 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
         return None
     if work.rows > 1 or work.overlap:
         return None
-    inputs = [regular(work, eqn, x, 1) if x.dim == 1 else x for x in inputs]
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
     if options.function is not None:
