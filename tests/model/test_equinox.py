@@ -158,3 +158,19 @@ def test_a_module_handed_to_model() -> None:
     model = jp.Model(init=lambda key: eqx.nn.MLP(4, 4, 8, 1, key=key), loss=loss)
     with pytest.raises(ValueError, match=r"whose leaf activation is the function relu, .*jp\.from_equinox\(lambda key"):
         jp.make_train_step(model, SGD, "ddp")
+
+
+def test_an_error_names_its_layer() -> None:
+    class Net(eqx.Module):
+        layers: list[eqx.nn.Linear]
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    net = lambda key: Net([eqx.nn.Linear(4, 4, key=key), eqx.nn.Linear(5, 4, key=key)])
+    model = jp.from_equinox(net, lambda net, batch, key: jax.vmap(net)(batch).mean())
+    with pytest.raises(TypeError) as found:
+        jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((4, 4), np.float32))
+    assert any(note.endswith("in layers/1 (Linear)") for note in found.value.__notes__)

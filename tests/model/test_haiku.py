@@ -129,3 +129,17 @@ def test_what_is_no_such_function() -> None:
             call()
     with pytest.raises(AttributeError, match=r"apply.train"):
         create(lambda apply, batch: apply.init(batch))
+
+
+def test_an_error_names_its_layer() -> None:
+    class Squared(hk.Module):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ x
+
+    def run(x: jax.Array) -> jax.Array:
+        return hk.Sequential([hk.Linear(4), Squared(name="squared")])(x)
+
+    model = jp.from_haiku(hk.transform(run), lambda apply, batch: apply(batch).mean(), np.ones((4, 4), np.float32))
+    with pytest.raises(TypeError) as found:
+        jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((2, 4), np.float32))
+    assert any(note.endswith("in squared (Squared)") for note in found.value.__notes__)

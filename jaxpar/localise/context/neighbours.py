@@ -111,6 +111,8 @@ def _slice(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Fo
     (value,) = jx.bind(eqn, [x.value], **every)
     if limit - start == x.shape[dim] and step == 1:
         return [(value, dim)]
+    if start == limit:  # `associative_scan` takes none of the last positions
+        return [(lax.slice_in_dim(value, 0, 0, axis=int(dim)), None)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
     rest = LocalValue(value, dim, shape)
     found = moved(work, rest, start, limit - start) if limit - start > 1 == step else None
