@@ -9,12 +9,12 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
+from ..program.libraries import of_library
 from ..text import did_you_mean
 from .paths import name_of
 
@@ -157,13 +157,9 @@ def _path(x: Any, wanted: Any, seen: set[int]) -> str:
 
 
 def asked_at(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the user's own that an error comes from: the innermost that is neither jax's, nor of a library
-    of modules, nor ours.
-    """
-    others = [sys.modules[name] for name in ("jax", "flax", "equinox", "haiku") if name in sys.modules]
-    libraries = [Path(__file__).parents[1], *(Path(module.__file__ or "").parent for module in others)]
+    """File and line of the user's own that an error comes from: the innermost that is of no library."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if not any(Path(file).is_relative_to(home) for home in libraries)]
+    own = [(file, line) for file, line in frames if not of_library(file)]
     return own[-1] if own else None
 
 

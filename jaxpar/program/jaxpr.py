@@ -12,17 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax
 import jax
 import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels
+from .libraries import of_library
 from .primitives import PRODUCTS
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit, with_programs
 from .walk import Scan as Scan
@@ -219,21 +218,18 @@ def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
     return any(eqn.primitive.name in by for eqn, _ in visit(eqns))
 
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = (*(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (flax, optax)), _HERE)
-_MODELS = os.path.join(_HERE, "models", "")  # jaxpar's own are models like any other
 _TRACE = os.path.abspath(__file__)  # calls the user's program; further out are lines that call a step
 
 
 def _user_line(source: Any) -> str:
-    """The innermost line that is not of JAX, Flax, Optax or jaxpar; "" if there is none."""
+    """The innermost line that is of no library; "" if there is none."""
     seen, count = 0, 1
     while True:  # most equations need one frame, and few need all
         frames = source_info_util.summarize(source, count).split("\n")[::-1]
         for frame in frames[seen:]:
             if frame.startswith(_TRACE):
                 return ""
-            if not frame.startswith(_LIBRARIES) or frame.startswith(_MODELS):
+            if not of_library(frame.partition(":")[0]):
                 return frame
         if len(frames) < count:
             return ""
@@ -246,7 +242,7 @@ def user_line(eqn: Any) -> str:
 
 
 def where(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from; of what Optax or Flax computes, the one calling it.
+    """The line of the user's program that an equation comes from; of what a library computes, the one calling it.
 
     Where there is none, the innermost one that is not of JAX; "" for a function of JAX alone.
     """

@@ -5,15 +5,14 @@ that operation. Compilers combine several into one: there each operand has a lin
 """
 
 import math
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ...program.collectives import on_the_wire
+from ...program.libraries import of_library
 from ...program.primitives import having
 from ...text import size
 from ..check.resharding import only_cut, users_of
@@ -23,7 +22,6 @@ from ..compiled.kernels import MOVES
 from ..ledger import Collective, collectives
 from .program import JittedProgram
 
-_LIBRARIES = ("flax", "optax", "equinox", "haiku", "chex", "jaxpar")  # JAX leaves its own lines out
 # An array behind these is the same, or a part of it.
 _SAME = frozenset("bitcast bitcast-convert convert reshape transpose slice dynamic-slice opt-barrier".split())
 _SAME |= {f"{kind}{part}" for kind in ("copy", "all-gather") for part in ("", "-start", "-done")}
@@ -41,8 +39,8 @@ class Site:
       count: executions; None in a loop of unknown length.
       bytes: their buffers; `sent`: what a device puts on the wire of them; `hidden`: of that, what is sent while
         something is computed.
-      source: the innermost line that is not of JAX, Flax, Optax, Equinox, Haiku or jaxpar, "model.py:31"; "" where the
-        compiler does not say.
+      source: the innermost line that is of no library (`program/libraries.py`), "model.py:31"; "" where the compiler
+        does not say.
       operation: what it serves, by JAX's name, "dot_general".
       argument: path of that which is sent as it stands, as weights that are gathered; "" of what was computed.
       shape: of what a device puts in.
@@ -147,7 +145,7 @@ class _Reader:
 
     def _line(self, i: Instruction) -> str:
         lines = list(self.module.lines(i))
-        own = (line for line in lines if not _of_library(line[0]))
+        own = (line for line in lines if not of_library(line[0]))
         file, number = next(own, lines[0] if lines else ("", ""))
         return f"{short(file)}:{number}" if file else ""
 
@@ -251,9 +249,3 @@ class _Reader:
 def _is_wide(i: Instruction) -> bool:
     """Whether it is more than a scalar or a table of the compiler's."""
     return i.opcode != "constant" and any(math.prod(dims) > 1 for _, dims in arrays(i.shape))
-
-
-def _of_library(file: str) -> bool:
-    """Whether a file is of a library that calls what the user wrote, or is called by it."""
-    loaded = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
-    return any(path and file.startswith(os.path.dirname(os.path.abspath(path)) + os.sep) for path in loaded)
