@@ -49,7 +49,7 @@ class Program:
         flights = {at: p.in_flight(access, leaves) for at, p in enumerate(self.pieces) if isinstance(p, Stack)}
         return {at: flight for at, flight in flights.items() if flight is not None}
 
-    def landed(self, access: Access, flights: Flights, grads: list[jax.Array | None]) -> list[jax.Array | None]:
+    def landed(self, access: Access, flights: Flights, grads: list[Any]) -> list[Any]:
         """Gradients with those added that are in flight after the last microbatch."""
         for at, flight in flights.items():
             stack = self.pieces[at]
