@@ -46,7 +46,7 @@ _OTHERS = {  # what a choice may be besides
     "remat": " or a jax.checkpoint policy",
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",
-    "prefetch": ", 0 or 1",
+    "prefetch": ", 0 or 1 (two layers ahead hide no more than one, and are held: see docs/strategies/zero3.md)",
     "fp8_scaling": " (XLA has no kernel for blocks of 128 and mxfp8 beside cuBLASLt's: see docs/recipes/precision.md)",
 }
 

@@ -76,7 +76,7 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
 class WholeAccess:
     """An `Access` to leaves that are whole already."""
 
-    def __init__(self, sends: Callable[[int], tuple[bool, bool]] | None = None):
+    def __init__(self, sends: Callable[[int], tuple[bool, bool]] = lambda index: (False, False)):
         self.sends = sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
@@ -109,7 +109,7 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     if schedule is not None and (main is None or main.length <= schedule.ranks):
         return 0, 0
     whole = WholeAccess(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
-    found = jax.eval_shape(lambda leaves: Loss(loss, whole, leaves).in_flight(), loss.leaves)
+    found = jax.eval_shape(lambda leaves: loss.program.in_flight(whole, leaves), loss.leaves)
     flights = [flight for at, flight in found.items() if schedule is None or loss.program.pieces[at] is main]
     size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])

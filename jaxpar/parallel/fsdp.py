@@ -15,6 +15,7 @@ In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 
@@ -27,23 +28,15 @@ def _fetch(x: jax.Array, use: Use) -> jax.Array:
     return all_gather(x, use.shard, use.dim)
 
 
-def _gathered(leaf: Uses) -> Iterator[Sent]:
+def _sends(leaf: Uses, once: bool = False) -> Iterator[Sent]:
+    """The closed form: an all-gather at every use, forwards and backwards; a reduce-scatter of every gradient, or
+    `once`, of the step's.
+    """
     for each in leaf.fetched:
         yield Sent("all-gather", leaf.shard, leaf.compute, each.count, each.total)
-
-
-def _sends(leaf: Uses) -> Iterator[Sent]:
-    """The closed form: an all-gather at every use, forwards and backwards; a reduce-scatter of every gradient."""
-    yield from _gathered(leaf)
-    yield from scattered(leaf, leaf.given)
-
-
-def _sends_once(leaf: Uses) -> Iterator[Sent]:
-    """The same with a reduce-scatter of the step's gradient."""
-    yield from _gathered(leaf)
-    yield from scattered(leaf, leaf.once)
+    yield from scattered(leaf, leaf.once if once else leaf.given)
 
 
 _ALL, _HELD = frozenset({"params", "grads", "optimizer"}), frozenset({"params", "optimizer"})
 ZERO3 = Rule("ZeRO-3", _ALL, _fetch, scatter, finish, Promise(_HELD, _sends), at_once=True)
-ZERO3_ONCE = Rule("ZeRO-3", _ALL, _fetch, give_at_last, finish_all, Promise(_HELD, _sends_once))
+ZERO3_ONCE = Rule("ZeRO-3", _ALL, _fetch, give_at_last, finish_all, Promise(_HELD, partial(_sends, once=True)))

@@ -51,7 +51,7 @@ class Access(Protocol):
 class Sender(Access, Protocol):
     """An `Access` that says what loops may send ahead."""
 
-    def sends(self, index: int) -> tuple[bool, bool]:
+    def sends(self, index: int, /) -> tuple[bool, bool]:
         """Whether loops fetch a layer of the leaf an iteration early, and give its gradient an iteration late."""
         ...
 
@@ -69,6 +69,9 @@ class InFlight:
 
     weights: list[Any]
     gradients: list[Any]
+
+
+Flights = dict[int, InFlight]  # by the number of the piece
 
 
 @dataclass(frozen=True)
@@ -167,16 +170,16 @@ class Stack:
         `back` behind a backward whose forward ran before, the last.
         """
         number = self.length - 1 - self._first if back else self._first
+        # Else XLA fetches it with what was first in flight, and holds it all along.
+        leaves, flight = lax.optimization_barrier((leaves, flight))
         return dataclasses.replace(flight, weights=self._refetched(access, leaves, flight.weights, number))
 
-    def landed(self, access: Access, flight: InFlight, into: list[Any]) -> list[Any]:
-        """`into`, one stack for each leaf of the unit, with the gradients added that are in flight after the last
-        microbatch; None, where no backward ran, stays.
+    def landed(self, access: Access, flight: InFlight, grads: list[Any]) -> list[Any]:
+        """Gradients, one for each leaf of the program, with those added that are in flight after the last microbatch;
+        None, where no backward ran, stays.
         """
-        totals = dict(zip(self.unit.leaves, into, strict=True))
-        late = [None if total is None else x for total, x in zip(into, flight.gradients, strict=True)]
-        totals = self._added(access, totals, late, self._first, [False] * len(self.slices))
-        return [totals[i] for i in self.unit.leaves]
+        late = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
+        return self._added(access, grads, late, self._first, [False] * len(late))
 
     def forwards(
         self,
@@ -203,7 +206,7 @@ class Stack:
             (carry, buffers, early), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
             full = self._fetched(access, leaves, self.slices, start + number, early)
-            early = early and self._refetched(access, leaves, early, self._next(number + self._step, again))
+            early = early and self._refetched(access, leaves, early, number + self._step, again)
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
             else:
@@ -270,8 +273,7 @@ class Stack:
             if flight is not None:
                 late = [x is not None for x in flight.gradients]
                 totals = add(totals, flight.gradients, jnp.mod(number + self._step, self.length))
-                following = self._next(number - self._step, again)
-                early = self._refetched(access, leaves, flight.weights, following, reads)
+                early = self._refetched(access, leaves, flight.weights, number - self._step, again, reads)
                 flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
                 ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
@@ -287,7 +289,7 @@ class Stack:
                 return made
             # What no backward reads, biases, is still that of the layer which ran last forwards.
             unread = [not read for read in noted[0]]
-            early = self._refetched(access, leaves, flight.weights, self._first, unread)
+            early = self._refetched(access, leaves, flight.weights, self._first, which=unread)
             return (*made, dataclasses.replace(flight, weights=early))
 
         first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
@@ -385,23 +387,22 @@ class Stack:
         """From the number of a layer to that of the next one forwards."""
         return -1 if self.reverse else 1
 
-    def _next(self, number: Any, again: bool) -> Any:
-        """The layer that comes after one; beyond the end, the one there, or `again` the one at the other end."""
-        return jnp.mod(number, self.length) if again else number
-
     def _refetched(
         self,
         access: Access,
         leaves: Sequence[Any],
         early: Sequence[Any],
         number: Any,
+        again: bool = False,
         which: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """`early` with those of `which`, or all, fetched of layer `number`; beyond an end, of the layer there."""
+        """`early` with those of `which`, or all, fetched of layer `number`; beyond an end, of the layer there, or
+        `again` of that at the other end.
+        """
         which = [x is not None and (which is None or which[i]) for i, x in enumerate(early)]
-        number = jnp.clip(number, 0, self.length - 1)
+        number = jnp.mod(number, self.length) if again else jnp.clip(number, 0, self.length - 1)
         found = iter(self._fetched(access, leaves, pick(which, self.slices), number))
-        return [next(found) if again else x for again, x in zip(which, early, strict=True)]
+        return [next(found) if new else x for new, x in zip(which, early, strict=True)]
 
     @staticmethod
     def _fetched(
@@ -431,11 +432,9 @@ class Stack:
 
         return totals, lambda totals, cotangents, number: self._added(access, totals, cotangents, number, fresh)
 
-    def _added(
-        self, access: Access, totals: Any, cotangents: Sequence[Any], number: Any, fresh: Sequence[bool]
-    ) -> dict[int, Any]:
-        """The stacks of gradients with a layer's added, or written where they are `fresh`."""
-        totals = dict(totals)
+    def _added(self, access: Access, totals: Any, cotangents: Sequence[Any], number: Any, fresh: Sequence[bool]) -> Any:
+        """The stacks of gradients, by leaf, with a layer's added, or written where they are `fresh`."""
+        totals = totals.copy()
         for s, ct, first in zip(self.slices, cotangents, fresh, strict=True):
             given = None if ct is None else access.give(s.leaf, ct, True)
             if given is not None:

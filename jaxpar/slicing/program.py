@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
-from .pieces import Access, InFlight, Segment, Sender, Stack, add
+from .pieces import Access, Flights, Segment, Sender, Stack, add
 from .rolling.loops import RolledLoop
 
 
@@ -44,22 +44,17 @@ class Program:
         """The layer stacks, in order."""
         return tuple(p for p in self.pieces if isinstance(p, Stack))
 
-    def in_flight(self, access: Sender, leaves: Sequence[Any]) -> dict[int, InFlight]:
+    def in_flight(self, access: Sender, leaves: Sequence[Any]) -> Flights:
         """What is in flight before the first microbatch, by the number of the piece; empty where nothing ever is."""
         flights = {at: p.in_flight(access, leaves) for at, p in enumerate(self.pieces) if isinstance(p, Stack)}
         return {at: flight for at, flight in flights.items() if flight is not None}
 
-    def landed(
-        self, access: Access, flights: dict[int, InFlight], into: Sequence[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """`into` with the gradients added that are in flight after the last microbatch."""
-        grads = list(into)
+    def landed(self, access: Access, flights: Flights, grads: list[Any]) -> list[Any]:
+        """Gradients with those added that are in flight after the last microbatch."""
         for at, flight in flights.items():
             stack = self.pieces[at]
             assert isinstance(stack, Stack)
-            totals = stack.landed(access, flight, [grads[i] for i in stack.unit.leaves])
-            for i, total in zip(stack.unit.leaves, totals, strict=True):
-                grads[i] = total
+            grads = stack.landed(access, flight, grads)
         return grads
 
     def forward(
@@ -68,7 +63,7 @@ class Program:
         leaves: Sequence[Any],
         values: Sequence[Any],
         grad: bool = False,
-        flights: dict[int, InFlight] | None = None,
+        flights: Flights | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads.
 
@@ -85,7 +80,7 @@ class Program:
         tape: Sequence[Any],
         seeds: dict[int, jax.Array],
         into: Sequence[jax.Array | None],
-        flights: dict[int, InFlight] | None = None,
+        flights: Flights | None = None,
     ) -> list[jax.Array | None]:
         """`into` with the gradient of each leaf added, as given; None stays where the loss does not depend on it.
 
@@ -120,7 +115,7 @@ def forward(
     leaves: Sequence[Any],
     env: dict[Any, Any],
     grad: bool,
-    flights: dict[int, InFlight] | None = None,
+    flights: Flights | None = None,
 ) -> list[Any]:
     """Runs some pieces, and returns the tape that `backward` reads.
 
@@ -149,7 +144,7 @@ def backward(
     tape: Sequence[Any],
     cts: dict[Any, Any],
     into: Sequence[jax.Array | None],
-    flights: dict[int, InFlight] | None = None,
+    flights: Flights | None = None,
 ) -> list[jax.Array | None]:
     """`into`, one accumulator for each leaf, with the gradients of some pieces added.
 

@@ -70,7 +70,7 @@ def accumulate(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -> tupl
         sums, variables, tape = loss.forward(variables, rows, key, flights=flights)
         return (variables, loss.backward(tape, seed, grads, flights), flights), sums
 
-    flights = loss.in_flight()
+    flights = loss.traced.program.in_flight(loss.access, loss.stored)
     carry, one = (variables, [None] * len(loss.stored), flights), first(blocks)
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         (variables, grads, flights), sums = micro(carry, one)
@@ -78,7 +78,7 @@ def accumulate(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -> tupl
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro, carry, one)[0][1])
         (variables, grads, flights), sums = lax.scan(micro, (variables, zeros, flights), blocks)
         sums = added(sums)
-    return loss.landed(flights, grads), variables, sums
+    return loss.traced.program.landed(loss.access, flights, grads), variables, sums
 
 
 @dataclass(frozen=True)

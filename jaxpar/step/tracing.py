@@ -33,7 +33,7 @@ from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
 from ..program.lookups import Lookup, lookups
 from ..rows import check_coupling
-from ..slicing.pieces import InFlight
+from ..slicing.pieces import Flights
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
 from ..slicing.side_by_side import side_by_side
@@ -134,31 +134,17 @@ class Loss:
     access: Any
     stored: Sequence[jax.Array]
 
-    def in_flight(self) -> dict[int, InFlight]:
-        """What the loops over layers have sent before the first microbatch."""
-        return self.traced.program.in_flight(self.access, self.stored)
-
     def forward(
-        self, variables: Any, rows: Any, key: Any, grad: bool = True, flights: dict[int, InFlight] | None = None
+        self, variables: Any, rows: Any, key: Any, grad: bool = True, flights: Flights | None = None
     ) -> tuple[Sums, Any, list[Any]]:
         """The sums of each metric, new variables, and the tape that `backward` reads; `flights` as in `Program`."""
         values = jax.tree.leaves((variables, rows, key))
         outs, tape = self.traced.program.forward(self.access, self.stored, values, grad, flights)
         return *jax.tree.unflatten(jax.tree.structure(self.traced.outputs), outs), tape
 
-    def backward(
-        self,
-        tape: Any,
-        seed: jax.Array,
-        into: Sequence[jax.Array | None],
-        flights: dict[int, InFlight] | None = None,
-    ) -> list[Any]:
+    def backward(self, tape: Any, seed: jax.Array, into: Sequence[Any], flights: Flights | None = None) -> list[Any]:
         """`into` with one microbatch's gradients added; `seed` is that of the step's loss with respect to its sum."""
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into, flights)
-
-    def landed(self, flights: dict[int, InFlight], into: Sequence[jax.Array | None]) -> list[Any]:
-        """`into` with the gradients added that the last microbatch's loops have left to send."""
-        return self.traced.program.landed(self.access, flights, into)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def test_what_cannot_be_read_is_refused() -> None:
 def test_a_slower_network_breaks_the_promise() -> None:
     proof = proved("prefetch=1", network_bandwidth=5e9)
     assert {(found.part, found.verdict) for found in proof.broken} == {("overlap", "MISSING")}
-    assert "more rows a device give more to hide it behind, fewer ranks of fsdp" in proof.broken[0].note
+    said = "concurrent=2 fetches a layer once for so many microbatches, more rows a device give more to hide it behind"
+    assert f"{said}, fewer ranks of fsdp" in proof.broken[0].note
 
 
 @pytest.mark.cuda_compiler

@@ -176,6 +176,18 @@ def test_neighbours_differ_in_one_choice_and_what_follows_from_it(name: str) -> 
     assert len(families([(s, None) for s in found], here())) > 2
 
 
+def test_more_and_more_microbatches_run_side_by_side() -> None:
+    """Four were never tried, and were 1.2 times as fast as two for a 70B on 40 hosts."""
+    beside = lambda concurrent: {
+        (s.concurrent, s.microbatches)
+        for s in neighbours(jp.Strategy.parse(f"data=2,tensor=4,microbatches=4,concurrent={concurrent}"), here(), 64)
+        if s.tensor == 4 and s.pipe == 1 and s.concurrent != concurrent
+    }
+    assert beside(1) == {(2, 4)}
+    assert beside(2) == {(1, 4), (4, 4)}
+    assert beside(4) == {(2, 4), (8, 8), (1, 2)}
+
+
 def test_what_waits_on_the_host() -> None:
     """Its closed forms: as much less on the device, both ways over the host's link. Around it, every sum of what there
     is to offload, and of what recomputes a budget; in a pipeline no activations, which its slots keep.

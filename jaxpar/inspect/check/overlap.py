@@ -125,9 +125,12 @@ def _why(step: Step, part: Part, leaf: str, line: str) -> str:
         how = "nothing is computed between its start and its done"
     else:
         how = "what is computed between its start and its done takes less"
-    ahead = step.strategy.prefetches(leaves_host(step.mesh, SHARDS))
+    strategy = step.strategy
+    ahead, turns = strategy.prefetches(leaves_host(step.mesh, SHARDS)), strategy.turns if strategy.pipe == 1 else 1
+    more = strategy.concurrent * next((n for n in range(2, turns + 1) if turns % n == 0), 0)
     if _promised(step, part) == _ACTIVATIONS or ahead:
-        hint = f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
+        hint = f"concurrent={more} fetches a layer once for so many microbatches, " * (more > 0)
+        hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"
     else:

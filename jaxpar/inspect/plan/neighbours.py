@@ -31,11 +31,11 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
-    """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat` (where it
-    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, `gather`,
-    how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side
-    by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
-    `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
+    """The strategies that differ from one in microbatches, how many of them are concurrent, chunks or an axis by a
+    factor of 2, in `remat` (where it recomputes, also by "auto" with what a device may take), in `offload` if it has
+    some, in `reduce`, `zero`, `gather`, how context ranks attend, or a pipeline's schedule (for a mixture also by that
+    whose forwards and backwards run side by side), or in that all replicas are plain or all are sharded; and that the
+    devices, the rows of a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
@@ -46,10 +46,10 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         changes += [{"offload": offload} for offload in ("none", *OFFLOADS, "+".join(OFFLOADS))]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
-    if strategy.concurrent > 1:
-        changes += [{"concurrent": 1}]
-    elif pipe == 1 and max(shape["tensor"], shape["expert"], shape["context"]) > 1:
-        changes += [{"concurrent": 2, "microbatches": m if m % 2 == 0 else 2 * m}]
+    if (beside := strategy.concurrent) > 1:
+        changes += [{"concurrent": beside // 2}]
+    if pipe == 1 and max(shape["tensor"], shape["expert"], shape["context"]) > 1:
+        changes += [{"concurrent": 2 * beside, "microbatches": math.lcm(m, 2 * beside)}]
     if pipe > 1:
         changes += [{"chunks": 2 * chunks}, {"chunks": chunks // 2}]
         changes += [

@@ -273,9 +273,8 @@ class Schedule:
     @functools.cached_property
     def in_turn(self) -> bool:
         """Whether every rank's ticks run the same layers one after another, so that each knows which layer is next."""
-        if self.branches or self.chunks > 1 or self.waiting:
-            return False
-        return all(repeats == 1 for repeats, _ in self.phases())
+        other = self.branches or self.chunks > 1 or self.waiting
+        return not other and all(repeats == 1 for repeats, _ in self.phases())
 
     def epilogue(self, tick: int) -> int | None:
         """The microbatch that leaves the last layer at a tick, if one does: its loss is computed there and then."""

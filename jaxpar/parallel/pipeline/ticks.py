@@ -35,7 +35,7 @@ from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, before, side
 from .distributed_prologue import shared
-from .ranks import Engine, dce, with_totals
+from .ranks import Engine, dce
 from .schedules import Kind, Phase
 
 
@@ -131,10 +131,9 @@ class Pipeline(Engine):
         ):
             parts.append((runs, self.tick(Phase(0, 1, *flags), saved, carry, row)))
         if carry.flight is not None:
-            parts.append((1, dataclasses.replace(carry, flight=self._flight())))
-            parts.append((len(self._turns), self._turned(carry, Phase(0, 1, False, True, False))))
-            grads = jax.tree.map(jnp.zeros_like, parts[-3][1].grads)
-            parts.append((1, self._landed(dataclasses.replace(carry, grads=grads))))
+            late = dataclasses.replace(carry, grads=jax.tree.map(jnp.zeros_like, parts[-1][1].grads))
+            parts += [(1, dataclasses.replace(carry, flight=self._flight())), (1, self._landed(late))]
+            parts += [(len(self._turns), self._turned(carry, Phase(0, 1, False, True, False)))]
         return parts
 
     def _flight(self) -> InFlight | None:
@@ -158,9 +157,8 @@ class Pipeline(Engine):
         """The carry behind the last tick, with the gradients that are in flight."""
         if carry.flight is None:
             return carry
-        own = self.stack.unit.leaves
-        totals = self.stage.landed(self.access, carry.flight, [carry.grads[i] for i in own])
-        return dataclasses.replace(carry, grads=with_totals(carry.grads, own, totals), flight=None)
+        grads = self.stage.landed(self.access, carry.flight, carry.grads)
+        return dataclasses.replace(carry, grads=grads, flight=None)
 
     def _row(self) -> dict[str, jax.Array]:
         """What this rank looks up in the first tick."""
