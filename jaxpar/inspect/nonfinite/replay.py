@@ -139,14 +139,14 @@ class Replay:
         self.n, self.m, models = step.replicas, step.strategy.microbatches, step.layout.storage.models
         here = lambda x: jax.device_put(x, device)
         flat = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
-        self.params = [here(_whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
+        self.params = [here(whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
         self.paths, self.tuned = [p.path for p in models], [i for i, p in enumerate(models) if p.trainable]
         self.loss, self.grads = 0.0, dict[str, jax.Array]()
         self.reads: dict[tuple[int, int], Any] = {}  # the variables that each block reads
         self.tree = step.layout.storage.model_tree
-        self.variables = jax.tree.map(lambda x: here(_whole(x)), state.variables)
-        self.key = here(_whole(state.key))
-        self.batch = jax.tree.map(_whole, step.place(batch))
+        self.variables = jax.tree.map(lambda x: here(whole(x)), state.variables)
+        self.key = here(whole(state.key))
+        self.batch = jax.tree.map(whole, step.place(batch))
         self.each = rows_of(self.batch) // (self.n * self.m)
         self.scale = 1.0 if state.scale is None else float(state.scale.scale)
         options = cpu_options(device.platform)
@@ -287,7 +287,7 @@ def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
     """An array on this host, of all hosts' parts."""
     if not isinstance(x, jax.Array):
         return x

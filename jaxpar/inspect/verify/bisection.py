@@ -57,7 +57,8 @@ def bisect(
     what sums them is named where all of these agree. A value that is finite on one side alone is a difference.
 
     Costs about log2 of the number of equations programs on each side, each compiled and run once, in a gradient step's
-    memory, and one more on one device where they differ. Communicates what these do.
+    memory, and one more on one device where they differ. Communicates what these do. With several processes all call
+    it, with the same batch.
 
     Raises ValueError where both sides are not finite, where the two make other programs of the loss, and where a
     strategy takes none that is cut.
@@ -109,7 +110,7 @@ class _Search:
         self.cut, self.sides, self.told = cut, sides, dict[Site | None, _Told]()
         own = [side for side in sides if isinstance(side, UnderStrategy)]
         lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
-        self.plain = OneDevice(lowest, jax.devices()[0])
+        self.plain = OneDevice(lowest, jax.local_devices()[0])
         self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
         self.tolerance = max(TOLERANCE[name] for name in self.low)
         # Of the same precision: other last bits would decide which of several largest elements is the maximum.

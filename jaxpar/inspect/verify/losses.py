@@ -27,6 +27,8 @@ from .bisected import Bisected
 from .differences import TOLERANCE, differences
 from .reference import Reference
 
+_TAKEN = "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, optimizers part"
+
 
 def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -> Bisected:
     """Where a user's loss parts from the model's own, on one device, in the dtypes that the model declares.
@@ -81,12 +83,18 @@ def _objective(loss: Callable[..., Any], name: str, model: Model) -> Callable[..
 
     def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
         batch = jax.tree.map(lambda x: x.value if is_replicated(x) else x, batch, is_leaf=is_replicated)
-        out = loss(model.wrap(params), *((variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]))
+        args = (variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]
+        try:
+            out = loss(model.wrap(params), *args)
+        except Exception as error:
+            error.add_note(f"bisect(b={name}) calls it as {_TAKEN}")
+            raise
         out = out[0] if isinstance(out, tuple) else out
-        out = out.total / out.count if isinstance(out, Mean) else jnp.asarray(out)
-        if out.shape:
-            raise ValueError(f"bisect(b={name}) returned {out.dtype}{list(out.shape)}; return a scalar loss")
-        return out
+        out = out.total / out.count if isinstance(out, Mean) else out
+        if not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) or jnp.shape(out):
+            said = f"an array of shape {jnp.shape(out)}" if hasattr(out, "shape") else f"a {type(out).__name__}"
+            raise ValueError(f"bisect(b={name}) returned {said}; return a scalar: it is taken for {_TAKEN}")
+        return jnp.asarray(out)
 
     return value
 
