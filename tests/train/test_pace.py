@@ -62,7 +62,6 @@ place = jp.initialize()
 import jax, numpy as np, optax
 sys.path[:0] = ["tests", "tests/train"]
 from test_processes import model, rows
-from test_replay import coupling
 
 def data(start):
     for number in range(start, 10**6):
@@ -78,24 +77,11 @@ trainer().run()
 found = jp.replay(trainer(), 12)
 assert found.ok and not found.others and found.compared == (10, 12), found
 print("REPLAYED", found.total)
-
-def labelled(start):
-    for number in range(start, 10**6):
-        x = np.random.default_rng(number).normal(size=(8, 8)).astype(np.float32)
-        yield {"x": x, "label": np.arange(8) % 5}
-
-def coupled(devices):
-    made = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, coupling, rows="independent")
-    loop = jp.Loop(steps=1, out=sys.argv[1] + " coupled", record=1, quiet=True)
-    return jp.Trainer(made, optax.adam(0.1), labelled, "ddp", loop, mesh=devices)
-
-coupled(jax.devices()).run()
-print(jp.replay(coupled(jax.devices()[::2]), 1))
 """
 
 
 @pytest.mark.battery
-def test_of_two_processes_the_one_with_slow_data_is_named_and_a_step_replayed_to_its_equation(tmp_path: Path) -> None:
+def test_of_two_processes_the_one_with_slow_data_is_named_and_a_step_replayed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "2", "--", "-c", _WORKER]
     env = {**os.environ, "JAXPAR_WATCHDOG": "300"}
     run = subprocess.run([*command, str(tmp_path / "run")], env=env, capture_output=True, text=True, timeout=1800)
@@ -104,5 +90,3 @@ def test_of_two_processes_the_one_with_slow_data_is_named_and_a_step_replayed_to
     assert run.stdout.count("rank 1 on ") == 1, run.stdout
     assert "keeps the others waiting since step 7 or so" in run.stdout
     assert (tmp_path / "run" / "pace.png").exists()
-    parts = "data=4 on devices 0, 1, 2, 3 and data=2 on devices 0, 2 part at gather, its result, at "
-    assert run.stdout.count(parts) == 2, run.stdout

@@ -364,25 +364,11 @@ def _has_nan(x: Any) -> bool:
     return _inexact(x) and bool(_any_nan(x))
 
 
-@jax.jit
-def _all_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
-
-
-@jax.jit
-def _any_nan(x: jax.Array) -> jax.Array:
-    return jnp.isnan(x).any()
-
-
-@jax.jit
-def _mended(x: jax.Array) -> jax.Array:
-    """1 in place of what is not finite: the least surprising operand of any primitive."""
-    return jnp.where(jnp.isfinite(x), x, jnp.ones_like(x))
-
-
-@jax.jit
-def _mends(out: jax.Array, mended: jax.Array) -> jax.Array:
-    return (jnp.isfinite(mended) & ~jnp.isfinite(out)).any()
+_all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+_any_nan = jax.jit(lambda x: jnp.isnan(x).any())
+# 1 in place of what is not finite: the least surprising operand of any primitive.
+_mended = jax.jit(lambda x: jnp.where(jnp.isfinite(x), x, jnp.ones_like(x)))
+_mends = jax.jit(lambda out, mended: (jnp.isfinite(mended) & ~jnp.isfinite(out)).any())
 
 
 @jax.jit
