@@ -119,20 +119,15 @@ class NonfiniteError(FloatingPointError):
         self.found, self.state, self.batch, self.undone = found, state, batch, undone
 
 
-def trace_step(step: Step, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
-    """See `TrainStep.trace_nonfinite`."""
-    check_state(state)
-    return Replay(step, state, batch, device or step.mesh.local_devices[0]).found()
-
-
 class Replay:
-    """The mathematics of a step, block by block on one `device`.
+    """The mathematics of a step, block by block on one `device`; see `TrainStep.trace_nonfinite`.
 
     Attributes:
       loss, grads: once all blocks are finite, the step's loss, and the gradients of what is trained, by path.
     """
 
     def __init__(self, step: Step, state: State, batch: Any, device: jax.Device):
+        check_state(state)
         self.step, self.device, self.number = step, device, int(state.step) + 1
         traced = step.traced(batch)
         self.coupled, policy = traced.program.coupled, step.policy

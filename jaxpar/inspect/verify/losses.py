@@ -113,18 +113,6 @@ def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[floa
 
 
 @dataclass(frozen=True)
-class _Parting:
-    """An equation at which a program has what the other has not; `iteration` of its loop, None outside."""
-
-    eqn: Any
-    iteration: int | None
-
-    def __str__(self) -> str:
-        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
-        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
-
-
-@dataclass(frozen=True)
 class _Result:
     """A value that was computed: by which equation (None: it was given), backwards or not, of which others; or an
     iteration's part of another.
@@ -137,6 +125,10 @@ class _Result:
     size: int
     numbers: np.ndarray
     is_part: bool
+
+    def __str__(self) -> str:
+        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
+        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
 
 
 class _Evaluated:
@@ -151,7 +143,7 @@ class _Evaluated:
         env = dict(zip((*flat.constvars, *flat.invars), ins, strict=True))
         self.outs = [number for _, number in self._run(eqns, env, flat.outvars, None)]
 
-    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Parting | None:
+    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Result | None:
         """The first equation before an output that makes what the other has not, of operands that it has."""
         aligned = self.are_aligned(other, tolerance, forwards=out > 0)
         todo, seen, found = [self.outs[out]], set[int](), list[int]()
@@ -161,7 +153,7 @@ class _Evaluated:
                 loose = [operand for operand in self.results[number].operands if not aligned[operand]]
                 todo += loose
                 found += [] if loose else [number]
-        return _Parting(self.results[min(found)].eqn, self.results[min(found)].iteration) if found else None
+        return self.results[min(found)] if found else None
 
     def are_aligned(self, other: _Evaluated, tolerance: float, forwards: bool = False) -> list[bool]:
         """Of each result whether it was given, or the other has it too, or that of which it is a part; or, where
