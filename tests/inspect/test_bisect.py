@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxpar as jp
@@ -130,6 +131,24 @@ def test_a_value_and_its_cast_are_one() -> None:
     )
     for place in cut.with_rows(()):
         assert one((place,))[0] == pytest.approx(other((place,))[0], rel=0.03)
+
+
+def test_a_cut_loss_takes_no_more_memory_than_the_loss() -> None:
+    """What the derivative of a cut's number reads was kept of every layer: twice the temporaries of a step."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), batch["x"], params)
+        return jnp.square(x).mean()
+
+    def temporaries(model: jp.Model) -> int:
+        step = jp.make_train_step(model, optax.sgd(0.1), "single", TWO[:1])
+        return step.compile(batch).memory_analysis().temp_size_in_bytes
+
+    batch = {"x": np.ones((64, 32), np.float32)}
+    cut = CutLoss(model := jp.Model(lambda key: jax.random.normal(key, (6, 32, 32)), loss), batch, jax.random.key(0))
+    (scan,) = [number for number, eqn in enumerate(cut.eqns) if eqn.primitive.name == "scan"]
+    middle = cut.with_rows((scan,))[5]
+    assert temporaries(cut.at((scan, 3, middle))) <= 1.05 * temporaries(model)
 
 
 def twice(params: Any, batch: Any, key: Any) -> jax.Array:
