@@ -29,7 +29,7 @@ from .inspect.check.replicas import check as check_sums
 from .inspect.check.replicas import checksums
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
-from .inspect.nonfinite import Nonfinite, NonfiniteError, trace_step
+from .inspect.nonfinite import Nonfinite, NonfiniteError, Replay
 from .inspect.remat import settle
 from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
@@ -284,7 +284,8 @@ class TrainStep(Step):
         each compiled for itself. Communicates an all-gather of parameters, batch and variables; with several hosts, all
         must call it.
         """
-        return trace_step(self, state, self._agreed("trace", state, batch), device)
+        batch = self._agreed("trace", state, batch)
+        return Replay(self, state, batch, device or self.mesh.local_devices[0]).found()
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """The loss and its metrics, without update and without dropout."""

@@ -164,6 +164,26 @@ def arccos_at_1(x: jax.Array, s: jax.Array, w: jax.Array) -> jax.Array:
     return x + jnp.arccos(y)  # here
 
 
+# From bug reports, planted after the search was written.
+
+
+@planted("head")
+def one_hot_times_masked_logits(x: jax.Array, s: jax.Array, w: jax.Array) -> jax.Array:
+    logits = jax.nn.log_softmax(jnp.where((jnp.arange(DIM) < 4) | (s > 0), x, -jnp.inf))
+    return x - jnp.where(jnp.arange(DIM) == 0, 1.0, 0.0) * logits  # here
+
+
+@planted("layer")
+def two_masks_of_the_lowest_number(x: jax.Array, s: jax.Array, w: jax.Array) -> jax.Array:
+    causal = padding = jnp.where(s > 0, 0.0, jnp.finfo(x.dtype).min)
+    return x + jax.nn.softmax(x + (causal + padding))  # here
+
+
+@planted("layer")
+def quotient_behind_nan_to_num(x: jax.Array, s: jax.Array, w: jax.Array) -> jax.Array:
+    return x + jnp.nan_to_num(x / s, posinf=0, neginf=0)  # here
+
+
 @planted("batch")
 def inf_in_a_row(x: jax.Array, s: jax.Array, w: jax.Array) -> jax.Array:
     return x * s  # here

@@ -15,6 +15,7 @@ import numpy as np
 from ..checkpoint.about import exact, same_run
 from ..checkpoint.saved import Checkpoint, numbers
 from ..data.streams import training
+from ..inspect.nonfinite.replay import whole
 from ..inspect.verify import Bisected, bisect
 from ..inspect.verify.differences import TOLERANCE, dtypes_of
 from ..text import few
@@ -184,12 +185,11 @@ def _parting(trainer: Trainer, head: Mapping[str, Any], before: Any, batch: Any)
     """
     step, says = trainer.step, "its equation is not known"
     then, now = head["about"]["the strategy"], str(exact(step))
-    if jax.process_count() > 1:
-        return f"{says}: jp.bisect runs in one process, and there are {jax.process_count()}; replay it in one"
     if (held := sum(x.nbytes for x in jax.tree.leaves(before[0]))) > _CONSTANTS:
         return f"{says}: parameters have {of_bytes(held)}B, and may have {of_bytes(_CONSTANTS)}B; try fewer layers"
     is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    params, variables = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), before)
+    params, variables = jax.tree.map(lambda x: x if is_key(x) else np.asarray(whole(x)), before)
+    batch = jax.tree.map(whole, step.place(batch))  # of all hosts
     model, params = step.model_def, step.model_def.unwrap(params)
     made = dataclasses.replace(model, init=lambda key: (params, variables) if model.stateful else params)
     devices, many = [*step.mesh.devices.flat], len(head["on"])

@@ -7,6 +7,8 @@ import inspect
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.verify import Bisected, sides
+from jaxpar.inspect.verify import Bisected, meeting, sides
 from jaxpar.inspect.verify.cut import CutLoss
 from jaxpar.localise.tensor import primitives, sums
 from jaxpar.slicing import program
@@ -130,6 +133,24 @@ def test_a_value_and_its_cast_are_one() -> None:
         assert one((place,))[0] == pytest.approx(other((place,))[0], rel=0.03)
 
 
+def test_a_cut_loss_takes_no_more_memory_than_the_loss() -> None:
+    """What the derivative of a cut's number reads was kept of every layer: twice the temporaries of a step."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), batch["x"], params)
+        return jnp.square(x).mean()
+
+    def temporaries(model: jp.Model) -> int:
+        step = jp.make_train_step(model, optax.sgd(0.1), "single", TWO[:1])
+        return step.compile(batch).memory_analysis().temp_size_in_bytes
+
+    batch = {"x": np.ones((64, 32), np.float32)}
+    cut = CutLoss(model := jp.Model(lambda key: jax.random.normal(key, (6, 32, 32)), loss), batch, jax.random.key(0))
+    (scan,) = [number for number, eqn in enumerate(cut.eqns) if eqn.primitive.name == "scan"]
+    middle = cut.with_rows((scan,))[5]
+    assert temporaries(cut.at((scan, 3, middle))) <= 1.05 * temporaries(model)
+
+
 def twice(params: Any, batch: Any, key: Any) -> jax.Array:
     def layer(x: jax.Array, w: Any) -> Any:
         h = x @ w["up"] + w["bias"]
@@ -213,6 +234,11 @@ def by_hand(scale: float = 0.25, shift: int = 0, stopped: bool = False) -> Calla
     return theirs
 
 
+def whole_step(params: Any, batch: Any) -> Any:
+    loss, grads = jax.value_and_grad(by_hand())(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
 def draws(key: jax.Array) -> Any:
     draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) / 2
     return {"a": draw(0, 4, 6), "q": draw(1, 2, 6, 6), "v": draw(2, 2, 6, 6), "c": draw(3, 6, 5)}
@@ -233,6 +259,13 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
     assert line(by_scan, "return x + jax.nn.softmax(scores)") in stopped.line, str(stopped)
     with pytest.raises(ValueError, match=r"bisect\(b=draws\) takes 1 arguments; use \(params, batch\)"):
         jp.bisect(model, None, draws, batch)
+    with pytest.raises(
+        ValueError, match=r"bisect\(b=whole_step\) returned a dict; return a scalar: it is taken for a loss of"
+    ):
+        jp.bisect(model, None, whole_step, batch)
+    with pytest.raises(KeyError, match="params") as error:
+        jp.bisect(model, None, lambda state, batch: by_hand()(state["params"], batch), batch)
+    assert "of a step give the loss that it differentiates" in error.value.__notes__[0]
 
 
 def test_two_devices_are_named() -> None:
@@ -293,3 +326,19 @@ def test_two_processes_meet_in_a_folder(tmp_path: Path) -> None:
     assert said.strip() == str(found), errors
     with pytest.raises(ValueError, match=r"two processes have met in .*meet'; use a new folder"):
         jp.bisect(model, None, tmp_path / "meet", batch)
+
+
+def test_a_process_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for half an hour. While it touches its file it is only slow."""
+    monkeypatch.setattr(meeting, "_SILENCE", 1)
+    code = "import pathlib, sys, time\nwhile True: pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "first")]) as other:
+        while not (tmp_path / "first").exists():
+            time.sleep(0.01)
+        killer = threading.Timer(2.5, other.kill)
+        killer.start()
+        model, batch = met("this")
+        with pytest.raises(ValueError, match=r"the other process of .* has been there, and gone for 1 s; begin again"):
+            jp.bisect(model, None, tmp_path, batch)
+        assert not killer.is_alive()
+    assert "gone for 1 s" in (tmp_path / "failed").read_text()

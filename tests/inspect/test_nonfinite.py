@@ -20,8 +20,8 @@ from jaxpar.make import _Call
 SOME = dict(
     zip(
         planted.STRATEGIES,
-        ("softmax_of_all_masked", "derivative_of_sqrt_at_0", "bad_custom_vjp", "log_behind_where",
-         "inf_in_a_row", "nan_parameter"),
+        ("one_hot_times_masked_logits", "derivative_of_sqrt_at_0", "two_masks_of_the_lowest_number",
+         "quotient_behind_nan_to_num", "inf_in_a_row", "nan_parameter"),
         strict=True,
     )
 )  # fmt: skip

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +72,47 @@ def coupling(params: Any, batch: Any, key: Any) -> jax.Array:
     return (picked**2).mean()
 
 
-@pytest.mark.battery
-def test_a_wrong_strategy_is_named_by_its_equation(tmp_path: Path) -> None:
+def coupled(out: Path, strategy: str, devices: Any) -> jp.Trainer:
+    """A trainer of a loss that couples rows, and says that it does not."""
+
     def data(start: int) -> Any:
         for i in range(start, 10**6):
             yield {"x": np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32), "label": np.arange(8) % 5}
 
-    def made(strategy: str, devices: int) -> jp.Trainer:
-        model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, coupling, rows="independent")
-        loop = jp.Loop(steps=2, out=tmp_path, record=2, quiet=True)
-        return jp.Trainer(model, optax.adam(0.1), data, strategy, loop, mesh=MESH[:devices])
+    model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, coupling, rows="independent")
+    loop = jp.Loop(steps=2, out=out, record=2, quiet=True)
+    return jp.Trainer(model, optax.adam(0.1), data, strategy, loop, mesh=devices)
 
-    made("ddp", 4).run()
+
+@pytest.mark.battery
+def test_a_wrong_strategy_is_named_by_its_equation(tmp_path: Path) -> None:
+    coupled(tmp_path, "ddp", MESH).run()
     at = inspect.getsourcelines(coupling)[1] + 2
-    found = jp.replay(made("single", 1), 2)
+    found = jp.replay(coupled(tmp_path, "single", MESH[:1]), 2)
     assert (found.ok, {*found.scalars}) == (False, {"loss", "grad_norm"})
     assert "data=4 on devices 0, 1, 2, 3 and single on device 0 part at gather, its result, at " in str(found)
     assert f"test_replay.py:{at}:" in str(found)
-    assert jp.replay(made("fsdp", 4), 2).ok  # whose replicas have the same first rows
+    assert jp.replay(coupled(tmp_path, "fsdp", MESH), 2).ok  # whose replicas have the same first rows
+
+
+_WORKER = """
+import sys
+import jaxpar as jp
+jp.initialize()
+import jax
+sys.path[:0] = ["tests", "tests/train"]
+from test_replay import coupled
+coupled(sys.argv[1], "ddp", jax.devices()).run()
+print(jp.replay(coupled(sys.argv[1], "data=2", jax.devices()[::2]), 2))
+"""
+
+
+@pytest.mark.battery
+def test_of_two_processes_both_name_the_equation(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "2", "--", "-c", _WORKER]
+    run = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=1800)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(" part at gather, its result, at ") == 2, run.stdout
 
 
 def test_other_data_are_named(recorded: Path) -> None:

@@ -2,7 +2,7 @@
 
 from .replay import Nonfinite as Nonfinite
 from .replay import NonfiniteError as NonfiniteError
-from .replay import trace_step as trace_step
+from .replay import Replay as Replay
 from .search import Brought as Brought
 from .search import Fault as Fault
 from .search import Operand as Operand

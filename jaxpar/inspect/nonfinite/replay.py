@@ -119,34 +119,29 @@ class NonfiniteError(FloatingPointError):
         self.found, self.state, self.batch, self.undone = found, state, batch, undone
 
 
-def trace_step(step: Step, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
-    """See `TrainStep.trace_nonfinite`."""
-    check_state(state)
-    return Replay(step, state, batch, device or step.mesh.local_devices[0]).found()
-
-
 class Replay:
-    """The mathematics of a step, block by block on one `device`.
+    """The mathematics of a step, block by block on one `device`; see `TrainStep.trace_nonfinite`.
 
     Attributes:
       loss, grads: once all blocks are finite, the step's loss, and the gradients of what is trained, by path.
     """
 
     def __init__(self, step: Step, state: State, batch: Any, device: jax.Device):
+        check_state(state)
         self.step, self.device, self.number = step, device, int(state.step) + 1
         traced = step.traced(batch)
         self.coupled, policy = traced.program.coupled, step.policy
         self.n, self.m, models = step.replicas, step.strategy.microbatches, step.layout.storage.models
         here = lambda x: jax.device_put(x, device)
         flat = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
-        self.params = [here(_whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
+        self.params = [here(whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
         self.paths, self.tuned = [p.path for p in models], [i for i, p in enumerate(models) if p.trainable]
         self.loss, self.grads = 0.0, dict[str, jax.Array]()
         self.reads: dict[tuple[int, int], Any] = {}  # the variables that each block reads
         self.tree = step.layout.storage.model_tree
-        self.variables = jax.tree.map(lambda x: here(_whole(x)), state.variables)
-        self.key = here(_whole(state.key))
-        self.batch = jax.tree.map(_whole, step.place(batch))
+        self.variables = jax.tree.map(lambda x: here(whole(x)), state.variables)
+        self.key = here(whole(state.key))
+        self.batch = jax.tree.map(whole, step.place(batch))
         self.each = rows_of(self.batch) // (self.n * self.m)
         self.scale = 1.0 if state.scale is None else float(state.scale.scale)
         options = cpu_options(device.platform)
@@ -287,7 +282,7 @@ def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
     """An array on this host, of all hosts' parts."""
     if not isinstance(x, jax.Array):
         return x

@@ -236,7 +236,7 @@ class _Walk:
         outs = whole(*(v.x for v in ins))
         if all(map(_finite, outs)):
             return [Held(x, None, (*self._sites,)) for x in outs]
-        self._loops.append((self._line(eqn), number, length))
+        self._loops.append((_line_of([*self._sites, eqn]), number, length))
         held = self.run(body, ins)
         self._loops.pop()
         return held
@@ -274,12 +274,12 @@ class _Walk:
             if isinstance(v.x, jax.Array | np.ndarray) and jnp.issubdtype(v.x.dtype, jnp.number):
                 low, high = _range(v.x)
                 facing = np.asarray(v.x[place]).item() if v.x.shape == out.shape else None
-                operands.append(Operand(_kind(v.x), low, high, facing, self._said(v.maker)))
+                operands.append(Operand(_kind(v.x), low, high, facing, _said(v.maker)))
         stacks = [str(site.source_info.name_stack) for site in (*self._sites, eqn)]
         scope = "/".join(part for stack in stacks if (part := _scope(stack)))
         fault = Fault(
             eqn.primitive.name,
-            self._line(eqn),
+            _line_of([*self._sites, eqn]),
             scope,
             tuple(self._loops),
             _kind(out),
@@ -293,15 +293,6 @@ class _Walk:
         self._met += 1
         return fault
 
-    def _line(self, eqn: Any) -> str:
-        return _line_of([*self._sites, eqn])
-
-    def _said(self, maker: tuple[Any, ...] | str) -> str:
-        if isinstance(maker, str):
-            return maker
-        line = _line_of(maker)
-        return f"{maker[-1].primitive.name}{f' at {line}' if line else ''}"
-
 
 def _foremost(causes: Sequence[Cause]) -> Cause:
     """Of several causes the fault that came first, else an input, else what stands in the program."""
@@ -314,6 +305,12 @@ def _line_of(eqns: Sequence[Any]) -> str:
     `jit`, which knows none, that of the call.
     """
     return next((line for eqn in reversed(eqns) if (line := jx.user_line(eqn))), "")
+
+
+def _said(maker: tuple[Any, ...] | str) -> str:
+    if isinstance(maker, str):
+        return maker
+    return maker[-1].primitive.name + (f" at {line}" if (line := _line_of(maker)) else "")
 
 
 def _makers(eqn: Any, at: int) -> tuple[Any, ...]:
@@ -364,54 +361,28 @@ def _has_nan(x: Any) -> bool:
     return _inexact(x) and bool(_any_nan(x))
 
 
-@jax.jit
-def _all_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
-
-
-@jax.jit
-def _any_nan(x: jax.Array) -> jax.Array:
-    return jnp.isnan(x).any()
-
-
-@jax.jit
-def _mended(x: jax.Array) -> jax.Array:
-    """1 in place of what is not finite: the least surprising operand of any primitive."""
-    return jnp.where(jnp.isfinite(x), x, jnp.ones_like(x))
-
-
-@jax.jit
-def _mends(out: jax.Array, mended: jax.Array) -> jax.Array:
-    return (jnp.isfinite(mended) & ~jnp.isfinite(out)).any()
-
-
-@jax.jit
-def _first_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    at = jnp.argmin(jnp.isfinite(x).ravel())
-    return at, x.ravel()[at]
-
-
-@jax.jit
-def _ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x = jnp.abs(x) if jnp.iscomplexobj(x) else x
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    fine = jnp.isfinite(x)
-    return jnp.where(fine, x, jnp.inf).min(), jnp.where(fine, x, -jnp.inf).max(), fine.any()
+_all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+_any_nan = jax.jit(lambda x: jnp.isnan(x).any())
+# 1 in place of what is not finite: the least surprising operand of any primitive.
+_mended = jax.jit(lambda x: jnp.where(jnp.isfinite(x), x, jnp.ones_like(x)))
+_mends = jax.jit(lambda out, mended: (jnp.isfinite(mended) & ~jnp.isfinite(out)).any())
 
 
 def _first(x: jax.Array) -> tuple[str, tuple[int, ...]]:
     """The first element that is not finite, in words, and its place."""
-    at, value = _first_bad(x)
-    number = complex(np.asarray(value).item())
+    at = int(jnp.argmin(jnp.isfinite(x).ravel()))
+    number = complex(np.asarray(x.ravel()[at]).item())
     said = "nan" if np.isnan(number) else "-inf" if number.real == -np.inf else "inf"
-    return said, tuple(map(int, np.unravel_index(int(at), jnp.shape(x))))
+    return said, tuple(map(int, np.unravel_index(at, jnp.shape(x))))
 
 
 def _range(x: Any) -> tuple[float | None, float | None]:
-    if not np.size(x):
+    x = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    fine = jnp.isfinite(x)
+    if not fine.any():
         return None, None
-    low, high, some = _ends(jnp.asarray(x))
-    return (float(low), float(high)) if some else (None, None)
+    return float(x.min(initial=jnp.inf, where=fine)), float(x.max(initial=-jnp.inf, where=fine))
 
 
 def _kind(x: Any) -> str:

@@ -6,7 +6,6 @@ iterations, and then within its body.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,8 @@ def bisect(
     what sums them is named where all of these agree. A value that is finite on one side alone is a difference.
 
     Costs about log2 of the number of equations programs on each side, each compiled and run once, in a gradient step's
-    memory, and one more on one device where they differ. Communicates what these do.
+    memory, and one more on one device where they differ. Communicates what these do. With several processes all call
+    it, with the same batch.
 
     Raises ValueError where both sides are not finite, where the two make other programs of the loss, and where a
     strategy takes none that is cut.
@@ -76,19 +76,15 @@ def bisect(
     steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
     like = next((step for step in steps if step is not None), single)
-    sides = [step or OneDevice(like, _devices(on)[0]) for step, (_, on) in zip(steps, given, strict=True)]
+    here = lambda on: next((d for d in _devices(on) if d.process_index == jax.process_index()), jax.local_devices()[0])
+    sides = [step or OneDevice(like, here(on)) for step, (_, on) in zip(steps, given, strict=True)]
     said = ["one device" if one is None else str(one) for one, _ in given]
     if isinstance(b, Path):
         meeting = Meeting(b, sides[0], said[0])
-        found = lambda: _found(_Search(cut, [sides[0], meeting], like), *meeting.said)
-        return meeting.search(found)
+        return meeting.search(lambda: _Search(cut, [sides[0], meeting], like, meeting.said).found())
     if mesh_b is not None:
         said = [f"{one} on {_named(side)}" for one, side in zip(said, sides, strict=True)]
-    return _found(_Search(cut, sides, like), *said)
-
-
-def _found(search: _Search, a: str, b: str) -> Bisected:
-    return dataclasses.replace(search.found(), a=a, b=b, programs=len(search.told))
+    return _Search(cut, sides, like, said).found()
 
 
 def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:
@@ -103,13 +99,14 @@ def _named(side: UnderStrategy | OneDevice) -> str:
 
 
 class _Search:
-    """Halves a cut loss between two sides; `like` is one of them, or has their blocks of rows."""
+    """Halves a cut loss between two sides, as they are `said`; `like` is one of them, or has their blocks of rows."""
 
-    def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy):
+    def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy, said: Sequence[str]):
         self.cut, self.sides, self.told = cut, sides, dict[Site | None, _Told]()
+        self.a, self.b = said
         own = [side for side in sides if isinstance(side, UnderStrategy)]
         lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
-        self.plain = OneDevice(lowest, jax.devices()[0])
+        self.plain = OneDevice(lowest, jax.local_devices()[0])
         self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
         self.tolerance = max(TOLERANCE[name] for name in self.low)
         # Of the same precision: other last bits would decide which of several largest elements is the maximum.
@@ -117,9 +114,9 @@ class _Search:
         self.values_only = False
 
     def found(self) -> Bisected:
-        """The equation; the sides have no names yet."""
+        """The equation."""
         if not self.differs(None):
-            return Bisected("", "", "", "", "", None, False, "", 0.0, self.told[None].allowed, 0)
+            return Bisected(self.a, self.b, "", "", "", None, False, "", 0.0, self.told[None].allowed, 1)
         places, eqns = self.cut.with_rows(()), self.cut.eqns
         at = self.first(places, lambda place: (place,))
         if at is None:  # all values with rows agree: it is what sums them
@@ -138,11 +135,8 @@ class _Search:
 
     def named(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
         """What `Bisected` has of it."""
-        told, scope = self.told[site], str(eqn.source_info.name_stack)
-        return Bisected(
-            "", "", eqn.primitive.name, jx.user_line(eqn), scope, iteration, told.backward, told.what, told.error,
-            told.allowed, 0,
-        )  # fmt: skip
+        of, eqn_of = self.told[site], (eqn.primitive.name, jx.user_line(eqn), str(eqn.source_info.name_stack))
+        return Bisected(self.a, self.b, *eqn_of, iteration, of.backward, of.what, of.error, of.allowed, len(self.told))
 
     def first(self, places: Sequence[int], site: Callable[[int], Site]) -> int | None:
         """The first place at which the sides differ, of which all after it do as well; None where not even the last."""

@@ -9,6 +9,7 @@ the backward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,16 +180,11 @@ class _Run:
         return list(map(read, outvars))
 
     def add(self, x: Any, dim: int, size: int) -> None:
-        """A number of a value with rows: a sum of positive terms, so that none cancel and rounding is small beside it,
-        in which the -1e9 of a mask does not hide the others. What is not finite, and the largest number that stands for
-        it in masks, counts nothing.
+        """A number of a value with rows. Backwards it is made again of that value: what its derivative reads, of each
+        value and iteration, would be more than a step holds.
         """
         self.rows = x.shape[dim] // size
-        x = jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).max, x, 0).astype(jnp.float32)
-        x = jnp.asinh(x)
-        for other in (d for d in range(x.ndim) if d != dim):
-            x = x * (1 + 0.5 * jnp.cos(lax.broadcasted_iota(jnp.float32, x.shape, other)))
-        self.number = self.number + (x * (x + 0.5 * jnp.abs(x))).sum() * (self.rows / max(x.size, 1))
+        self.number = self.number + jax.checkpoint(functools.partial(_number, dim=dim))(x) * self.rows
 
     def scan(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """A scan that makes the number in one of its iterations."""
@@ -209,6 +205,17 @@ class _Run:
         chosen = jnp.asarray(np.eye(parts.length, dtype=np.float32)[iteration])
         self.number = self.number + (numbers * chosen).sum()
         return [*carry, *ys]
+
+
+def _number(x: Any, dim: int) -> Any:
+    """A mean of positive terms, so that none cancel and rounding is small beside it, in which the -1e9 of a mask does
+    not hide the others. What is not finite, and the largest number that stands for it in masks, counts nothing.
+    """
+    x = jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).max, x, 0).astype(jnp.float32)
+    x = jnp.asinh(x)
+    for other in (d for d in range(x.ndim) if d != dim):
+        x = x * (1 + 0.5 * jnp.cos(lax.broadcasted_iota(jnp.float32, x.shape, other)))
+    return (x * (x + 0.5 * jnp.abs(x))).sum() / max(x.size, 1)
 
 
 def without_casts(eqns: Sequence[Any]) -> list[Any]:

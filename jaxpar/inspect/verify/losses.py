@@ -27,6 +27,8 @@ from .bisected import Bisected
 from .differences import TOLERANCE, differences
 from .reference import Reference
 
+_TAKEN = "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, optimizers part"
+
 
 def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -> Bisected:
     """Where a user's loss parts from the model's own, on one device, in the dtypes that the model declares.
@@ -81,12 +83,18 @@ def _objective(loss: Callable[..., Any], name: str, model: Model) -> Callable[..
 
     def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
         batch = jax.tree.map(lambda x: x.value if is_replicated(x) else x, batch, is_leaf=is_replicated)
-        out = loss(model.wrap(params), *((variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]))
+        args = (variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]
+        try:
+            out = loss(model.wrap(params), *args)
+        except Exception as error:
+            error.add_note(f"bisect(b={name}) calls it as {_TAKEN}")
+            raise
         out = out[0] if isinstance(out, tuple) else out
-        out = out.total / out.count if isinstance(out, Mean) else jnp.asarray(out)
-        if out.shape:
-            raise ValueError(f"bisect(b={name}) returned {out.dtype}{list(out.shape)}; return a scalar loss")
-        return out
+        out = out.total / out.count if isinstance(out, Mean) else out
+        if not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) or jnp.shape(out):
+            said = f"an array of shape {jnp.shape(out)}" if hasattr(out, "shape") else f"a {type(out).__name__}"
+            raise ValueError(f"bisect(b={name}) returned {said}; return a scalar: it is taken for {_TAKEN}")
+        return jnp.asarray(out)
 
     return value
 
@@ -105,18 +113,6 @@ def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[floa
 
 
 @dataclass(frozen=True)
-class _Parting:
-    """An equation at which a program has what the other has not; `iteration` of its loop, None outside."""
-
-    eqn: Any
-    iteration: int | None
-
-    def __str__(self) -> str:
-        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
-        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
-
-
-@dataclass(frozen=True)
 class _Result:
     """A value that was computed: by which equation (None: it was given), backwards or not, of which others; or an
     iteration's part of another.
@@ -129,6 +125,10 @@ class _Result:
     size: int
     numbers: np.ndarray
     is_part: bool
+
+    def __str__(self) -> str:
+        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
+        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
 
 
 class _Evaluated:
@@ -143,7 +143,7 @@ class _Evaluated:
         env = dict(zip((*flat.constvars, *flat.invars), ins, strict=True))
         self.outs = [number for _, number in self._run(eqns, env, flat.outvars, None)]
 
-    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Parting | None:
+    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Result | None:
         """The first equation before an output that makes what the other has not, of operands that it has."""
         aligned = self.are_aligned(other, tolerance, forwards=out > 0)
         todo, seen, found = [self.outs[out]], set[int](), list[int]()
@@ -153,7 +153,7 @@ class _Evaluated:
                 loose = [operand for operand in self.results[number].operands if not aligned[operand]]
                 todo += loose
                 found += [] if loose else [number]
-        return _Parting(self.results[min(found)].eqn, self.results[min(found)].iteration) if found else None
+        return self.results[min(found)] if found else None
 
     def are_aligned(self, other: _Evaluated, tolerance: float, forwards: bool = False) -> list[bool]:
         """Of each result whether it was given, or the other has it too, or that of which it is a part; or, where

@@ -1,7 +1,8 @@
 """A bisection between two processes, of two releases of jax or on two machines: they meet in a folder.
 
 Who comes first searches, and writes which cut it wants to know of; the other runs the loss cut there, and writes its
-value and gradients. Both have the result. A file is whole once it has its name.
+value and gradients. Both have the result. A file is whole once it has its name. Each touches a file of its own every
+few seconds, whatever it compiles, so that the other need not wait for one that was killed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,8 @@ from .bisected import Bisected
 from .cut import Site
 from .sides import OneDevice, UnderStrategy
 
-_PATIENCE = 1800  # seconds: the other may be compiling
+_PATIENCE = 1800  # seconds until the other comes
+_SILENCE, _BEAT = 45, 5  # seconds after which one that does not touch its file is gone, and between two touches
 _LOOK = 0.1  # seconds between two looks
 _SAME = 1e-5  # of initial values: `jax.random`'s bits are the same in every release, what follows may be rounded
 
@@ -37,8 +40,8 @@ class Meeting:
       own: this process's side.
       said: what it is, for people.
 
-    Raises ValueError where the folder had a bisection, and where the two do not have the same batch, the same initial
-    values and the same equations.
+    Raises ValueError where the folder had a bisection, where the other process fails or is gone, and where the two do
+    not have the same batch, the same initial values and the same equations.
     """
 
     def __init__(self, folder: Path, own: UnderStrategy | OneDevice, said: str):
@@ -47,17 +50,19 @@ class Meeting:
         self.leads = self._is_first("first")
         if not self.leads and not self._is_first("second"):
             raise ValueError(f"two processes have met in {os.fspath(folder)!r}; use a new folder, the same in both")
-        like = own if isinstance(own, UnderStrategy) else own.like
-        self._params = jax.eval_shape(like.cut.model.create, like.key)[0]
-        hello = {
-            "said": f"{said} (jax {jax.__version__}, {jax.default_backend()}, process {os.getpid()})",
-            "dtypes": own.dtypes, "equations": like.cut.described(), "values": _sums(like),
-        }  # fmt: skip
-        mine, theirs = ("first", "second") if self.leads else ("second", "first")
-        self._write(f"{mine}.json", json.dumps(hello).encode())
-        other = json.loads(self._there(f"{theirs}.json").read_text())
-        self.said, self.dtypes = (hello["said"], other["said"]), other["dtypes"]
+        mine, self._theirs = ("first", "second") if self.leads else ("second", "first")
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, args=(folder / mine,), name="jaxpar-meeting", daemon=True).start()
         with self._telling():
+            like = own if isinstance(own, UnderStrategy) else own.like
+            self._params = jax.eval_shape(like.cut.model.create, like.key)[0]
+            hello = {
+                "said": f"{said} (jax {jax.__version__}, {jax.default_backend()}, process {os.getpid()})",
+                "dtypes": own.dtypes, "equations": like.cut.described(), "values": _sums(like),
+            }  # fmt: skip
+            self._write(f"{mine}.json", json.dumps(hello).encode())
+            other = json.loads(self._there(f"{self._theirs}.json").read_text())
+            self.said, self.dtypes = (hello["said"], other["said"]), other["dtypes"]
             _compare(hello, other)
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
@@ -77,11 +82,13 @@ class Meeting:
             if self.leads:
                 found = search()
                 self._write(f"ask{self.asked + 1}.json", json.dumps(dataclasses.asdict(found)).encode())
+                self._over.set()
                 return found
             while True:
                 self.asked += 1
                 wanted = json.loads(self._there(f"ask{self.asked}.json").read_text())
                 if isinstance(wanted, dict):
+                    self._over.set()
                     return Bisected(**wanted)
                 loss, grads = self.own(None if wanted is None else tuple(wanted))
                 fresh = self.folder / f"answer{self.asked}.part.npz"
@@ -100,16 +107,26 @@ class Meeting:
         fresh.write_bytes(data)
         fresh.rename(self.folder / name)
 
+    def _beat(self, path: Path) -> None:
+        while not self._over.wait(_BEAT):
+            path.touch()
+
     def _there(self, name: str) -> Path:
         """The path of what the other writes, once it is there."""
-        end = time.monotonic() + _PATIENCE
+        sign, touched, since = self.folder / self._theirs, None, time.monotonic()
         while not (self.folder / name).exists():
             if (self.folder / "failed").exists():
                 raise ValueError(f"the other process has failed: {(self.folder / 'failed').read_text()}")
-            if time.monotonic() > end:
+            now = (
+                sign.stat().st_mtime_ns if sign.exists() else None
+            )  # of the other's clock: it is not compared with ours
+            if now != touched:
+                touched, since = now, time.monotonic()
+            elif time.monotonic() - since > (_PATIENCE if now is None else _SILENCE):
+                gone = f"not come for {_PATIENCE} s" if now is None else f"been there, and gone for {_SILENCE} s"
                 raise ValueError(
-                    f"the other process has written no {name} in {os.fspath(self.folder)!r} for {_PATIENCE} s; run the "
-                    "same call there, at the same time, and begin again in a new folder"
+                    f"the other process of {os.fspath(self.folder)!r} has {gone}; begin again in a new folder, by the "
+                    "same call in both at the same time"
                 )
             time.sleep(_LOOK)
         return self.folder / name
@@ -120,6 +137,7 @@ class Meeting:
         try:
             yield
         except BaseException as error:
+            self._over.set()
             if not (self.folder / "failed").exists():
                 self._write("failed", str(error).encode())
             raise

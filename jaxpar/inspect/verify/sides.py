@@ -9,6 +9,7 @@ import numpy as np
 from ...layout.precision import all_finite
 from ...make import make_train_step
 from ...strategy import Strategy
+from ..nonfinite.replay import whole
 from .cut import CutLoss, Site
 from .differences import EPSILON, MARGIN, dtypes_of
 from .reference import Reference
@@ -40,7 +41,7 @@ class UnderStrategy:
             # float16's first scale is meant to be too large: a training step halves it as well.
             state = dataclasses.replace(state, scale=dataclasses.replace(scale, scale=scale.scale / 2))
             loss, grads = step.value_and_grad(state, self.batch)
-        return float(loss), jax.tree.map(np.asarray, grads)
+        return float(loss), jax.tree.map(lambda x: np.asarray(whole(x)), grads)
 
 
 @dataclasses.dataclass(frozen=True)
