@@ -77,6 +77,7 @@ FIGURES = {
     "pipeline": _script(("docs/strategies/pipe-all.md",), "pipeline.py"),
     "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
     "strategies-time": _script(("README.md",), "benchmarks/strategies.py"),
+    "torch": _script(("docs/from-pytorch.md",), "benchmarks/torch_gloo.py"),
     "handwritten": _script(("README.md",), "benchmarks/handwritten.py"),
 }
 

@@ -104,22 +104,22 @@ def draw_fsdp() -> str:
     names["scatter"] = "reduce-scatter", SENT["reduce-scatter"]
 
     def lines() -> Iterator[str]:
-        x = 84.0
+        x = 104.0
         for number, lane in enumerate(("network", "compute", "whole layer")):
-            yield label(76, 54 + 34 * number, lane, "name")
+            yield label(96, 54 + 34 * number, lane, "name")
         for kind in merged:
             wide = 34 if kind == "use" else 22
             yield box(x, 38 + 34 * (kind == "use"), wide, 24, names[kind][1])
             if kind == "use":  # from its gather to here, and no longer
                 yield box(x - 22, 106, wide + 22, 24, "#818b98")
             x += wide + 2
-        at = 84.0
+        at = 104.0
         for text, color in names.values():
             yield box(at, 8, 12, 12, color)
             yield label(at + 17, 19, text)
             at += 40 + 7.5 * len(text)
 
-    wide = 100 + sum(36 if kind == "use" else 24 for kind in merged)
+    wide = 120 + sum(36 if kind == "use" else 24 for kind in merged)
     title = "A step of ZeRO-3: a layer is gathered, used and discarded; its gradient is scattered"
     return svg(title, max(wide, 420), 140, lines())
 

@@ -218,15 +218,17 @@ def averaged_axes(own: Any) -> tuple[str, ...] | None:
 
 
 def _arrays(tree: Any) -> Any:
-    """What `init` made, as arrays. Raises ValueError for a leaf that is none."""
+    """What `init` made, as arrays. Raises ValueError for a leaf that is none, and for a number of a module."""
+    homes = [f"{base.__module__}." for base in type(tree).__mro__]
+    by = next((by for home, by in _MAKES.items() if any(one.startswith(f"{home}.") for one in homes)), "")
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         try:
+            if by and isinstance(x, bool | int | float):  # a rate of dropout, which no optimizer is to change
+                raise TypeError(x)
             jnp.asarray(x)
         except TypeError as error:
             place = jax.tree_util.keystr(path, simple=True, separator="/")
             leaf = f"leaf {place} is" if place else "result is"
-            homes = [f"{base.__module__}." for base in type(tree).__mro__]
-            by = next((by for home, by in _MAKES.items() if any(one.startswith(f"{home}.") for one in homes)), "")
             hint = f"hand the module over by {by}" if by else "return arrays alone, and keep in the loss what is none"
             raise ValueError(
                 f"init returned a {type(tree).__name__}, whose {leaf} {_described(x)}, and no array; {hint}"

@@ -47,6 +47,12 @@ def _implementation(eqn: Any) -> Callable[..., Any] | None:
     return functools.partial(own, **eqn.params) if own and of.partition(".")[0] == _PACKAGE else None
 
 
+def implemented(eqn: Any) -> Any:
+    """The closed jaxpr of that function, which may hold others of them; None of any other equation."""
+    own = _implementation(eqn)
+    return own and jax.make_jaxpr(own)(*map(jx.type_of, eqn.invars))
+
+
 def _expanded(closed: Any) -> Any:
     """A closed jaxpr without them."""
     jaxpr, consts = jx.opened(closed)
@@ -59,8 +65,8 @@ def _expanded(closed: Any) -> Any:
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
             with jx.source_info_of(eqn):
-                if (own := _implementation(eqn)) is not None:
-                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(jx.type_of, eqn.invars))))(*ins)
+                if (own := implemented(eqn)) is not None:
+                    outs = jec.jaxpr_as_fun(_expanded(own))(*ins)
                 else:
                     outs = jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
             env.update(zip(eqn.outvars, outs, strict=True))

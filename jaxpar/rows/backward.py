@@ -35,8 +35,9 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     if id(eqn) not in r.pulled:
         r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))
     _, program, other = r.pulled[id(eqn)]
-    if program is None:
-        return [Note.at(eqn, "the derivative of a function cannot be read", certain=False)]
+    if isinstance(program, str):
+        return [Note.at(eqn, f"the derivative of a function cannot be read ({program})", certain=False)]
+    other = None if isinstance(other, str) else other
     consts = r.constants(program.consts, other.consts if other is not None else ())
     found = replace(r, backward=True).run(
         program, other, consts, [*(x.plain(number=x.number) for x in ins), *map(_cotangent, given)]
@@ -46,8 +47,8 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     return [replace(n, backward=True) for n in notes if n not in before]
 
 
-def _pull(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | None:
-    """The program from an equation's operands and its results' cotangents to its operands'."""
+def _pull(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | str:
+    """The program from an equation's operands and its results' cotangents to its operands', or why there is none."""
     inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     invars = [jec.Var(v.aval) for v in eqn.invars]
     outvars = [jec.Var(v.aval) for v in eqn.outvars]
@@ -63,7 +64,10 @@ def _pull(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | None:
         return pull(list(values[n:]))
 
     avals: list[Any] = [v.aval for v in (*invars, *(v for v in outvars if inexact(v)))]
-    return jx.trace(pulled, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), axes=dict(axes))[0]
+    try:
+        return jx.trace(pulled, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), axes=dict(axes))[0]
+    except Exception as error:  # the user's code, of which an operand may have no derivative: Equinox's custom_vjp
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
 
 
 def _cotangent(x: Value) -> Value:
@@ -74,7 +78,9 @@ def _cotangent(x: Value) -> Value:
 
 
 def _judged(eqn: Any, x: Value, ct: Value) -> list[Note]:
-    """What is wrong with the cotangent of a value."""
+    """What is wrong with the cotangent of a value; nothing of one that sizes alone decide, which no parameter is in."""
+    if x.number is not None:
+        return []
     notes = sorted(ct.notes - x.notes, key=lambda n: n.line)
     if ct.zero or any(n.certain for n in notes):
         return notes

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..program import jaxpr as jx
+from ..program.filter_primitives import implemented
 from .labels import alike
 from .numbers import computed, constant
 from .values import NUMBER, ODD, UNNAMED, Note, Value, picks, reasons
@@ -124,6 +125,10 @@ class Reader:
     def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         """What comes out of one equation."""
         name, some = eqn.primitive.name, any(x.kind == "coupled" for x in ins)
+        # "unvmap_any" ends loops and finds errors: what a row has been given is not known from there, nor refused.
+        if not name.startswith("unvmap") and (program := implemented(eqn)) is not None:
+            twins = implemented(twin) if twin is not None else None
+            return [_located(eqn, x) for x in self.inner(program, twins, ins)]
         fun = ALWAYS.get(name) or RULES.get("coupled" if some else name, RULES[""])
         outs = fun(self, eqn, twin, ins)
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs

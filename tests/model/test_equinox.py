@@ -158,6 +158,9 @@ def test_a_module_handed_to_model() -> None:
     model = jp.Model(init=lambda key: eqx.nn.MLP(4, 4, 8, 1, key=key), loss=loss)
     with pytest.raises(ValueError, match=r"whose leaf activation is the function relu, .*jp\.from_equinox\(lambda key"):
         jp.make_train_step(model, SGD, "ddp")
+    # A rate became a parameter, or 'bool' object has no attribute 'shape'.
+    with pytest.raises(ValueError, match=r"a Dropout, whose leaf p is a float, and no array; .*jp\.from_equinox"):
+        jp.Model(init=lambda key: eqx.nn.Dropout(0.1), loss=loss).create(jax.random.key(0))
 
 
 def test_an_error_names_its_layer() -> None:
