@@ -60,6 +60,9 @@ class Strategy:
       fsdp: size of the axis over which ZeRO shards; rows are shared over `data`, `fsdp` and `expert` alike.
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
+      hpz: whether zero=3 shards over `data` too what replicas would hold of parameters and optimizer, and a step
+        gathers over `data` once, in front of its layers, its part of what `fsdp` shares: a second shard, which it holds
+        while it runs (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/fsdp.py`).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
       schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
         "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
@@ -151,6 +154,7 @@ class Strategy:
     data: int | Literal["hosts"] = 1
     fsdp: int = 1
     zero: int = 3
+    hpz: bool = False
     pipe: int = 1
     schedule: Any = "1f1b"  # a name, or a `Schedule`
     chunks: Any = "auto"  # an int, once it is made
@@ -231,7 +235,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback", "hpz"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -257,6 +261,11 @@ class Strategy:
             raise ValueError(
                 f"sync='step' with {self._text(skip='sync') or 'data=1'}: it accumulates whole gradients of what "
                 "zero=3 shards over fsdp; give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)"
+            )
+        if self.hpz and (self.zero != 3 or 1 in (self.fsdp, self.data) or self.rule or self.server):
+            raise ValueError(
+                f"hpz=True with {self._text(skip='hpz') or 'data=1'}: a second shard of what zero=3 shards is one over "
+                "fsdp alone beside one over data and fsdp; use hsdp, or give both a size with zero=3"
             )
         if not isinstance(self.budget, str) or (self.budget and amount(self.budget, "B") and self.remat != "auto"):
             raise ValueError(
@@ -293,10 +302,12 @@ class Strategy:
                 f"error_feedback=True with reduce={self.reduce!r}: it is for gradients that are rounded on their way; "
                 "use reduce='int8', or leave it out"
             )
-        if self.error_feedback and (self.pipe != 1 or (self.fsdp != 1 and self.zero != 1 and self.sync != "step")):
+        often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
+        if self.error_feedback and (often or self.pipe != 1 or self.hpz):
             raise ValueError(
                 f"error_feedback=True with {self._text(skip='error_feedback')}: a residual is of whole gradients that "
-                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe, or leave it out"
+                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe and hpz, or leave "
+                "error_feedback out"
             )
         if not isinstance(self.fp8_except, str) or (self.fp8_except and self.precision != "fp8"):
             raise ValueError(

@@ -177,6 +177,11 @@ class Leaf:
         return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
 
     @property
+    def second(self) -> tuple[str, ...]:
+        """The axes of `shard` over which a step gathers it once, in front of all else: `data`, with `Strategy.hpz`."""
+        return ("data",) * ("data" in self.shard)
+
+    @property
     def of_experts(self) -> "Leaf":
         """The leaf as one rank of `expert` has it."""
         part = tuple(n // self.experts if d == self.expert else n for d, n in enumerate(self.shape))

@@ -117,11 +117,15 @@ def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
     if not (rule.at_once or use.last):
         return x.astype(use.dtype)
     x, _ = _scatter(x, use)
-    return _all_reduce(x, use)[0] if use.last else x
+    return _rest(x, use) if use.last else x
 
 
 def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else _all_reduce(x if rule.at_once else _scatter(x, use)[0], use)[0]
+    return x if use.last else _rest(x if rule.at_once else _scatter(x, use)[0], use)
+
+
+def _rest(x: jax.Array, use: Use) -> jax.Array:
+    return _all_reduce(_scatter(x, dataclasses.replace(use, shard=use.second))[0], use)[0]
 
 
 def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
@@ -151,7 +155,7 @@ def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
     """The closed form: the rule's, whose all-gathers are of a byte for each number and 4 for each block of a shard."""
     times = iter(leaf.fetched)
     for one in rule.promise.sends(leaf):
-        each = next(times) if one.kind == "all-gather" else None
+        each = next(times, None) if one.kind == "all-gather" else None  # over `second` as they are
         if each is None or not _rounds(each.elements, leaf.compute):
             yield one
         else:
@@ -163,13 +167,18 @@ def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
     """The closed form: the rule's, with an all-to-all of such bytes for each reduce-scatter, and one and an all-gather
     for each all-reduce.
     """
-    times = {"reduce-scatter": iter(leaf.given if rule.at_once else leaf.once), "all-reduce": iter(leaf.once)}
+    hops = {
+        ("reduce-scatter", leaf.shard): (iter(leaf.given if rule.at_once else leaf.once), 1),
+        ("reduce-scatter", leaf.second): (iter(leaf.once), leaf.shards),
+        ("all-reduce", leaf.rest): (iter(leaf.once), leaf.shards * leaf.seconds),
+    }
     for one in rule.promise.sends(leaf):
-        each = next(times[one.kind]) if one.kind in times else None
-        if each is None or not one.axes:
+        times, parts = hops.get((one.kind, one.axes), ((), 1))
+        if not times or not one.axes:
             yield one
             continue
-        elements = each.elements // (leaf.shards if one.kind == "all-reduce" else 1)
+        each = next(times)
+        elements = each.elements // parts
         if not _rounds(elements, leaf.reduce):
             yield one
             continue

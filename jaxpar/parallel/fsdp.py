@@ -6,6 +6,10 @@ et al. 2023, PyTorch FSDP).
     over `data`  (hybrid sharding, FSDP section 3.2.2) an all-reduce of P/N
     sync="step"  reduce-scatter P, of whole gradients that a device accumulates (FSDP section 3.3.4, without
                  communication)
+    hpz          parameters and optimizer P/N and K P/N over `data` and `fsdp` together, of N devices, and while a step
+                 runs a second shard in the compute dtype, P over `fsdp` alone; over `data` an all-gather of it and a
+                 reduce-scatter as large, once a step; layers are gathered over `fsdp` (ZeRO++, Wang et al. 2023,
+                 arXiv:2306.10209, section 3.2, where each microbatch gathers over all devices once more)
 
 A layer's parameters are whole while the layer runs, forwards and again backwards; with `Strategy.prefetch` while the
 layer before it runs as well, and a step sends one layer more. They are cast before they are gathered, so that low
@@ -14,22 +18,40 @@ precision halves the traffic; the transpose of the gather, written out, reduces 
 In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from ..collectives import all_gather
+from ..collectives.ranks import count
+from ..layout.layout import Layout
 from .contract import Promise, Rule, Sent, Use, Uses
-from .zero import finish, finish_all, give_at_last, scatter, scattered
+from .zero import finish, finish_all, give_at_last, publish, scatter, scattered
 
 
 def _fetch(x: jax.Array, use: Use) -> jax.Array:
     return all_gather(x, use.shard, use.dim)
 
 
+def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
+    """With hpZ, what a device stores -> its part of what the devices along `fsdp` share, in the compute dtype: an
+    all-gather over `data`, of stacks layer by layer.
+    """
+    parts, old = [], []
+    for leaf, x in zip(layout.leaves, stored, strict=True):
+        parts.append(replace(leaf, shard=leaf.second, padded=-1, trainable=True))  # padding stays
+        whole = [size * count(leaf.second) if d == leaf.dim else size for d, size in enumerate(x.shape)]
+        old.append(jnp.zeros(whole, layout.policy.computed(leaf.dtype)))
+    return publish(parts, stored, old)
+
+
 def _gathered(leaf: Uses) -> Iterator[Sent]:
     for each in leaf.fetched:
         yield Sent("all-gather", leaf.shard, leaf.compute, each.count, each.total)
+    for each in leaf.updated:
+        yield Sent("all-gather", leaf.second, leaf.compute, each.count, each.total // leaf.shards)
 
 
 def _sends(leaf: Uses) -> Iterator[Sent]:

@@ -73,6 +73,7 @@ class Step(FirstState, Intake):
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
+        over += ("data",) * strategy.hpz
         shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
         ranks = mesh.shape["pipe"]
         numbers = ranks, strategy.microbatches, strategy.chunks

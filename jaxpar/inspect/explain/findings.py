@@ -60,6 +60,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     remarks += [
         *_prefetched(step, batch),
         *_in_8_bits(step, closed),
+        *_second_shard(step, closed),
         *_remarks(step, traced.program, found, known, moved),
         *unasked,
         *_elsewhere(step, batch),
@@ -228,6 +229,13 @@ def _in_fp8(step: Step) -> Iterator[str]:
             yield f"Products of {paths} are in FP8{whole}, but for those of the gradients of weights, in {other}."
     if step.strategy.precision == "fp8" and all(one.why for one in found.values()):
         yield "precision=fp8: no product is in FP8; precision=bf16 is the same."
+
+
+def _second_shard(step: Step, closed: Ledger) -> Iterator[str]:
+    """What hpZ gathers in front of a step's layers."""
+    if step.strategy.hpz:
+        sent = sum(one.bytes for one in closed if (one.kind, one.axes) == ("all-gather", ("data",)))
+        yield f"hpz=true: {size(sent)} are gathered over data once a step, and held while it runs."
 
 
 def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
