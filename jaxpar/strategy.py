@@ -32,7 +32,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16", "fp8"),
     "fp8_scaling": ("row", "tensor"),
     "reduce": ("f32", "compute", "int8"),
-    "gather": ("compute", "int8", "fp8"),
+    **dict.fromkeys(("gather", "send", "exchange"), ("compute", "int8", "fp8")),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
@@ -114,6 +114,8 @@ class Strategy:
         next step: they are accumulated whole and reduced once a step, and `State.residuals` is as large as they are.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
+      send, exchange: dtype in which activations go from stage to stage of `pipe`, and tokens to ranks of `expert` and
+        back, and the cotangents of each: "compute", theirs; "int8" or "fp8", by blocks of 256 features.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
@@ -176,6 +178,8 @@ class Strategy:
     reduce: str = "f32"
     error_feedback: bool = False
     gather: str = "compute"
+    send: str = "compute"
+    exchange: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
     offload: str = "none"
@@ -292,6 +296,9 @@ class Strategy:
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
             )
+        for name, axis in (("send", "pipe"), ("exchange", "expert")):
+            if (how := getattr(self, name)) != "compute" and getattr(self, axis) == 1:
+                raise ValueError(f"{name}={how!r} is how {axis} sends; give {axis}= a size, or leave {name} out")
         if self.reduce == "int8" and (self.server or self.single or self.rule):
             raise ValueError(
                 f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "

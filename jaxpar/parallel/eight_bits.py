@@ -20,9 +20,11 @@ than 16,384 elements, norms and biases, travel as they are.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,6 +32,10 @@ from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
 from ..collectives.ranks import count, index
 from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import F8, quantised
+from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES, axes_of
+from ..program.walk import opened, with_programs
+from ..strategy import Strategy
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
 from .fsdp import ZERO3, ZERO3_ONCE
@@ -139,6 +145,39 @@ def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
     at = index(use.shard) * (lost.shape[use.dim] // n)
     own = lax.dynamic_slice_in_dim(lost, at, lost.shape[use.dim] // n, use.dim) + more
     return x, lax.dynamic_update_slice_in_dim(lost, own, at, use.dim)
+
+
+def in_bytes(jaxpr: Any, strategy: Strategy, sizes: Mapping[str, int]) -> Any:
+    """A jaxpr, open or closed, derivatives taken, in which what stages of a pipeline `send` each other, and tokens and
+    results that ranks of `expert` `exchange`, travel in 8 bits, each cotangent rounded as a number of its own. `sizes`
+    are the mesh's.
+    """
+    ways = {("ppermute", "pipe"): strategy.send}
+    ways |= dict.fromkeys((("all_to_all", "expert"), ("all_gather", "expert")), strategy.exchange)
+
+    def equation(eqn: Any) -> Any:
+        if eqn.primitive.name not in PRIMITIVES:
+            return with_programs(eqn, lambda inner: in_bytes(inner, strategy, sizes))
+        how, x = ways.get((eqn.primitive.name, "+".join(map(str, axes_of(eqn)))), "compute"), eqn.invars[0].aval
+        weights = eqn.primitive.name == "all_gather" and eqn.params["tiled"]  # along their experts; tokens side by side
+        if how == "compute" or weights or not _rounds(x.size, x.dtype):
+            return eqn
+        travels = jax.jit(functools.partial(_travelled, fp8 if how == "fp8" else int8, eqn))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        (made,) = jax.make_jaxpr(travels, axis_env=list(sizes.items()))(shape).eqns
+        return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+    program, consts = opened(jaxpr)
+    program = program.replace(eqns=list(map(equation, program.eqns)))
+    return jec.ClosedJaxpr(program, consts) if hasattr(jaxpr, "consts") else program
+
+
+def _travelled(rounding: Rounding, eqn: Any, x: jax.Array) -> jax.Array:
+    """What a collective that leaves the last dim makes of x [.., s], whose rows are rounded on their way."""
+    sent = _encoded(rounding, x.reshape(-1, x.shape[-1]))
+    (moved,) = jx.bind(eqn, [sent.reshape(*x.shape[:-1], -1)])
+    found = _decoded(rounding, moved.reshape(-1, moved.shape[-1]), x.shape[-1], x.dtype)
+    return found.reshape(*moved.shape[:-1], -1)
 
 
 def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:

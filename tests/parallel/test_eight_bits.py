@@ -136,6 +136,11 @@ def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ..
         ),
         ("ddp,error_feedback=true", r"error_feedback=True with reduce='f32': .* use reduce='int8', or leave it out"),
         ("fsdp,reduce=int8,error_feedback=true", r"with fsdp=-1,reduce=int8: .* use ddp, zero=1, or zero=3 with sync"),
+        (
+            "pipe=2,data=2,reduce=int8,error_feedback=true",
+            r"with data=2,pipe=2,.*without pipe and hpz, or leave error_f",
+        ),
+        ("zero2,reduce=int8,error_feedback=true", r"a residual is of whole gradients that are reduced once a step"),
         ("fsdp,reduce=int4", r"reduce='int4' is unknown; use one of f32, compute, int8"),
         ("fsdp,gather=int4", r"gather='int4' is unknown; use one of compute, int8, fp8"),
     ],

@@ -240,7 +240,8 @@ def _second_shard(step: Step, closed: Ledger) -> Iterator[str]:
 
 def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
     """What travels in 8 bits, or that nothing does though it was asked for."""
-    arrive = [one for one in closed if (one.kind, one.dtype) == ("all-to-all", "uint8")]
+    tokens = [("expert",)] if step.strategy.exchange != "compute" else []
+    arrive = [one for one in closed if (one.kind, one.dtype) == ("all-to-all", "uint8") and one.axes not in tokens]
     if step.strategy.reduce == "int8":
         axes = ", ".join(dict.fromkeys("+".join(one.axes) for one in arrive))
         said = (
@@ -253,6 +254,11 @@ def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
         what = "weights whose products are in FP8" if how == "fp8" else f"weights from {PAD_FROM:,} elements"
         said = f"{what} are gathered in bytes, with a scale for each {BLOCK}: {size(sent)} a step."
         yield f"gather={how}: {said}" if sent else f"gather={how}: no {what} are gathered; gather=compute is the same."
+    for name, axis, what in (("send", "pipe", "activations"), ("exchange", "expert", "tokens, results")):
+        if (how := getattr(step.strategy, name)) != "compute":
+            sent = sum(one.bytes for one in closed if (one.axes, one.dtype) == ((axis,), "uint8"))
+            said = f"{what} and cotangents from {PAD_FROM:,} elements go over {axis} in bytes: {size(sent)} a step"
+            yield f"{name}={how}: {said if sent else f'no {what} are as large; {name}=compute is the same'}."
 
 
 def _prefetched(step: Step, batch: Any) -> Iterator[str]:
