@@ -47,7 +47,8 @@ _OTHERS = {  # what a choice may be besides
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",
     "prefetch": ", 0 or 1",
-    "fp8_scaling": " (XLA has no kernel for blocks of 128 and mxfp8 beside cuBLASLt's: see docs/recipes/precision.md)",
+    "fp8_scaling": " (XLA has no kernel for blocks of 128, makes bfloat16's of nvfp4, and says of mxfp8 'Unsupported "
+    "instruction opcode: scaled-dot': see docs/recipes/precision.md)",
 }
 
 
@@ -310,26 +311,18 @@ class Strategy:
                 "use reduce='int8', or leave it out"
             )
         often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
-        if self.error_feedback and (often or self.pipe != 1 or self.hpz):
+        if self.error_feedback and (often or self.hpz or self.pipe != 1):
             raise ValueError(
                 f"error_feedback=True with {self._text(skip='error_feedback')}: a residual is of whole gradients that "
-                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe and hpz, or leave "
-                "error_feedback out"
+                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe and hpz"
             )
-        if not isinstance(self.fp8_except, str) or (self.fp8_except and self.precision != "fp8"):
+        if not isinstance(self.fp8_except, str):
+            raise ValueError(f"fp8_except={self.fp8_except!r}: give parts of paths as text, as 'attention:ffn/down'")
+        of_fp8 = self.fp8_except or self.fp8_scaling != "row" or self.gather == "fp8"
+        if of_fp8 and self.precision != "fp8":
             raise ValueError(
-                f"fp8_except={self.fp8_except!r} with precision={self.precision!r}: give parts of paths as text, such "
-                "as 'attention:ffn/down', with precision='fp8'; or leave it out"
-            )
-        if self.fp8_scaling != "row" and self.precision != "fp8":
-            raise ValueError(
-                f"fp8_scaling={self.fp8_scaling!r} with precision={self.precision!r}: it is how FP8 products round "
-                "their operands; use precision='fp8', or leave it out"
-            )
-        if self.gather == "fp8" and self.precision != "fp8":
-            raise ValueError(
-                f"gather='fp8' with precision={self.precision!r}: it is for weights that FP8 products round so in any "
-                "case; use precision='fp8', or gather='int8'"
+                f"precision={self.precision!r} in {self}: fp8_except, fp8_scaling and gather='fp8' are of products in "
+                "FP8 and their weights; use precision='fp8', or gather='int8'"
             )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

@@ -92,13 +92,13 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
     all_parts = stored if leaf.spread else elements  # a stage has every rank's part of it
     given, updated = (), ()
     if leaf.trainable:
-        n = math.prod(shape[a] for a in leaf.shard if a not in leaf.second)
+        n = math.prod(shape[a] for a in leaf.shard if a != "data")
         whole, sliced = runs.given
         made = reduce if outside else compute
         given = (Times(whole, all_parts, _pieces(leaf, None, n, made, reduce) if whole else 1),)
         given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
     own = leaf.dim is not None and index < len(step.layout.leaves)  # not the layers of a kept stack
-    if own and (leaf.trainable or leaf.second):
+    if own and (leaf.trainable or step.strategy.hpz):
         parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
         updated = (Times(parts, elements // parts),)
     shard = leaf.shard if leaf.dim is not None else ()
@@ -108,13 +108,13 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
         given=_some(*given) or (given[:1] if elsewhere else ()),  # of no use here, and still summed with others'
         updated=updated,
         last=last,
-        shard=tuple(a for a in shard if shape[a] > 1 and a not in leaf.second),
+        shard=tuple(a for a in shard if shape[a] > 1 and a != "data"),
         rest=tuple(a for a in summed_over(unit.split) if shape[a] > 1 and a not in shard),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,
         stored=compute if step.layout.copied else policy.stored(leaf.dtype, leaf.trainable),
-        second=tuple(a for a in shard if shape[a] > 1 and a in leaf.second),
+        second=("data",) if "data" in shard and shape["data"] > 1 else (),
     )
 
 

@@ -123,7 +123,7 @@ class Leaf:
       trainable: whether it has a gradient and optimizer state.
       note: why it is not sharded, or padded.
       form: which of the model's own leaves are in it, and how.
-      shard: the mesh axes over which `dim` is sharded.
+      shard: the mesh axes over which `dim` is sharded; with `Strategy.hpz`, `data` is the last of them.
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
       spread: whether `dim` is over `pipe` too, whatever ZeRO shards: of a model whose program is cut into stages.
@@ -175,11 +175,6 @@ class Leaf:
     def split(self) -> tuple[str, ...]:
         """The axes of which each rank has a part of the leaf that no other computes with, and so its whole gradient."""
         return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
-
-    @property
-    def second(self) -> tuple[str, ...]:
-        """The axes of `shard` over which a step gathers it once, in front of all else: `data`, with `Strategy.hpz`."""
-        return ("data",) * ("data" in self.shard)
 
     @property
     def of_experts(self) -> "Leaf":

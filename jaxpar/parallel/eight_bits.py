@@ -3,6 +3,7 @@
     weights      ZeRO-3's all-gathers have P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
     gradients    a reduce-scatter is an all-to-all of P (1 + 4 / 256) bytes in place of 4 P, and a sum on arrival; an
                  all-reduce is that, and an all-gather of the rounded sums
+    activations  over `pipe`, and tokens over `expert`, and their cotangents: blocks of a token's features
     elsewhere    as the rule without: masters, what is computed and accumulated
 
 What a device sends is cut into blocks of 256 numbers, in the order in which they lie; the last may be shorter. Each is

@@ -39,12 +39,10 @@ def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
     """With hpZ, what a device stores -> its part of what the devices along `fsdp` share, in the compute dtype: an
     all-gather over `data`, of stacks layer by layer.
     """
-    parts, old = [], []
-    for leaf, x in zip(layout.leaves, stored, strict=True):
-        parts.append(replace(leaf, shard=leaf.second, padded=-1, trainable=True))  # padding stays
-        whole = [size * count(leaf.second) if d == leaf.dim else size for d, size in enumerate(x.shape)]
-        old.append(jnp.zeros(whole, layout.policy.computed(leaf.dtype)))
-    return publish(parts, stored, old)
+    parts = [replace(leaf, shard=("data",), padded=-1, trainable=True) for leaf in layout.leaves]  # padding stays
+    shape = lambda leaf, x: [n * count(["data"]) if d == leaf.dim else n for d, n in enumerate(x.shape)]
+    zeros = lambda leaf, x: jnp.zeros(shape(leaf, x), layout.policy.computed(leaf.dtype))
+    return publish(parts, stored, list(map(zeros, parts, stored)))
 
 
 def _gathered(leaf: Uses) -> Iterator[Sent]:

@@ -189,9 +189,6 @@ class Estimator:
             kept += carried * facts.layer * _computed(s).itemsize
         if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:  # whole gradients are there while others are made
             kept += held.trained * _reduced(s).itemsize
-        if s.hpz:
-            sums = held.trained * _reduced(s).itemsize if m > 1 else 0
-            kept += (held.elements * _computed(s).itemsize + sums) / math.prod(shape[axis] for axis in SHARDS)
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
         compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
@@ -294,12 +291,11 @@ class Estimator:
                 updated=(Times(1, group.trained),),
                 last=False,
                 shard=shard,
-                rest=tuple(axis for axis in spread if axis not in (*shard, *("data",) * s.hpz)),
+                rest=tuple(axis for axis in spread if axis not in shard),
                 sizes=shape,
                 compute=_computed(s),
                 reduce=_reduced(s),
                 stored=_computed(s),
-                second=("data",) if s.hpz and shape["data"] > 1 else (),
             )
             for one in (rule_of(s) if shard or s.fsdp == 1 else DDP).promise.sends(uses):
                 if one.axes:
@@ -340,7 +336,7 @@ def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
 
 def _places(s: Strategy) -> tuple[Any, ...]:
     """What the layout of a state depends on."""
-    axes = s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.hpz, s.rule, s.expert, s.context, s.tensor
+    axes = s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.expert, s.context, s.tensor
     return *axes, s.precision, s.reduce, "optimizer" in s.offloads
 
 

@@ -32,10 +32,10 @@ def families(found: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NONE) -> Iterator[Strategy]:
     """The strategies that differ from one in microbatches, chunks or an axis by a factor of 2, in `remat` (where it
-    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, `hpz`,
-    `gather`, how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and
-    backwards run side by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of
-    a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
+    recomputes, also by "auto" with what a device may take), in `offload` if it has some, in `reduce`, `zero`, `gather`,
+    how context ranks attend, or a pipeline's schedule (for a mixture also by that whose forwards and backwards run side
+    by side), or in that all replicas are plain or all are sharded; and that the devices, the rows of a global batch and
+    `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
@@ -62,7 +62,6 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     if strategy.fsdp != 1:
         changes += [{"zero": zero, "sync": Strategy.sync} for zero in (1, 2, 3)]
         changes += [{"zero": 3, "sync": "step"}] if strategy.turns > 1 else []
-        changes += [{"zero": 3, "hpz": not strategy.hpz}]
     if strategy.fsdp != 1 and strategy.zero == 3 and strategy.precision == "fp8":
         changes += [{"gather": "compute"}, {"gather": "fp8"}]  # which FP8 products round to the same numbers
     if shape["context"] > 1:
@@ -120,9 +119,7 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
     if values["fsdp"] == 1:
         change = change | {"zero": Strategy.zero, "sync": Strategy.sync}
     if values["fsdp"] == 1 or change.get("zero", strategy.zero) != 3:
-        change = change | {"gather": Strategy.gather, "hpz": False}
-    if change.get("data", strategy.data) == 1:
-        change = change | {"hpz": False}
+        change = change | {"gather": Strategy.gather}
     if change.get("context") == 1:
         change = change | {"attention": Strategy.attention}
     return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)
