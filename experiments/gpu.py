@@ -63,8 +63,12 @@ class Speed(Common):
 
     model: str = "gpt2"
     """gpt2 (124M), gpt2-medium (355M), llama3.2-1b (1.2B)"""
-    strategies: tuple[str, ...] = ("fsdp", "single,remat=layer", "single,precision=fp8")
-    """beside `single`, which all are compared with; in bf16 where they name no precision"""
+    strategies: tuple[str, ...] = (
+        *("fsdp", "single,remat=layer", "single,precision=fp8"),
+        *("fsdp,gather=int8,reduce=int8", "hsdp,hpz=true", "pipe=-1,microbatches=4,send=int8"),
+    )
+    """beside `single`, which all are compared with, on the cards that divide the rows; in bf16 where they name no
+    precision"""
     rows: int | None = None
     """of a batch, instead of the model's own number here"""
     rounds: int = 10

@@ -1,5 +1,6 @@
 """A contender of `gpu.py speed` in a process of its own: jaxpar's step, or a plain `jax.jit` step of the same model."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
         return machine(), lambda count: {}
     model = named(spec["model"], **spec["changes"])
     rows, length = spec["rows"], spec["length"]
+    cards = 1 if spec["contender"].startswith(("single", "plain")) else math.gcd(rows, len(jax.devices()))
     tokens = np.random.default_rng(0).integers(model.config.vocab, size=(rows, length + 1))
     batch, key = {"tokens": jnp.asarray(tokens, jnp.int32)}, jax.random.key(0)
     said: dict[str, Any] = {"parameters": model.parameters}
@@ -42,7 +44,7 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
         state, metrics = step(state, batch)
     else:
         precision = "" if "precision=" in spec["contender"] else ",precision=bf16"
-        ours = jp.make_train_step(model.model, OPTIMIZER, spec["contender"] + precision, jax.devices()[:1])
+        ours = jp.make_train_step(model.model, OPTIMIZER, spec["contender"] + precision, jax.devices()[:cards])
         state = ours.init(key)
         start = time.perf_counter()
         said |= look(ours, batch, model.flops(rows, length))
@@ -62,7 +64,7 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
         stats = jax.devices()[0].memory_stats() or {}
         memory = {name: stats[key] / 1e9 if key in stats else None
                   for name, key in {"peak_GB": "peak_bytes_in_use", "in_use_GB": "bytes_in_use"}.items()}  # fmt: skip
-        peak = peak_flops(jax.devices()[0].device_kind, "bf16")
+        peak = cards * (peak_flops(jax.devices()[0].device_kind, "bf16") or 0) or None
         return {"seconds": seconds, "tokens": rows * length, "loss": float(metrics["loss"]), **memory,
                 "model_flops": model.flops(rows, length), "peak_flops": peak}  # fmt: skip
 

@@ -32,7 +32,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16", "fp8"),
     "fp8_scaling": ("row", "tensor"),
     "reduce": ("f32", "compute", "int8"),
-    "gather": ("compute", "int8", "fp8"),
+    **dict.fromkeys(("gather", "send", "exchange"), ("compute", "int8", "fp8")),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
@@ -47,7 +47,8 @@ _OTHERS = {  # what a choice may be besides
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",
     "prefetch": ", 0 or 1 (two layers ahead hide no more than one, and are held: see docs/strategies/zero3.md)",
-    "fp8_scaling": " (XLA has no kernel for blocks of 128 and mxfp8 beside cuBLASLt's: see docs/recipes/precision.md)",
+    "fp8_scaling": " (XLA has no kernel for blocks of 128, makes bfloat16's of nvfp4, and says of mxfp8 'Unsupported "
+    "instruction opcode: scaled-dot': see docs/recipes/precision.md)",
 }
 
 
@@ -60,6 +61,9 @@ class Strategy:
       fsdp: size of the axis over which ZeRO shards; rows are shared over `data`, `fsdp` and `expert` alike.
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
+      hpz: whether zero=3 shards over `data` too what replicas would hold of parameters and optimizer, and a step
+        gathers over `data` once, in front of its layers, its part of what `fsdp` shares: a second shard, which it holds
+        while it runs (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/fsdp.py`).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
       schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
         "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
@@ -111,6 +115,8 @@ class Strategy:
         next step: they are accumulated whole and reduced once a step, and `State.residuals` is as large as they are.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
+      send, exchange: dtype in which activations go from stage to stage of `pipe`, and tokens to ranks of `expert` and
+        back, and the cotangents of each: "compute", theirs; "int8" or "fp8", by blocks of 256 features.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
@@ -151,6 +157,7 @@ class Strategy:
     data: int | Literal["hosts"] = 1
     fsdp: int = 1
     zero: int = 3
+    hpz: bool = False
     pipe: int = 1
     schedule: Any = "1f1b"  # a name, or a `Schedule`
     chunks: Any = "auto"  # an int, once it is made
@@ -172,6 +179,8 @@ class Strategy:
     reduce: str = "f32"
     error_feedback: bool = False
     gather: str = "compute"
+    send: str = "compute"
+    exchange: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
     offload: str = "none"
@@ -231,7 +240,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback", "hpz"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -258,6 +267,11 @@ class Strategy:
                 f"sync='step' with {self._text(skip='sync') or 'data=1'}: it accumulates whole gradients of what "
                 "zero=3 shards over fsdp; give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)"
             )
+        if self.hpz and (self.zero != 3 or 1 in (self.fsdp, self.data) or self.rule or self.server):
+            raise ValueError(
+                f"hpz=True with {self._text(skip='hpz') or 'data=1'}: a second shard of what zero=3 shards is one over "
+                "fsdp alone beside one over data and fsdp; use hsdp, or give both a size with zero=3"
+            )
         if not isinstance(self.budget, str) or (self.budget and amount(self.budget, "B") and self.remat != "auto"):
             raise ValueError(
                 f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"
@@ -283,6 +297,9 @@ class Strategy:
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
             )
+        for name, axis in (("send", "pipe"), ("exchange", "expert")):
+            if (how := getattr(self, name)) != "compute" and getattr(self, axis) == 1:
+                raise ValueError(f"{name}={how!r} is how {axis} sends; give {axis}= a size, or leave {name} out")
         if self.reduce == "int8" and (self.server or self.single or self.rule):
             raise ValueError(
                 f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "
@@ -293,25 +310,19 @@ class Strategy:
                 f"error_feedback=True with reduce={self.reduce!r}: it is for gradients that are rounded on their way; "
                 "use reduce='int8', or leave it out"
             )
-        if self.error_feedback and (self.pipe != 1 or (self.fsdp != 1 and self.zero != 1 and self.sync != "step")):
+        often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
+        if self.error_feedback and (often or self.hpz or self.pipe != 1):
             raise ValueError(
                 f"error_feedback=True with {self._text(skip='error_feedback')}: a residual is of whole gradients that "
-                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe, or leave it out"
+                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe and hpz"
             )
-        if not isinstance(self.fp8_except, str) or (self.fp8_except and self.precision != "fp8"):
+        if not isinstance(self.fp8_except, str):
+            raise ValueError(f"fp8_except={self.fp8_except!r}: give parts of paths as text, as 'attention:ffn/down'")
+        of_fp8 = self.fp8_except or self.fp8_scaling != "row" or self.gather == "fp8"
+        if of_fp8 and self.precision != "fp8":
             raise ValueError(
-                f"fp8_except={self.fp8_except!r} with precision={self.precision!r}: give parts of paths as text, such "
-                "as 'attention:ffn/down', with precision='fp8'; or leave it out"
-            )
-        if self.fp8_scaling != "row" and self.precision != "fp8":
-            raise ValueError(
-                f"fp8_scaling={self.fp8_scaling!r} with precision={self.precision!r}: it is how FP8 products round "
-                "their operands; use precision='fp8', or leave it out"
-            )
-        if self.gather == "fp8" and self.precision != "fp8":
-            raise ValueError(
-                f"gather='fp8' with precision={self.precision!r}: it is for weights that FP8 products round so in any "
-                "case; use precision='fp8', or gather='int8'"
+                f"precision={self.precision!r} in {self}: fp8_except, fp8_scaling and gather='fp8' are of products in "
+                "FP8 and their weights; use precision='fp8', or gather='int8'"
             )
         for axis in AXES:
             if axis != "data" and self.server and (size := getattr(self, axis)) != 1:

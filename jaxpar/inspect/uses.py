@@ -22,6 +22,7 @@ from ..collectives import scatter_pieces
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
 from ..parallel.access import RuleAccess
+from ..parallel.eight_bits import in_bytes
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
@@ -91,12 +92,13 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
     all_parts = stored if leaf.spread else elements  # a stage has every rank's part of it
     given, updated = (), ()
     if leaf.trainable:
-        n = math.prod(shape[a] for a in leaf.shard)
+        n = math.prod(shape[a] for a in leaf.shard if a != "data")
         whole, sliced = runs.given
         made = reduce if outside else compute
         given = (Times(whole, all_parts, _pieces(leaf, None, n, made, reduce) if whole else 1),)
         given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
-    if leaf.trainable and leaf.dim is not None and index < len(step.layout.leaves):  # not the layers of a kept stack
+    own = leaf.dim is not None and index < len(step.layout.leaves)  # not the layers of a kept stack
+    if own and (leaf.trainable or step.strategy.hpz):
         parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
         updated = (Times(parts, elements // parts),)
     shard = leaf.shard if leaf.dim is not None else ()
@@ -106,12 +108,13 @@ def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: boo
         given=_some(*given) or (given[:1] if elsewhere else ()),  # of no use here, and still summed with others'
         updated=updated,
         last=last,
-        shard=tuple(a for a in shard if shape[a] > 1),
+        shard=tuple(a for a in shard if shape[a] > 1 and a != "data"),
         rest=tuple(a for a in summed_over(unit.split) if shape[a] > 1 and a not in shard),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,
         stored=compute if step.layout.copied else policy.stored(leaf.dtype, leaf.trainable),
+        second=("data",) if "data" in shard and shape["data"] > 1 else (),
     )
 
 
@@ -223,7 +226,7 @@ def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list
     for times, jaxpr in parts:
         for what, index, sliced, runs in _marks(jaxpr):
             found[index][what][sliced] += times * runs
-        for one in Ledger.from_jaxpr(jaxpr, step.mesh):
+        for one in Ledger.from_jaxpr(in_bytes(jaxpr, step.strategy, step.mesh.shape), step.mesh):
             assert one.count is not None
             own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
     runs = [Runs((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]

@@ -145,7 +145,7 @@ class Layout:
         the latter last, so that one all-to-all leads there. Split otherwise, the whole stack would be gathered.
         """
         dim, shard = stack.inner(True), stack.shard
-        if stack.layers is not None and layer.shape[dim] % (self.shards * self.mesh.shape["pipe"]) == 0:
+        if stack.layers is not None and layer.shape[dim] % math.prod(self.mesh.shape[a] for a in (*shard, "pipe")) == 0:
             shard = (*shard, "pipe")
         return replace(layer, dim=dim, padded=stack.padded, shard=shard)
 

@@ -123,7 +123,7 @@ class Leaf:
       trainable: whether it has a gradient and optimizer state.
       note: why it is not sharded, or padded.
       form: which of the model's own leaves are in it, and how.
-      shard: the mesh axes over which `dim` is sharded.
+      shard: the mesh axes over which `dim` is sharded; with `Strategy.hpz`, `data` is the last of them.
       tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
       ranks: the number of these.
       spread: whether `dim` is over `pipe` too, whatever ZeRO shards: of a model whose program is cut into stages.

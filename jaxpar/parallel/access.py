@@ -37,12 +37,14 @@ class RuleAccess:
         leaf = self.leaves[index]
         used_by = summed_over(self.split[index])
         sharded = leaf.dim is not None and self.rules[index].sharded
-        rest = [a for a in used_by if a not in leaf.shard] if sharded else used_by
+        at_rest = leaf.shard if sharded else ()
+        shard, second = (tuple(a for a in at_rest if (a == "data") == second) for second in (False, True))
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:
             dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
-        return Use(dim, leaf.shard if sharded else (), tuple(rest), self.last[index], self.policy.reduced(leaf.dtype))
+        rest = tuple(a for a in used_by if a not in at_rest)
+        return Use(dim, shard, rest, self.last[index], self.policy.reduced(leaf.dtype), second)
 
     def sends(self, index: int) -> tuple[bool, bool]:
         """Whether a loop over layers gathers a leaf's layers ahead, and reduces their gradients behind."""

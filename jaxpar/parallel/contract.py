@@ -25,6 +25,8 @@ class Use:
       last: whether this use yields the leaf's whole gradient of the step (one use, in a stack, one microbatch): then
         it is reduced right here, inside the backward loop, and not once more at the end.
       dtype: the dtype in which gradients are reduced and accumulated.
+      second: the axes over which what is stored is sharded besides, with `Strategy.hpz`: a step has gathered over them
+        in front of all uses, and what it has reduced over `shard` is scattered over them.
     """
 
     dim: int
@@ -32,6 +34,7 @@ class Use:
     rest: tuple[str, ...]
     last: bool
     dtype: jnp.dtype
+    second: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,10 @@ class Uses:
         padding included.
       fetched: the uses in forwards and backwards, whole and layer by layer. Idle ticks of a pipeline count.
       given: the gradients of these uses; () for a leaf that has none.
-      updated: the leaf after the update, as `publish` gathers it, whole or layer by layer; () for one that is frozen
-        or not sharded.
+      updated: the leaf as `publish` gathers it after the update, or before a step over `second`, whole or layer by
+        layer; () for one that is not sharded, or frozen and not gathered.
       last: as in `Use`.
-      shard, rest: as in `Use`, without axes of one device; () for a leaf that is not sharded.
+      shard, rest, second: as in `Use`, without axes of one device; () for a leaf that is not sharded.
       sizes: the size of each mesh axis.
       compute, reduce, stored: the dtypes of what is fetched, of gradients, and of what a device stores whole.
     """
@@ -83,6 +86,7 @@ class Uses:
     compute: jnp.dtype
     reduce: jnp.dtype
     stored: jnp.dtype
+    second: tuple[str, ...] = ()
 
     @property
     def once(self) -> tuple[Times, ...]:
@@ -93,6 +97,11 @@ class Uses:
     def shards(self) -> int:
         """The number of devices that share the leaf."""
         return math.prod(self.sizes[axis] for axis in self.shard)
+
+    @property
+    def seconds(self) -> int:
+        """The number of parts in which one of these stores its shard."""
+        return math.prod(self.sizes[axis] for axis in self.second)
 
     @property
     def replicas(self) -> int:

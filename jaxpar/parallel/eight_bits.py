@@ -3,6 +3,7 @@
     weights      ZeRO-3's all-gathers have P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
     gradients    a reduce-scatter is an all-to-all of P (1 + 4 / 256) bytes in place of 4 P, and a sum on arrival; an
                  all-reduce is that, and an all-gather of the rounded sums
+    activations  over `pipe`, and tokens over `expert`, and their cotangents: blocks of a token's features
     elsewhere    as the rule without: masters, what is computed and accumulated
 
 What a device sends is cut into blocks of 256 numbers, in the order in which they lie; the last may be shorter. Each is
@@ -20,9 +21,11 @@ than 16,384 elements, norms and biases, travel as they are.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,6 +33,10 @@ from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
 from ..collectives.ranks import count, index
 from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import F8, quantised
+from ..program import jaxpr as jx
+from ..program.collectives import PRIMITIVES, axes_of
+from ..program.walk import opened, with_programs
+from ..strategy import Strategy
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
 from .fsdp import ZERO3, ZERO3_ONCE
@@ -117,11 +124,15 @@ def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
     if not (rule.at_once or use.last):
         return x.astype(use.dtype)
     x, _ = _scatter(x, use)
-    return _all_reduce(x, use)[0] if use.last else x
+    return _rest(x, use) if use.last else x
 
 
 def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else _all_reduce(x if rule.at_once else _scatter(x, use)[0], use)[0]
+    return x if use.last else _rest(x if rule.at_once else _scatter(x, use)[0], use)
+
+
+def _rest(x: jax.Array, use: Use) -> jax.Array:
+    return _all_reduce(_scatter(x, dataclasses.replace(use, shard=use.second))[0], use)[0]
 
 
 def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
@@ -135,6 +146,39 @@ def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
     at = index(use.shard) * (lost.shape[use.dim] // n)
     own = lax.dynamic_slice_in_dim(lost, at, lost.shape[use.dim] // n, use.dim) + more
     return x, lax.dynamic_update_slice_in_dim(lost, own, at, use.dim)
+
+
+def in_bytes(jaxpr: Any, strategy: Strategy, sizes: Mapping[str, int]) -> Any:
+    """A jaxpr, open or closed, derivatives taken, in which what stages of a pipeline `send` each other, and tokens and
+    results that ranks of `expert` `exchange`, travel in 8 bits, each cotangent rounded as a number of its own. `sizes`
+    are the mesh's.
+    """
+    ways = {("ppermute", "pipe"): strategy.send}
+    ways |= dict.fromkeys((("all_to_all", "expert"), ("all_gather", "expert")), strategy.exchange)
+
+    def equation(eqn: Any) -> Any:
+        if eqn.primitive.name not in PRIMITIVES:
+            return with_programs(eqn, lambda inner: in_bytes(inner, strategy, sizes))
+        how, x = ways.get((eqn.primitive.name, "+".join(map(str, axes_of(eqn)))), "compute"), eqn.invars[0].aval
+        weights = eqn.primitive.name == "all_gather" and eqn.params["tiled"]  # along their experts; tokens side by side
+        if how == "compute" or weights or not _rounds(x.size, x.dtype):
+            return eqn
+        travels = jax.jit(functools.partial(_travelled, fp8 if how == "fp8" else int8, eqn))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        (made,) = jax.make_jaxpr(travels, axis_env=list(sizes.items()))(shape).eqns
+        return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+    program, consts = opened(jaxpr)
+    program = program.replace(eqns=list(map(equation, program.eqns)))
+    return jec.ClosedJaxpr(program, consts) if hasattr(jaxpr, "consts") else program
+
+
+def _travelled(rounding: Rounding, eqn: Any, x: jax.Array) -> jax.Array:
+    """What a collective that leaves the last dim makes of x [.., s], whose rows are rounded on their way."""
+    sent = _encoded(rounding, x.reshape(-1, x.shape[-1]))
+    (moved,) = jx.bind(eqn, [sent.reshape(*x.shape[:-1], -1)])
+    found = _decoded(rounding, moved.reshape(-1, moved.shape[-1]), x.shape[-1], x.dtype)
+    return found.reshape(*moved.shape[:-1], -1)
 
 
 def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:
@@ -151,7 +195,7 @@ def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
     """The closed form: the rule's, whose all-gathers are of a byte for each number and 4 for each block of a shard."""
     times = iter(leaf.fetched)
     for one in rule.promise.sends(leaf):
-        each = next(times) if one.kind == "all-gather" else None
+        each = next(times, None) if one.kind == "all-gather" else None  # over `second` as they are
         if each is None or not _rounds(each.elements, leaf.compute):
             yield one
         else:
@@ -163,13 +207,18 @@ def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
     """The closed form: the rule's, with an all-to-all of such bytes for each reduce-scatter, and one and an all-gather
     for each all-reduce.
     """
-    times = {"reduce-scatter": iter(leaf.given if rule.at_once else leaf.once), "all-reduce": iter(leaf.once)}
+    hops = {
+        ("reduce-scatter", leaf.shard): (iter(leaf.given if rule.at_once else leaf.once), 1),
+        ("reduce-scatter", leaf.second): (iter(leaf.once), leaf.shards),
+        ("all-reduce", leaf.rest): (iter(leaf.once), leaf.shards * leaf.seconds),
+    }
     for one in rule.promise.sends(leaf):
-        each = next(times[one.kind]) if one.kind in times else None
-        if each is None or not one.axes:
+        times, parts = hops.get((one.kind, one.axes), ((), 1))
+        if not times or not one.axes:
             yield one
             continue
-        elements = each.elements // (leaf.shards if one.kind == "all-reduce" else 1)
+        each = next(times)
+        elements = each.elements // parts
         if not _rounds(elements, leaf.reduce):
             yield one
             continue

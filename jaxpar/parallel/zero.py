@@ -39,18 +39,22 @@ def finish_all(x: jax.Array, use: Use) -> jax.Array:
 
 
 def _reduce(x: jax.Array, use: Use) -> jax.Array:
-    return all_reduce(reduce_scatter_as(x, use.shard, use.dim, use.dtype), use.rest)
+    return _rest(reduce_scatter_as(x, use.shard, use.dim, use.dtype), use)
+
+
+def _rest(x: jax.Array, use: Use) -> jax.Array:
+    return all_reduce(reduce_scatter_as(x, use.second, use.dim, use.dtype), use.rest)
 
 
 def scatter(x: jax.Array, use: Use) -> jax.Array:
     """The shard of the sum over its axes, and over the rest if nothing more is to come."""
     x = reduce_scatter_as(x, use.shard, use.dim, use.dtype)
-    return all_reduce(x, use.rest) if use.last else x
+    return _rest(x, use) if use.last else x
 
 
 def finish(x: jax.Array, use: Use) -> jax.Array:
     """What `scatter` left undone: the sum over the rest."""
-    return x if use.last else all_reduce(x, use.rest)
+    return x if use.last else _rest(x, use)
 
 
 def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
@@ -91,11 +95,15 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[j
 
 
 def scattered(leaf: Uses, gradients: Sequence[Times]) -> Iterator[Sent]:
-    """`scatter` and `finish`: a reduce-scatter of each of `gradients`, an all-reduce of the shard over the rest."""
+    """`scatter` and `finish`: a reduce-scatter of each of `gradients`, an all-reduce of the shard over the rest, of
+    what is left of it behind a reduce-scatter over `second`.
+    """
     for each in gradients:
         yield Sent("reduce-scatter", leaf.shard, leaf.reduce, each.count * each.pieces, each.total)
     for each in leaf.once:
-        yield Sent("all-reduce", leaf.rest, leaf.reduce, each.count, each.total // leaf.shards)
+        shard = each.total // leaf.shards
+        yield Sent("reduce-scatter", leaf.second, leaf.reduce, each.count, shard)
+        yield Sent("all-reduce", leaf.rest, leaf.reduce, each.count, shard // leaf.seconds)
 
 
 def _published(leaf: Uses) -> Iterator[Sent]:

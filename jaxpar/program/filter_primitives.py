@@ -24,14 +24,17 @@ _PACKAGE = "equinox"
 
 def without_filter_primitives(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, which runs inside `shard_map`, without these primitives; itself where Equinox has not been imported."""
-    if _PACKAGE not in sys.modules:
-        return fun
+    return fun if _PACKAGE not in sys.modules else rewritten(fun, _expanded)
+
+
+def rewritten(fun: Callable[..., Any], of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`fun`, which runs inside `shard_map`, with what `of` makes of its closed jaxpr."""
 
     def run(*args: Any) -> Any:
         abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(abstract, args))
-            closed = _expanded(closed)
+            closed = of(closed)
         outs = jec.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 

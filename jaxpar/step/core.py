@@ -35,9 +35,10 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
+from ..parallel.eight_bits import in_bytes
 from ..parallel.owners import Dealer
 from ..parallel.pipeline.schedules import Schedule
-from ..program.filter_primitives import without_filter_primitives
+from ..program.filter_primitives import rewritten, without_filter_primitives
 from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
@@ -73,6 +74,7 @@ class Step(FirstState, Intake):
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
+        over += ("data",) * strategy.hpz
         shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
         ranks = mesh.shape["pipe"]
         numbers = ranks, strategy.microbatches, strategy.chunks
@@ -368,7 +370,10 @@ class Step(FirstState, Intake):
         def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
             check_context(self.mesh)
             ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * (len(rest) - len(parts))), *parts)
-            run = order.in_order(without_filter_primitives(fun), self.mesh)
+            local = without_filter_primitives(fun)
+            if {self.strategy.send, self.strategy.exchange} != {"compute"}:
+                local = rewritten(local, functools.partial(in_bytes, strategy=self.strategy, sizes=self.mesh.shape))
+            run = order.in_order(local, self.mesh)
 
             def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:
                 result, token = run(token, *args)

@@ -20,6 +20,7 @@ from ..model.paths import name_of
 from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess, SpreadAccess
+from ..parallel.fsdp import secondary
 from .piped import Piped
 from .tracing import Loss, Sums, Tracing
 
@@ -99,6 +100,7 @@ class Local:
         cut = layout.storage.cut
         low = self.tracing.in_fp8
         access = SpreadAccess(layout, rule, low) if cut else RuleAccess(layout, rule, traced.program, strategy, low)
+        stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
     def opened(self, variables: Any) -> Any:

@@ -120,6 +120,8 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
         raise ValueError(
             f"rule={strategy.rule!r}: {why}, which moves leaves in parts that jaxpar's own rules know; use zero=1 to 3"
         )
+    if strategy.hpz:
+        raise ValueError(f"hpz=True: {why}, which moves leaves to where they are used once a step; leave hpz out")
 
 
 def check_prefetch(schedule: Schedule, strategy: Strategy, cut: bool) -> None:

@@ -428,8 +428,7 @@ class Tracing:
         alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
         leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
         found = chosen(rolled, leaves, self.layout.policy.compute, self.strategy.fp8_except)
-        fp8 = [path for path, one in found.items() if not one.why]
-        own, there = in_fp8(flat, [path for path, _ in leaves], fp8, self.strategy.fp8_scaling)
+        own, there = in_fp8(flat, [path for path, _ in leaves], found, self.strategy.fp8_scaling)
         lost = "this layout's program has no product of it and the data that could be followed"
         self.fp8.update(
             (path, one if one.why or path in there else replace(one, why=lost)) for path, one in found.items()

@@ -55,7 +55,7 @@ def test_attention(load: Any) -> None:
         assert found["peak_bytes"] is None  # a CPU device does not count
 
 
-@pytest.mark.parametrize("contender", ["fsdp", "single,precision=fp8", "plain"])
+@pytest.mark.parametrize("contender", ["fsdp,gather=int8,reduce=int8", "single,precision=fp8", "plain"])
 def test_speed(load: Any, contender: str) -> None:
     """A contender is ready, takes steps, and says what they took; both learn from the same loss."""
     worker, speed = load("gpu_worker"), load("gpu_speed")

@@ -136,6 +136,11 @@ def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ..
         ),
         ("ddp,error_feedback=true", r"error_feedback=True with reduce='f32': .* use reduce='int8', or leave it out"),
         ("fsdp,reduce=int8,error_feedback=true", r"with fsdp=-1,reduce=int8: .* use ddp, zero=1, or zero=3 with sync"),
+        (
+            "pipe=2,data=2,reduce=int8,error_feedback=true",
+            r"with data=2,pipe=2,.*without pipe and hpz",
+        ),
+        ("zero2,reduce=int8,error_feedback=true", r"a residual is of whole gradients that are reduced once a step"),
         ("fsdp,reduce=int4", r"reduce='int4' is unknown; use one of f32, compute, int8"),
         ("fsdp,gather=int4", r"gather='int4' is unknown; use one of compute, int8, fp8"),
     ],
@@ -248,8 +253,12 @@ def test_explain_and_check_have_the_bytes() -> None:
     compiled = step.compile(text())
     assert proof_of(step, text(), compiled).ok
     said = " ".join(str(explain(step, text(), compiled)).split())
-    assert re.search(r"reduce=int8: gradients from 16,384 elements go to their sums over fsdp in bytes", said), said
-    assert re.search(r"gather=int8: .* gathered in bytes, with a scale for each 256: [\d.]+ kB a step", said), said
+    assert re.search(
+        r"reduce=int8: gradients from 16,384 elements go over fsdp in bytes, with a scale for each 256: ", said
+    ), said
+    assert re.search(
+        r"gather=int8: weights from 16,384 elements go over fsdp in bytes, with a scale for each 256: [\d.]+ kB a", said
+    ), said
 
 
 FED = "reduce=int8,error_feedback=true"

@@ -231,20 +231,27 @@ def _in_fp8(step: Step) -> Iterator[str]:
 
 
 def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
-    """What travels in 8 bits, or that nothing does though it was asked for."""
-    arrive = [one for one in closed if (one.kind, one.dtype) == ("all-to-all", "uint8")]
-    if step.strategy.reduce == "int8":
-        axes = ", ".join(dict.fromkeys("+".join(one.axes) for one in arrive))
-        said = (
-            f"gradients from {PAD_FROM:,} elements go to their sums over {axes} in bytes, with a scale for each {BLOCK}"
-        )
-        none = f"no gradient of {PAD_FROM:,} elements is summed over devices; reduce=f32 is the same"
-        yield f"reduce=int8: {f'{said}: {size(sum(one.bytes for one in arrive))} a step' if arrive else none}."
-    if (how := step.strategy.gather) != "compute":
-        sent = sum(one.bytes for one in closed if (one.kind, one.dtype) == ("all-gather", "uint8"))
-        what = "weights whose products are in FP8" if how == "fp8" else f"weights from {PAD_FROM:,} elements"
-        said = f"{what} are gathered in bytes, with a scale for each {BLOCK}: {size(sent)} a step."
-        yield f"gather={how}: {said}" if sent else f"gather={how}: no {what} are gathered; gather=compute is the same."
+    """What travels in 8 bits, or that nothing does though it was asked for; and hpZ's second shard."""
+    strategy, low = step.strategy, [one for one in closed if one.dtype == "uint8"]
+    tokens = [one for one in low if strategy.exchange != "compute" and one.axes == ("expert",)]
+    for name, what, kind in (
+        ("reduce", "gradients", "all-to-all"),
+        ("gather", "weights of FP8 products" if strategy.gather == "fp8" else "weights", "all-gather"),
+        ("send", "activations and cotangents", "collective-permute"),
+        ("exchange", "tokens, results and cotangents", ""),
+    ):
+        if (how := getattr(strategy, name)) in ("int8", "fp8"):
+            mine = [one for one in low if one.kind == kind and one not in tokens] if kind else tokens
+            axes, sent = ", ".join(dict.fromkeys("+".join(one.axes) for one in mine)), sum(one.bytes for one in mine)
+            said = (
+                f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
+                if mine
+                else "are not sent"
+            )
+            yield f"{name}={how}: {what} from {PAD_FROM:,} elements {said}."
+    if strategy.hpz:
+        sent = sum(one.bytes for one in closed if (one.kind, one.axes) == ("all-gather", ("data",)))
+        yield f"hpz=true: {size(sent)} are gathered over data once a step, and held while it runs."
 
 
 def _prefetched(step: Step, batch: Any) -> Iterator[str]:

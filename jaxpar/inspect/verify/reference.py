@@ -83,8 +83,7 @@ class Reference:
         alike = of_blocks([(path, x.shape) for path, x in named])
         leaves = [(path, path in alike) for path, _ in named]
         found = chosen(flat, leaves, Policy.of(self.strategy).compute, self.strategy.fp8_except)
-        fp8 = [path for path, one in found.items() if not one.why]
-        own, _ = in_fp8(flat, [path for path, _ in named], fp8, self.strategy.fp8_scaling)
+        own, _ = in_fp8(flat, [path for path, _ in named], found, self.strategy.fp8_scaling)
         run = jx.run(own.eqns, (*own.constvars, *own.invars), own.outvars)
         outs = run(*own.consts, *(x for _, x in named), *jax.tree.leaves((variables, rows, key)))
         return jax.tree.unflatten(jax.tree.structure(out), outs)

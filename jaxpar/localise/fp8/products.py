@@ -1,7 +1,7 @@
 """Which products of a program are in FP8: of a layer's weights and what depends on the data."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -86,8 +86,10 @@ def _within(path: str, part: str) -> bool:
     return bool(part) and fnmatchcase(f"/{path}/", f"*/{part}/*")
 
 
-def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str], scaling: str) -> tuple[jx.Flat, set[str]]:
-    """A program with the products of the leaves `fp8` in FP8, and of which it has any.
+def in_fp8(
+    flat: jx.Flat, paths: Sequence[str], found: Mapping[str, Fp8Products], scaling: str
+) -> tuple[jx.Flat, set[str]]:
+    """A program with the products that are `chosen` in FP8, and the leaves of which it has any.
 
     Args:
       flat: the program of one device; its first inputs are parameters with these `paths`.
@@ -95,7 +97,7 @@ def in_fp8(flat: jx.Flat, paths: Sequence[str], fp8: Collection[str], scaling: s
     """
     made, there = {}, set()
     for eqn, side, numbers in _products(flat, len(paths))[0]:
-        if (path := paths[numbers[0]]) in fp8 and eqn.primitive.name == "dot_general":
+        if (one := found.get(path := paths[numbers[0]])) and not one.why and eqn.primitive.name == "dot_general":
             dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
             made[id(eqn)] = _equation(eqn, ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, scaling))
             there.add(path)

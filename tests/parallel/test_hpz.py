@@ -1,0 +1,138 @@
+"""hpZ: what replicas would hold is sharded over them too, and each step gathers a second shard for its layers."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cells import OneDevice, check
+
+import jaxpar as jp
+from jaxpar.inspect.check import check as proof_of
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.explain import explain
+
+SGD = optax.sgd(0.05, momentum=0.9)
+STEPS = 2
+
+
+@functools.cache
+def model() -> Any:
+    """A tied embedding [131, 126] and a stack [2, 126, 136], which are padded over four devices, or the other dim is
+    taken; and a scale, which is small.
+    """
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        a, b, c = jax.random.split(key, 3)
+        up, down = jax.random.normal(b, (2, 126, 136)), jax.random.normal(c, (2, 136, 126))
+        scale = 1 + 0.1 * jax.random.normal(a, (2, 126))
+        return {"embed": jax.random.normal(a, (131, 126)), "up": up * 0.1, "down": down * 0.1, "scale": scale}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x * w["scale"] @ w["up"]) @ w["down"], None
+
+        stacks = {name: params[name] for name in ("up", "down", "scale")}
+        x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"][:, :-1]], stacks)
+        each = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["tokens"][:, 1:])
+        return jp.Mean((each * batch["weight"]).sum(), batch["weight"].sum())
+
+    return jp.Model(init=init, loss=loss)
+
+
+@functools.cache
+def batch() -> Any:
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(131, size=(8, 5)).astype(np.int32)
+    return {"tokens": tokens, "weight": draw.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
+
+
+@functools.cache
+def one_device() -> OneDevice:
+    return OneDevice(model())
+
+
+@functools.cache
+def trained() -> tuple[Any, Any]:
+    return one_device().train(SGD, batch(), 1, STEPS)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data=2,fsdp=2,microbatches=2,hpz=true",
+        "data=2,fsdp=2,hpz=true",
+        "data=2,fsdp=2,pipe=2,microbatches=2,hpz=true",
+        "data=2,fsdp=2,sync=step,microbatches=2,hpz=true",
+        *(
+            pytest.param(f"{strategy},hpz=true", marks=pytest.mark.battery)
+            for strategy in (
+                "data=4,fsdp=2,prefetch=1,microbatches=2",
+                "data=2,fsdp=4,remat=layer",
+                "data=2,fsdp=2,microbatches=2,concurrent=2",
+                "data=2,fsdp=2,pipe=2,microbatches=2,schedule=zb-h1",
+                "data=2,fsdp=2,pipe=2,microbatches=2,chunks=1,schedule=gpipe",
+            )
+        ),
+    ],
+)
+def test_training_is_one_devices(strategy: str) -> None:
+    devices = jax.devices()[: math.prod(map(int, re.findall(r"(?:data|fsdp|pipe)=(\d)", strategy)))]
+    step = jp.make_train_step(model(), SGD, strategy, mesh=devices)
+    check(step, model(), one_device().first, batch(), STEPS, *trained())
+    shards = step.mesh.shape["data"] * step.mesh.shape["fsdp"]
+    held = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)), step.abstract_state().params)
+    assert held["up"] * shards == step.layout.leaves[-1].stored[0] * 126 * 136 // step.mesh.shape["pipe"]
+
+
+def test_what_leaves_a_host_does_so_once_a_step() -> None:
+    """Bytes by hand: the second shard is 1/2 of the parameters, and gradients of it are as large."""
+    padded = [4 * n for n in (132 * 126, 2 * 126 * 136, 2 * 136 * 126)]  # the scale is whole
+    for m in (1, 2):
+        step = jp.make_train_step(model(), SGD, f"data=2,fsdp=2,microbatches={m},hpz=true", mesh=jax.devices()[:4])
+        sent = {(one.kind, one.axes): one.bytes for one in expected(step, batch())}
+        found = {key: sent.get(key, 0) for key in (("all-gather", ("data",)), ("reduce-scatter", ("data",)))}
+        assert set(found.values()) == {sum(padded) // 2}
+    compiled = step.compile(batch())
+    assert proof_of(step, batch(), compiled).ok
+    said = str(explain(step, batch(), compiled))
+    assert re.search(r"hpz=true: [\d.]+ kB are gathered over data once a step, and held while it runs", said), said
+
+
+def test_evaluation_frozen_leaves_and_8_bits() -> None:
+    make = functools.partial(jp.make_train_step, model(), SGD, mesh=jax.devices()[:4])
+    plain, step = (make(f"data=2,fsdp=2{more}") for more in ("", ",hpz=true"))
+    state = step.init(jax.random.key(0), params=one_device().first)
+    other = plain.init(jax.random.key(0), params=one_device().first)
+    assert float(step.evaluate(state, batch())["loss"]) == float(plain.evaluate(other, batch())["loss"])
+    low = make("data=2,fsdp=2,precision=bf16,gather=int8,reduce=int8,hpz=true", trainable=lambda path: path != "up")
+    assert proof_of(low, batch(), low.compile(batch())).ok
+    before = low.init(jax.random.key(0), params=one_device().first)
+    frozen = np.asarray(before.params["up"])
+    after, metrics = low(before, batch())
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(frozen, after.params["up"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("fsdp,hpz=true", r"hpz=True with fsdp=-1: a second shard .* use hsdp, or give both a size with zero=3"),
+        ("data=2,fsdp=2,zero=2,hpz=true", r"hpz=True with data=2,fsdp=2,zero=2: "),
+        ("data=2,fsdp=2,hpz=true,sync=step,reduce=int8,error_feedback=true", r"without pipe and hpz"),
+        ("data=2,fsdp=2,hpz=2", r"hpz=2 is not a truth value"),
+    ],
+)
+def test_what_has_no_second_shard_is_refused(strategy: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jp.Strategy.parse(strategy)
+
+
+def test_stages_cut_from_a_program_have_none() -> None:
+    with pytest.raises(ValueError, match=r"hpz=True: .* leave hpz out"):
+        jp.make_train_step(model(), SGD, "pipe=2,stages=cut,data=2,fsdp=2,microbatches=2,hpz=true")
