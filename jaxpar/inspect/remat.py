@@ -281,8 +281,8 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     left = sum(cost.device for cost in _costs(stacks, choices))
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
-    offloads = step.strategy.offloads
-    others = "" if len(offloads) == len(OFFLOADS) else f"offload='{'+'.join(OFFLOADS)}', "
+    more = [term for term in OFFLOADS if step.strategy.allows_offload(term)]
+    others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
         f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+from jax.core import ShapedArray
 
 from . import jaxpr as jx
 from .walk import visit
@@ -28,14 +29,18 @@ def without_filter_primitives(fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun
 
     def run(*args: Any) -> Any:
-        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(abstract, args))
+            closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(_of_no_mesh, args))
             closed = _expanded(closed)
         outs = jec.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
+
+
+def _of_no_mesh(x: Any) -> ShapedArray:
+    aval: Any = x.aval if isinstance(x, jec.Var) else jax.typeof(x)
+    return ShapedArray(aval.shape, aval.dtype, aval.weak_type, memory_space=aval.memory_space)
 
 
 def _implementation(eqn: Any) -> Callable[..., Any] | None:
@@ -60,13 +65,13 @@ def _expanded(closed: Any) -> Any:
             ins = list(map(read, eqn.invars))
             with jx.source_info_of(eqn):
                 if (own := _implementation(eqn)) is not None:
-                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(jx.type_of, eqn.invars))))(*ins)
+                    outs = jec.jaxpr_as_fun(_expanded(jax.make_jaxpr(own)(*map(_of_no_mesh, ins))))(*ins)
                 else:
                     outs = jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    return jax.make_jaxpr(run)(*map(jx.type_of, jaxpr.invars))
+    return jax.make_jaxpr(run)(*map(_of_no_mesh, jaxpr.invars))
 
 
 def _inside(value: Any) -> Any:
