@@ -266,10 +266,10 @@ class Strategy:
             raise ValueError(
                 f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"
             )
-        if self.remat == "auto" and (self.pipe != 1 or self.server):
+        if self.remat == "auto" and self.server:
             raise ValueError(
-                f"remat='auto' with {self._text(skip='remat')}: it chooses for layers that all run forwards and then "
-                "all backwards; use remat='layer' or 'dots'"
+                f"remat='auto' with {self._text(skip='remat')}: a server's step is several programs, and a budget is "
+                "one's; use remat='layer' or 'dots'"
             )
         for term in self.offloads:
             if why := self._kept_on_device(term):

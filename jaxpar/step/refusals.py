@@ -156,7 +156,7 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
             "remat='twice' recomputes a layer in each half of its backward, and here backwards are whole; use "
             "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
         )
-    if remat != "none" and not program.stacks and not program.groups:
+    if remat not in ("none", "auto") and not program.stacks and not program.groups:
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"

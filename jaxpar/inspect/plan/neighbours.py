@@ -105,7 +105,6 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         return None
     if values["pipe"] > 1:
         change = change | {"concurrent": 1}
-        change |= {"remat": "layer", "budget": ""} if change.get("remat", strategy.remat) == "auto" else {}
     if values["pipe"] == 1:
         change = change | {"chunks": 1, "schedule": Strategy.schedule}
     elif strategy.pipe == 1:
