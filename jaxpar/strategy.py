@@ -1,6 +1,7 @@
 """Strategy: every choice a run makes about parallelism, as one value, and every error a user can make in it."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2019 (GPipe, section 2.3) find a bubble
 # of m = 4 p negligible
-OFFLOADS = ("activations", "optimizer")
+OFFLOADS = ("activations", "optimizer", "params")
+SUMS = tuple("+".join(terms) for n in range(1, 4) for terms in itertools.combinations(OFFLOADS, n))  # of `offload`
 _CHOICES = {
     "schedule": tuple(SCHEDULES),
     "precision": ("f32", "bf16", "f16", "fp8"),
@@ -34,7 +36,7 @@ _CHOICES = {
     "reduce": ("f32", "compute", "int8"),
     **dict.fromkeys(("gather", "send", "exchange"), ("compute", "int8", "fp8")),
     "remat": ("none", "layer", "dots", "twice", "auto"),
-    "offload": ("none", *OFFLOADS, "+".join(OFFLOADS)),
+    "offload": ("none", *SUMS),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
     "stages": ("auto", "layers", "cut"),
     "logits": ("auto", "whole"),
@@ -128,7 +130,9 @@ class Strategy:
         layer of a layer stack leaves for its backward, beside which other layers compute (what `remat` keeps, with
         "layer" the layers' inputs alone); on CPUs, which have one memory, nothing moves; not for pipelines.
         "optimizer": the optimizer's state, brought to the device a block at a time (`step/streamed.py`; ZeRO-Offload,
-        Ren et al. 2021), of optimizers that work element by element.
+        Ren et al. 2021), of optimizers that work element by element. "params": stacks of layers, of which a device's
+        part of one is brought to it while the layer before runs, and its update a block at a time; of zero=3 and where
+        no ZeRO is.
       logits: of how many tokens of a device the logits of a cross-entropy in the loss are made at a time, and again
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
@@ -276,17 +280,18 @@ class Strategy:
             raise ValueError(
                 f"budget={self.budget!r} with remat={self.remat!r}: give text such as '70GB', remat='auto'"
             )
-        if self.remat == "auto" and (self.pipe != 1 or self.server):
+        if self.remat == "auto" and self.server:
             raise ValueError(
-                f"remat='auto' with {self._text(skip='remat')}: it chooses for layers that all run forwards and then "
-                "all backwards; use remat='layer' or 'dots'"
+                f"remat='auto' with {self._text(skip='remat')}: a server's step is several programs, and a budget is "
+                "one's; use remat='layer' or 'dots'"
             )
-        if self.offload != "none" and (self.server or (self.pipe != 1 and "activations" in self.offloads)):
-            where = "a server's replicas keep it" if self.server else "stages keep it in slots on their device"
-            raise ValueError(
-                f"offload={self.offload!r} with {self._text(skip='offload')}: {where}; use remat='layer', or data or "
-                "fsdp in their place"
-            )
+        for term in self.offloads:
+            if why := self._kept_on_device(term):
+                instead = "remat='layer', or data or fsdp" if term == "activations" else "fsdp with zero=3"
+                raise ValueError(
+                    f"offload={self.offload!r} with {self._text(skip='offload')}: {why}; use {instead}, or leave "
+                    f"{term!r} out"
+                )
         if self.server and self.precision == "fp8":
             raise ValueError(
                 "server=True with precision='fp8': a server's programs are not compiled for FP8 kernels; use ddp, or "
@@ -398,7 +403,8 @@ class Strategy:
     def prefetches(self, across_hosts: bool) -> bool:
         """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
         if self.prefetch == "auto":
-            return across_hosts and self.pipe == 1 and (self.turns > 1 or (self.tensor, self.expert) != (1, 1))
+            one = self.pipe == 1 and "params" not in self.offloads
+            return across_hosts and one and (self.turns > 1 or (self.tensor, self.expert) != (1, 1))
         return self.prefetch == 1
 
     @property
@@ -418,6 +424,24 @@ class Strategy:
     def offloads(self) -> tuple[str, ...]:
         """What `offload` sums."""
         return () if self.offload == "none" else tuple(self.offload.split("+"))
+
+    def allows_offload(self, term: str) -> bool:
+        """Whether its other choices let `term` of `OFFLOADS` wait on the host."""
+        return not self._kept_on_device(term)
+
+    def _kept_on_device(self, term: str) -> str:
+        if self.server:
+            return "a server's replicas keep it"
+        if self.pipe != 1 and term != "optimizer":
+            kept = "layers in the order of a table" if term == "params" else "it in slots"
+            return f"stages keep {kept} on their device"
+        if term != "params":
+            return ""
+        if self.fsdp != 1 and self.zero != 3:
+            return f"zero={self.zero} gathers updated parameters to where they are whole"
+        return (
+            "loops bring the next layer, and gather it when it runs: leave prefetch out" if self.prefetch == 1 else ""
+        )
 
     @property
     def turns(self) -> int:

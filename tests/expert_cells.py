@@ -169,13 +169,18 @@ def batch_of(sizes: Sizes = EVEN) -> dict[str, np.ndarray]:
     return {"tokens": ids(), "targets": ids(), "weights": weights}
 
 
-def check_cell(name: str, text: str, sizes: Sizes = EVEN) -> Any:
-    """Gradients, three steps of SGD with momentum, bytes at rest, order and number of collectives; returns the step."""
+def check_cell(
+    name: str, text: str, sizes: Sizes = EVEN, also: Callable[[Any, Any], Any] = lambda step, batch: step
+) -> Any:
+    """Gradients, three steps of SGD with momentum, bytes at rest, order and number of collectives; returns the step,
+    which is what `also` makes of it and a batch.
+    """
     strategy = jp.Strategy.parse(text)
     axes = {axis: getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")}
     devices = int(np.prod(list(axes.values())))
     wanted = reference(name, sizes, axes["data"] * axes["fsdp"] * axes["expert"], strategy.microbatches)
     model = built(name, sizes.experts)
     step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategy, mesh=jax.devices()[:devices])
+    step = also(step, batch_of(sizes))
     check(step, model, one_device(name, sizes.experts).first, batch_of(sizes), 3, *wanted)
     return step

@@ -99,7 +99,8 @@ class Checkpoints:
     ) -> None:
         """Writes the state after step `number`, in the background; the state may be donated at once.
 
-        Waits for the checkpoint before, if that is still being written, and for the copy from the devices to the host.
+        Waits for the checkpoint before, if that is still being written, and for the copy from the devices to the host;
+        where some of the state waits there (`offload`), until all is written, since the host has no room for it twice.
 
         Args:
           number: `state.step`.
@@ -107,8 +108,8 @@ class Checkpoints:
           data: where in the data the run is, as JSON: given back as `Checkpoint.data`.
           extra: trees of arrays by name: given back by `extras`.
 
-        Raises ValueError where the checkpoint before could not be written, where the number is not the state's, and
-        where the folder has one of that number which was neither saved nor restored here.
+        Raises ValueError where a checkpoint that it waits for could not be written, where the number is not the
+        state's, and where the folder has one of that number which was neither saved nor restored here.
         """
         self.wait()
         if number in self._own:
@@ -131,6 +132,8 @@ class Checkpoints:
                 self._beside()
 
         self._writing = number, writer().begin(self.folder, number, self._keep, files, about.json())
+        if any(self.step.layout.host_bytes.values()):
+            self.wait()
 
     def restore(self, good: bool = False) -> State:
         """The last complete state, as the step's layout stores it, whatever the layout it was saved in.

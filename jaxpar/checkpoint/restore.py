@@ -139,8 +139,8 @@ class _Reader:
                 into = into.astype(array.dtype, copy=False)  # what is frozen, or a copy
                 kind = array.sharding.memory_kind
                 shards += [jax.device_put(into, SingleDeviceSharding(device, memory_kind=kind)) for device in mine]
+                jax.block_until_ready(shards)  # so that one box at a time is in this host's memory
         x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-        x.block_until_ready()  # so that one array at a time is in this host's memory
         return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
 
     def _fill(self, array: Array, box: Any, into: np.ndarray, anew: Any, counts: bool) -> None:

@@ -20,11 +20,12 @@ Room = dict[tuple[str, int], np.ndarray]  # by array and device
 
 
 def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
-    """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory.
+    """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory; of what
+    waits there (`offload`), views.
 
-    Waits for the devices and for the copy. What is derived is left out. Where arrays are in the host's memory, `room`
-    is what the save before was copied into, whose boxes are written: memory that a process touches for the first time
-    took a virtual machine ten times as long as the copy.
+    Waits for the devices and for the copy. What is derived is left out. Where devices are the host itself, `room` is
+    what the save before was copied into, whose boxes are written: memory that a process touches for the first time took
+    a virtual machine ten times as long as the copy.
     """
     shards = []
     for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
@@ -35,7 +36,7 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> Boxes:
     boxes: Boxes = []
     for array, shard in shards:
         host = np.asarray(shard.data)
-        if shard.device.platform == "cpu" or shard.data.sharding.memory_kind == "pinned_host":
+        if shard.device.platform == "cpu" and shard.data.sharding.memory_kind != "pinned_host":
             # A view of memory that the next step may write into.
             place = array.path, shard.device.id
             if place not in room:

@@ -29,6 +29,7 @@ class Memory:
         pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries, or with
         `offload` in the host's memory.
       host: of the compiled program in the host's memory, for each device.
+      host_state: of that, parameters and the optimizer's state.
       arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
         the temporaries, or where programs follow each other among arguments and outputs.
       total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
@@ -40,6 +41,7 @@ class Memory:
     optimizer: int
     saved: int
     host: int
+    host_state: int
     program: str
     arguments: int
     outputs: int
@@ -50,12 +52,13 @@ class Memory:
 def of_step(step: Step, batch: Any, compiled: jax.stages.Compiled) -> dict[str, Memory]:
     """The memory of "each device", since all are alike."""
     parts: dict[str, Any] = {**step.layout.bytes, "saved": saved(step, batch), **_program("step", compiled)}
+    parts["host_state"] = sum(step.layout.host_bytes.values())
     return {"each device": Memory(**parts)}
 
 
 def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compiled]) -> dict[str, Memory]:
     """The server holds the optimizer's state while it is a replica too, and every replica's gradients at the end."""
-    at_rest: dict[str, Any] = {**step.layout.bytes}
+    at_rest: dict[str, Any] = {**step.layout.bytes, "host_state": 0}
     sizes = {name: _program(name, compiled) for name, compiled in programs.items()}
     replica = max((sizes[name] for name in OF_REPLICAS), key=lambda p: p["total"])
     replica = replica | {"saved": step.strategy.microbatches * saved(step, batch)}

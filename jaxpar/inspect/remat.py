@@ -49,7 +49,7 @@ class ChosenValue:
     Attributes:
       what: the primitive that makes it, dtype and shape on a device.
       where: the line of the model.
-      bytes: of all layers, of one microbatch or of concurrent ones.
+      bytes: of all layers, of one microbatch or of concurrent ones; of a pipeline's rank, of all its slots.
       choice: "save", "recompute" or "host".
       seconds: of a step, that computing it again takes while all others stay as chosen; of a copy both ways, which may
         be hidden behind layers.
@@ -88,11 +88,16 @@ class _Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """One stack's residuals, and what choices of them cost in a step, over all its layers."""
+    """One stack's residuals, and what choices of them cost in a step, over all its layers.
+
+    Attributes:
+      layers: of how many a device holds them at once; of a pipeline in all its slots.
+      runs: how many it runs in a step.
+    """
 
     residuals: Residuals
     layers: int
-    turns: int
+    runs: int
     hardware: Hardware
 
     @functools.cached_property
@@ -130,7 +135,7 @@ class _Stack:
             ended.append(max(ended[-1], waits + self._when(v)) + _bytes(v) / speed)
         waits = max(waits, ended[-1] - forward) + max(0.0, host / speed - 2 * forward - again)
         held = self.layers * device + min(2, self.layers) * host
-        return _Cost(held, self.layers * host, self.layers * self.turns * (again + waits))
+        return _Cost(held, self.layers * host, self.runs * (again + waits))
 
     def _when(self, var: Any) -> float:
         return self._made.get(var, 0.0)
@@ -139,7 +144,6 @@ class _Stack:
         """Each value and its choice."""
         made = {v: eqn for eqn in self.residuals.eqns for v in eqn.outvars}
         kept = self.residuals.kept(choice).values
-        times = self.layers * self.turns
         for at, (v, letter) in enumerate(zip(self.residuals.values, choice, strict=True)):
             eqn, seconds = made.get(v), 0.0
             letter = "s" if letter == "r" and v in kept else letter
@@ -147,7 +151,7 @@ class _Stack:
                 saved = f"{choice[:at]}s{choice[at + 1 :]}"
                 seconds = self.cost(choice).seconds - self.cost(saved).seconds
             elif letter == "h":
-                seconds = 2 * times * _bytes(v) / (self.hardware.host_bandwidth or 1)
+                seconds = 2 * self.runs * _bytes(v) / (self.hardware.host_bandwidth or 1)
             name = "input of the layer" if eqn is None else eqn.primitive.name
             what = f"{name} {v.aval.dtype.name}{[*v.aval.shape]}"
             yield ChosenValue(what, jx.where(eqn) if eqn else "", self.layers * _bytes(v), WORDS[letter], seconds)
@@ -159,7 +163,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
 
     Raises ValueError where none fits: by how much, what holds it, and the nearest budget that does.
     """
-    stacks, budget = _stacks(step, batch), _budget(step)
+    stacks, budget = stacks_of(step, batch), _budget(step)
     tried: dict[tuple[str, ...], _Tried] = {}
     for letters in ("sr", "srh") if "activations" in step.strategy.offloads else ("sr",):
         _fit(step, batch, stacks, budget, letters, tried)
@@ -223,7 +227,7 @@ def _hardware(step: Step) -> Hardware | None:
     return of_device_kind(step.mesh.devices.flat[0].device_kind)
 
 
-def _stacks(step: Step, batch: Any) -> list[_Stack]:
+def stacks_of(step: Step, batch: Any) -> list[_Stack]:
     """The layer stacks of a step's loss, in order. On devices of which no numbers are known, costs are an H100's."""
     loss, hardware = step.traced(batch), _hardware(step) or KINDS["H100"]
     found: dict[int, _Stack] = {}
@@ -233,7 +237,11 @@ def _stacks(step: Step, batch: Any) -> list[_Stack]:
         for at, (piece, (_, saved)) in enumerate(zip(loss.program.pieces, tape, strict=True)):
             if isinstance(piece, Stack):
                 residuals = Residuals((), (), (), (), (), ()) if saved is None else saved.forward.residuals
-                found[at] = _Stack(residuals, piece.length, step.strategy.turns, hardware)
+                layers, runs = piece.length, piece.length * step.strategy.turns
+                if (schedule := step.schedule) is not None and piece is loss.program.main:
+                    chunk = -(-piece.length // (schedule.ranks * schedule.chunks))
+                    layers, runs = chunk * schedule.slots, chunk * schedule.chunks * schedule.microbatches
+                found[at] = _Stack(residuals, layers, runs, hardware)
         return []
 
     jx.trace(forward, loss.leaves, *loss.inputs, axes=loss.traced_axes)
@@ -281,8 +289,8 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     left = sum(cost.device for cost in _costs(stacks, choices))
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
-    offloads = step.strategy.offloads
-    others = "" if len(offloads) == len(OFFLOADS) else f"offload='{'+'.join(OFFLOADS)}', "
+    more = [term for term in OFFLOADS if step.strategy.allows_offload(term)]
+    others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
         f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..axes import SHARDS, summed_over
 from ..model.paths import name_of
+from ..program.buffers import HOST, is_on_host
 from ..text import size
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
@@ -38,12 +39,12 @@ class Stored:
     host: bool = False
 
     def pad(self, x: jax.Array | None) -> jax.Array | None:
-        """An array as it is at rest; None stays."""
+        """An array as it is at rest, but for its memory; None stays."""
         return x if x is None or self.leaf is None or x.shape == self.shape else self.leaf.pad(x)
 
     def unpad(self, x: jax.Array | None) -> jax.Array | None:
-        """The reverse of `pad`."""
-        return x if x is None or self.leaf is None else self.leaf.unpad(x)
+        """The reverse of `pad`; what is on the host stays as it is."""
+        return x if x is None or self.leaf is None or (self.host and is_on_host(x)) else self.leaf.unpad(x)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Layout:
         (`layout/dims/pairs.py`).
       whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
       residuals: where the residuals of gradients live, by path; empty without `error_feedback`.
+      host: whether large stacks of layers rest in the host's memory.
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
 
@@ -73,6 +75,7 @@ class Layout:
     found: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict, compare=False)
     residuals: Mapping[str, Stored] = field(default_factory=dict, compare=False)
+    host: bool = False
     loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -116,9 +119,23 @@ class Layout:
             "copy": lambda leaf: policy.computed(leaf.dtype),
             "grads": lambda leaf: policy.reduced(leaf.dtype),
         }[kind]
+        host = lambda leaf: self.host and kind == "params" and leaf.by_layer and math.prod(leaf.stored) >= PAD_FROM
         return self.unflatten(
-            [Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf) for leaf in self.leaves]
+            Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf, host(leaf))
+            for leaf in self.leaves
         )
+
+    def at_rest(self, params: Any) -> Any:
+        """Parameters, as they are stored but for their memory, where they rest. Those of the host go there one after
+        the other, so that a program that makes them need not hold them all.
+        """
+        places, values = jax.tree.leaves(self.places("params"), is_leaf=is_stored), jax.tree.leaves(params)
+        last: Any = ()
+        for at, place in enumerate(places):
+            if place.host:
+                value, last = jax.lax.optimization_barrier((values[at], last))
+                values[at] = last = jax.device_put(value, HOST)
+        return self.unflatten(values)
 
     def sharding(self, spec: PartitionSpec, host: bool = False) -> NamedSharding:
         """A spec on this mesh, of arrays in the devices' memory or their hosts'."""
@@ -206,9 +223,9 @@ class Layout:
         return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of the optimizer's state in the host's memory, for each device."""
-        return self._bytes("optimizer", host=True)
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes in the host's memory, for each device, of "params" and "optimizer"."""
+        return {kind: self._bytes(kind, host=True) for kind in ("params", "optimizer")}
 
     def _bytes(self, kind: Kind, host: bool = False) -> int:
         total = 0

@@ -10,6 +10,7 @@ from ..axes import SHARDS, summed_over
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
 from ..machines import leaves_host
+from ..program.buffers import on_device
 from ..slicing.program import Program
 from ..strategy import Strategy
 from . import Rule, Use
@@ -56,7 +57,7 @@ class RuleAccess:
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""
         leaf, use = self.leaves[index], self._use(index, sliced)
-        value = self.rules[index].fetch(value.astype(self.policy.computed(leaf.dtype)), use)
+        value = self.rules[index].fetch(on_device(value).astype(self.policy.computed(leaf.dtype)), use)
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
         return self._every_stage(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
 

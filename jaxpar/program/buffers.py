@@ -1,4 +1,4 @@
-"""Hints that keep large buffers from being created long before they are used.
+"""In which memory buffers are, and hints that keep large ones from being created long before they are used.
 
 XLA orders a program by its data dependencies alone. Zeros depend on nothing, so it may fill the buffer of a loop's
 results, or of a scatter, before the loops that run first, and hold it all the while. Each function here adds a
@@ -17,6 +17,17 @@ from jax import lax
 from . import jaxpr as jx
 
 _LARGE = 1 << 20  # elements
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def is_on_host(x: jax.Array) -> bool:
+    """Whether an array of a traced program is in the host's memory."""
+    return jax.typeof(x).memory_space == HOST
+
+
+def on_device(x: jax.Array) -> jax.Array:
+    """An array of a traced program in the device's memory: a copy, if it is in the host's."""
+    return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
 
 def zero_after(x: jax.Array, dtype: Any) -> jax.Array:

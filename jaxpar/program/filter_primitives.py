@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+from jax.core import ShapedArray
 
 from . import jaxpr as jx
 from .walk import visit
@@ -31,14 +32,18 @@ def rewritten(fun: Callable[..., Any], of: Callable[[Any], Any]) -> Callable[...
     """`fun`, which runs inside `shard_map`, with what `of` makes of its closed jaxpr."""
 
     def run(*args: Any) -> Any:
-        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(abstract, args))
+            closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(_of_no_mesh, args))
             closed = of(closed)
         outs = jec.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
+
+
+def _of_no_mesh(x: Any) -> ShapedArray:
+    aval: Any = getattr(x, "aval", None) or jax.typeof(x)  # of a variable, a literal or a value
+    return ShapedArray(aval.shape, aval.dtype, aval.weak_type, memory_space=aval.memory_space)
 
 
 def _implementation(eqn: Any) -> Callable[..., Any] | None:
@@ -53,7 +58,7 @@ def _implementation(eqn: Any) -> Callable[..., Any] | None:
 def implemented(eqn: Any) -> Any:
     """The closed jaxpr of that function, which may hold others of them; None of any other equation."""
     own = _implementation(eqn)
-    return own and jax.make_jaxpr(own)(*map(jx.type_of, eqn.invars))
+    return own and jax.make_jaxpr(own)(*map(_of_no_mesh, eqn.invars))
 
 
 def _expanded(closed: Any) -> Any:
@@ -75,7 +80,7 @@ def _expanded(closed: Any) -> Any:
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    return jax.make_jaxpr(run)(*map(jx.type_of, jaxpr.invars))
+    return jax.make_jaxpr(run)(*map(_of_no_mesh, jaxpr.invars))
 
 
 def _inside(value: Any) -> Any:

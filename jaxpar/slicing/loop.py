@@ -13,6 +13,9 @@ collectives, where most is multiplied: XLA starts them where its last collective
 
     a mixture    C0  tokens to experts  C1  tokens back  C2          forwards, whose experts are C1
     sent                                gather                       its experts' weights of the next layer
+
+Of copies from the host XLA has two under way at most and takes them for short: it starts all at once, and kernels wait.
+So those for the next layer start one beside each product, the largest beside the largest.
 """
 
 import collections
@@ -27,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
+from ..program.buffers import HOST
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
@@ -37,7 +41,8 @@ _AHEAD = ("all-gather", "reduce-scatter")
 @dataclass(frozen=True)
 class LayerLoop:
     """The arguments of a `lax.scan`, whose `body(carry, number, x)` is told the iteration's number besides, and
-    `result(carry, ys)`: what its caller wants of what it returns. `ahead`: it gathers or reduces for other iterations.
+    `result(carry, ys)`: what its caller wants of what it returns. `ahead`: it gathers or reduces for other iterations;
+    `copies`: it brings weights from the host for them.
     """
 
     body: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -47,6 +52,7 @@ class LayerLoop:
     reverse: bool
     result: Callable[[Any, Any], Any]
     ahead: bool = False
+    copies: bool = False
 
     def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
         """This loop with `fun` applied to its result."""
@@ -54,7 +60,7 @@ class LayerLoop:
 
     def run(self) -> Any:
         """The result."""
-        body = _in_windows(self.body) if self.ahead else self.body
+        body = _in_windows(self.body) if self.ahead else _spread(self.body) if self.copies else self.body
         return self.result(*_counted(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
@@ -183,6 +189,39 @@ class _Iteration:
         self.arrived = [v for eqn in self._sends for v in eqn.outvars]
         self._sends = []
 
+    def compute_beside_copies(self) -> None:
+        """All of it, copies from the host that nothing here reads spread over its products."""
+        copying = [
+            eqn for eqn in self._todo if any(v.aval.memory_space == HOST for v in eqn.invars if not jx.is_literal(v))
+        ]
+        read = {v for eqn in self._todo if eqn not in copying for v in eqn.invars if not jx.is_literal(v)}
+        ends = [v for eqn in copying for v in eqn.outvars if v.aval.memory_space != HOST and v not in read]
+        size = lambda v: v.aval.size * v.aval.dtype.itemsize
+        ends = sorted(ends, key=size, reverse=True)
+        chains = [(jx.needed(copying, [v]), size(v)) for v in ends]
+        scalars = lambda eqns: [v for one in eqns for v in one.invars if not jx.is_literal(v) and not v.aval.shape]
+        numbers = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
+        for eqn in numbers:
+            self._bind(eqn)
+        taken = {id(eqn) for eqns in (numbers, *(eqns for eqns, _ in chains)) for eqn in eqns}
+        rest = [eqn for eqn in self._todo if id(eqn) not in taken]
+        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in rest]
+        left, total = sum(flops), sum(map(size, ends))
+        room = 0.0
+        for eqn, count in zip(rest, flops, strict=True):
+            left -= count
+            room += 1.5 * total * count / max(1, sum(flops))  # a half more, so that none is left for the last product
+            fitting = [chain for chain in chains if chain[1] <= room][:1] if left else chains
+            for chain in fitting if count else ():
+                hold(self.env, scalars(chain[0]), self.env, [v for v in eqn.invars if not jx.is_literal(v)])
+                for one in chain[0]:
+                    self._bind(one)
+                chains.remove(chain)
+                room -= chain[1]
+            self._bind(eqn)
+        for one in (one for eqns, _ in chains for one in eqns):
+            self._bind(one)
+
     def result(self) -> Any:
         """What the body returns."""
         return jax.tree.unflatten(self._tree, [self._read(v) for v in self._outs])
@@ -221,6 +260,17 @@ def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[A
                 one.send_ahead(eqns)
             one.send()
         one.compute()
+        return one.result()
+
+    return run
+
+
+def _spread(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """A body whose copies from the host, for other iterations, start one after the other."""
+
+    def run(state: Any, number: Any, x: Any) -> Any:
+        one = _Iteration(body, state, number, x)
+        one.compute_beside_copies()
         return one.result()
 
     return run

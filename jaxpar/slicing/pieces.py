@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program.buffers import zeros_after
+from ..program.buffers import is_on_host, on_device, zeros_after
 from .halves import WeightGradResiduals, pick
 from .loop import LayerLoop
 from .slices import Slice
@@ -130,8 +130,8 @@ class Stack:
     """A unit that runs once a layer: inputs are consts + carry + xs, outputs carry + ys, as in `lax.scan`.
 
     `slices` say for each leaf of the unit (which may have one several times) the layer that an iteration reads.
-    What of a layer waits on the host comes back while the backward before it runs: XLA makes asynchronous copies of it.
-    A device holds that of two layers, and the last copy is one too many.
+    What of a layer waits on the host, of its weights or for its backward, comes while the one before it runs: XLA makes
+    asynchronous copies of it. A device holds that of two layers, and a loop's last copy is one too many.
     """
 
     unit: Unit
@@ -203,9 +203,10 @@ class Stack:
         consts, init, xs = self.parts(inputs)
 
         def layer(state: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            (carry, buffers, early), (xs, here) = state, x
+            (carry, buffers, early, near), (xs, here) = state, x
             inputs = [*consts, *carry, *xs]
-            full = self._fetched(access, leaves, self.slices, start + number, early)
+            full = self._fetched(access, leaves, self.slices, start + number, early, near)
+            near = self._near(leaves, number + self._step)
             early = early and self._refetched(access, leaves, early, number + self._step, again)
             if grad:
                 outs, saved = self.unit.forward(full, inputs)
@@ -216,17 +217,19 @@ class Stack:
                 buffers, saved = stash.put(buffers, number, saved.values), None
             elif saved is not None:
                 saved = saved.sent()
-            return (after, buffers, early), (outs[self.carry :], saved)
+            return (after, buffers, early, near), (outs[self.carry :], saved)
 
         every = (xs, real)
-        first = (init, stash.buffers if stash else [], flight.weights if flight else None)
+        near = self._near(leaves, self._first)
+        first = (init, stash.buffers if stash else [], flight.weights if flight else None, near)
 
         def result(state: Any, out: Any) -> Any:
-            (carry, buffers, early), (ys, saved) = state, out
+            (carry, buffers, early, _), (ys, saved) = state, out
             made = [*carry, *ys], buffers if stash else saved
             return (*made, dataclasses.replace(flight, weights=early)) if flight else made
 
-        return LayerLoop(layer, first, every, self.length, self.reverse, result, flight is not None)
+        copies = any(x is not None for x in near)
+        return LayerLoop(layer, first, every, self.length, self.reverse, result, flight is not None, copies)
 
     def backwards(
         self,
@@ -256,7 +259,7 @@ class Stack:
         noted: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def layer(carry: Any, number: Any, x: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts, totals, flight, ahead = carry
+            ct_carry, ct_consts, totals, flight, ahead, near = carry
             one, xs, ct_ys, here = x
             # The carry's value, where the backward needs it, is inside `saved`.
             known = [*consts, *([None] * self.carry), *xs]
@@ -265,7 +268,9 @@ class Stack:
             reads, run = self.unit.backward(known, one, [*ct_carry, *ct_ys])
             noted[:] = [reads]
             early = flight and pick(reads, flight.weights)
-            ct_full, ct_in = run(self._fetched(access, leaves, pick(reads, self.slices), start + number, early))
+            there = pick(reads, near)
+            ct_full, ct_in = run(self._fetched(access, leaves, pick(reads, self.slices), start + number, early, there))
+            near = self._near(leaves, number - self._step)
             if here is not None:
                 through = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
                 ct_full, ct_in = _where(here, ct_full, [0] * len(ct_full)), _where(here, ct_in, through)
@@ -277,13 +282,14 @@ class Stack:
                 flight = InFlight(early, [ct if x else None for x, ct in zip(late, ct_full, strict=True)])
                 ct_full = [None if x else ct for x, ct in zip(late, ct_full, strict=True)]
             totals = add(totals, ct_full, start + number)
-            return (ct_in[n_const : n_const + n_carry], ct_consts, totals, flight, ahead), ct_in[n_const + n_carry :]
+            ct_carry = ct_in[n_const : n_const + n_carry]
+            return (ct_carry, ct_consts, totals, flight, ahead, near), ct_in[n_const + n_carry :]
 
         zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
         every = (saved.here if stash is None else None, xs, cotangents[n_carry:], real)
 
         def result(carry: Any, ct_xs: Any) -> Any:
-            ct_carry, ct_consts, totals, flight, _ = carry
+            ct_carry, ct_consts, totals, flight, _, _ = carry
             made = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
             if flight is None:
                 return made
@@ -292,8 +298,13 @@ class Stack:
             early = self._refetched(access, leaves, flight.weights, self._first, which=unread)
             return (*made, dataclasses.replace(flight, weights=early))
 
-        first = (cotangents[:n_carry], zeros, totals, flight, fetched(0 if self.reverse else self.length - 1))
-        return LayerLoop(layer, first, every, self.length, not self.reverse, result, flight is not None)
+        last = self.length - 1 - self._first
+        near = self._near(leaves, last)
+        first, copies = (
+            (cotangents[:n_carry], zeros, totals, flight, fetched(last), near),
+            any(x is not None for x in near),
+        )
+        return LayerLoop(layer, first, every, self.length, not self.reverse, result, flight is not None, copies)
 
     def backward_inputs(
         self,
@@ -404,14 +415,27 @@ class Stack:
         found = iter(self._fetched(access, leaves, pick(which, self.slices), number))
         return [next(found) if new else x for new, x in zip(which, early, strict=True)]
 
+    def _near(self, leaves: Sequence[Any], number: Any) -> list[Any]:
+        """Of leaves on the host what a device has of layer `number`, brought to it; beyond an end, of the layer there.
+        None of the others.
+        """
+        number = jnp.clip(number, 0, self.length - 1)
+        bring = lambda s, x: on_device(s.of(x, number)) if is_on_host(x) else None
+        return [bring(s, leaves[s.leaf]) for s in self.slices]
+
     @staticmethod
     def _fetched(
-        access: Access, leaves: Sequence[Any], slices: Sequence[Slice], number: Any, early: Sequence[Any] | None = None
+        access: Access,
+        leaves: Sequence[Any],
+        slices: Sequence[Slice],
+        number: Any,
+        early: Sequence[Any] | None = None,
+        near: Sequence[Any] | None = None,
     ) -> list[jax.Array]:
-        """One layer's weights; those that were fetched `early` are there."""
-        early = early or [None] * len(slices)
-        fetch = lambda s: access.fetch(s.leaf, s.of(leaves[s.leaf], number), True)
-        return [fetch(s) if x is None else x for s, x in zip(slices, early, strict=True)]
+        """One layer's weights; those that were fetched `early` are there, of others what is gathered is `near`."""
+        early, near = early or [None] * len(slices), near or [None] * len(slices)
+        fetch = lambda s, x: access.fetch(s.leaf, s.of(leaves[s.leaf], number) if x is None else x, True)
+        return [fetch(s, y) if x is None else x for s, x, y in zip(slices, early, near, strict=True)]
 
     def _totals(self, access: Access, leaves: Sequence[Any], after: jax.Array, into: list[Any]) -> tuple[Any, Any]:
         """The stacks of gradients by leaf, those there are or zeros, and `add(stacks, cotangents, layer)`.

@@ -38,13 +38,14 @@ from ..parallel import rule_of
 from ..parallel.eight_bits import in_bytes
 from ..parallel.owners import Dealer
 from ..parallel.pipeline.schedules import Schedule
+from ..program.buffers import HOST, on_device
 from ..program.filter_primitives import rewritten, without_filter_primitives
 from ..strategy import Strategy
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
 from .refusals import check_cut, check_prefetch
-from .streamed import HOST, streams
+from .streamed import streams
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -113,10 +114,9 @@ class Step(FirstState, Intake):
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
         residuals = place_residuals(storage.leaves, mesh, self.policy) if strategy.error_feedback else {}
-        self.layout = Layout(
-            storage, self._home(), self.policy, self.rule.sharded, copied, places, split.found, whole, residuals
-        )
-        streamed = streams(self.optimizer, self.layout, as_stacked, owned is not None) if host else None
+        split_by = self.rule.sharded, copied, places, split.found, whole, residuals
+        self.layout = Layout(storage, self._home(), self.policy, *split_by, host="params" in strategy.offloads)
+        streamed = streams(self.optimizer, self.layout, strategy.offloads, as_stacked, owned is not None)
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
@@ -174,7 +174,8 @@ class Step(FirstState, Intake):
 
     def _params(self, state: State) -> Any:
         if "params" not in self._jitted:
-            self._jitted["params"] = jax.jit(self.layout.to_logical, out_shardings=self.layout.handed_out)
+            logical = lambda params: self.layout.to_logical(jax.tree.map(on_device, params))
+            self._jitted["params"] = jax.jit(logical, out_shardings=self.layout.handed_out)
         return self._jitted["params"](state.params)
 
     def model(self, state: State) -> Any:
@@ -202,7 +203,7 @@ class Step(FirstState, Intake):
     @property
     def _marks(self) -> bool:
         """Whether arguments on the host are marked in the program, as devices that are not there have no memories."""
-        return self.update.streams is not None and not has_memories(self.mesh.devices.flat[0])
+        return any(self.layout.host_bytes.values()) and not has_memories(self.mesh.devices.flat[0])
 
     @functools.cached_property
     def _typed_state(self) -> State:
@@ -211,7 +212,9 @@ class Step(FirstState, Intake):
         if not self._marks:
             return state
         typed = lambda place, x: ShapedArray(x.shape, x.dtype, memory_space=HOST) if place.host else x
-        return replace(state, optimizer=jax.tree.map(typed, self.layout.optimizer, state.optimizer, is_leaf=is_stored))
+        at_rest = lambda kind, tree: jax.tree.map(typed, self.layout.places(kind), tree, is_leaf=is_stored)
+        params, optimizer = at_rest("params", state.params), at_rest("optimizer", state.optimizer)
+        return replace(state, params=params, optimizer=optimizer)
 
     def trace(self, batch: Any) -> Any:
         """The jaxpr of the training step for a batch of these shapes."""

@@ -17,6 +17,7 @@ from ..layout.state import State
 from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import name_of
+from ..program.buffers import on_device
 from ..text import did_you_mean, few
 from .checks import check_state
 from .update import Update
@@ -70,6 +71,7 @@ class FirstState:
     @functools.cached_property
     def _beginning(self) -> Callable[..., State]:
         def begun(key: jax.Array, params: Any, variables: Any) -> State:
+            params = jax.tree.map(on_device, params)
             return self._first(key, self.layout.to_logical(params, "params", as_stacked=True), variables)
 
         return jax.jit(begun, out_shardings=self._shardings, donate_argnums=(1, 2), compiler_options=self._options)
@@ -110,7 +112,7 @@ class FirstState:
         layout, copy = self.layout, None
         if layout.copied:
             copy = jax.tree.map(lambda place, x: x.astype(place.dtype), layout.places("copy"), whole)
-        return layout.to_stored(whole, "params", as_stacked=True), copy
+        return layout.at_rest(layout.to_stored(whole, "params", as_stacked=True)), copy
 
     def _first(self, key: jax.Array, whole: Any, variables: Any) -> State:
         """The state before the first step, of masters without padding, in the tree of the leaves."""

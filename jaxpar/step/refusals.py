@@ -158,10 +158,15 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
             "remat='twice' recomputes a layer in each half of its backward, and here backwards are whole; use "
             "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
         )
-    if remat != "none" and not program.stacks and not program.groups:
+    if remat not in ("none", "auto") and not program.stacks and not program.groups:
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
+        )
+    if "params" in strategy.offloads and any(s.dim for stack in program.stacks for s in stack.slices):
+        raise ValueError(
+            f"offload={strategy.offload!r} brings layers that lie in one piece to the device, and a stack has its "
+            "layers on another dim than the first; scan over dim 0 (variable_axes={'params': 0}), or leave 'params' out"
         )
     if "activations" in strategy.offloads and not program.stacks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Optimizer state that waits on the host, streamed through the update: a block at a time, in place, on the device.
+"""Optimizer state and parameters that wait on the host, streamed through the update, a block at a time, in place.
 
     rest     the optimizer's program without what reads that state: norms over all gradients, counters, learning rates
     leaf     what makes a parameter and its moments anew, element by element, of these scalars
@@ -35,9 +35,9 @@ from ..layout.layout import Layout, Stored, is_stored
 from ..layout.leaves import PAD_FROM
 from ..program import jaxpr as jx
 from ..program import primitives
+from ..program.buffers import HOST, is_on_host, on_device
 
 BLOCK = 64 << 20  # bytes: 1.4 ms at 48 GB/s, beside which what an iteration costs is little
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class _Leaf(NamedTuple):
@@ -85,12 +85,14 @@ class Streams:
 
     Attributes:
       layout: of the state.
-      held: for each leaf with state on the host, by its position among those that the optimizer sees, which arrays of
-        the state these are.
+      params: the places of those that the optimizer sees.
+      held: for each leaf of these that is on the host or has state there, by its position, which arrays of the state
+        are like it.
       first, update: the optimizer's two programs.
     """
 
     layout: Layout
+    params: list[Stored]
     held: dict[int, list[int]]
     first: _Program
     update: _Program
@@ -105,8 +107,8 @@ class Streams:
         rest, scalars = self.first.others(values)
         new = {at: places[at].pad(x) for at, x in rest.items()}
         last: Any = ()
-        for i, at in self.held.items():
-            leaf = self.first.leaves[i]
+        for i, leaf in self.first.leaves.items():
+            at = self.held[i]
 
             def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf) -> list[Any]:
                 return leaf(blocks[: len(leaf.arrays)], of, shape)
@@ -129,7 +131,8 @@ class Streams:
         values, tree = jax.tree.flatten(params)
         slopes, arrays, places, n = jax.tree.leaves(grads), jax.tree.leaves(state), self._places, len(values)
         there = [None if place.host else place.unpad(x) for place, x in zip(places, arrays, strict=True)]
-        rest, scalars = self.update.others([*values, *slopes, *there, loss])
+        here = [None if place.host else x for place, x in zip(self.params, values, strict=True)]
+        rest, scalars = self.update.others([*here, *slopes, *there, loss])
         new = {at: kept(applied, optax.apply_updates(values[at], x), values[at]) for at, x in rest.items() if at < n}
         moments = {at - n: kept(applied, places[at - n].pad(x), arrays[at - n]) for at, x in rest.items() if at >= n}
         last: Any = ()
@@ -146,8 +149,9 @@ class Streams:
 
             held, last = lax.optimization_barrier(([arrays[j] for j in at], last))
             of = [*(scalars[v] for v in leaf.scalars), *([] if applied is None else [applied])]
-            last = self._streamed(fun, places[at[0]], [slopes[i]], [values[i], *held], of)
-            new[i] = places[at[0]].unpad(last[0])
+            place = places[at[0]] if at else self.params[i]
+            last = self._streamed(fun, place, [slopes[i]], [values[i], *held], of)
+            new[i] = place.unpad(last[0])
             moments.update(zip(at, last[1:], strict=True))
         return jax.tree.unflatten(tree, [new[i] for i in range(n)]), self._state(moments)
 
@@ -196,22 +200,16 @@ def _over_blocks(
     def body(number: Any, state: Any) -> Any:
         ahead, after = [], []
         for at, (x, y) in enumerate(zip(state[0], updated(number, *state), strict=True)):
-            first, block = at % 2 == 0 and is_on_host(x), None
-            if first:  # what reads and what writes one buffer runs as it stands here
+            block = None
+            if at % 2 == 0 and is_on_host(x):  # what reads and what writes one buffer runs as it stands here
                 x, block = lax.optimization_barrier((x, fetched(x, number + 1)))
-            x = blocks.put(x, y, number)
-            after.append(x)
-            ahead.append(block if first else fetched(x, number + 1))
+            after.append(blocks.put(x, y, number))
+            ahead.append(fetched(after[-1], number + 1) if at % 2 else block)
         return after, ahead
 
     last, ahead = blocks.count - 1, [fetched(x, 0) for x in carried]
     carried, ahead = lax.fori_loop(0, last, body, (list(carried), ahead))
     return [blocks.put(x, y, last) for x, y in zip(carried, updated(last, carried, ahead), strict=True)]
-
-
-def is_on_host(x: jax.Array) -> bool:
-    """Whether an array of a traced program is in the host's memory."""
-    return jax.typeof(x).memory_space == HOST
 
 
 @dataclass(frozen=True)
@@ -250,8 +248,7 @@ class Blocks:
 
     def take(self, x: jax.Array, number: Any) -> jax.Array:
         """A block of an array, on the device."""
-        found = lax.dynamic_slice(x, self.at(number), self.block)
-        return jax.device_put(found, DEVICE) if is_on_host(x) else found
+        return on_device(lax.dynamic_slice(x, self.at(number), self.block))
 
     def put(self, x: jax.Array, block: jax.Array, number: Any) -> jax.Array:
         """The array with a block of it anew."""
@@ -259,31 +256,49 @@ class Blocks:
         return lax.dynamic_update_slice(x, block, self.at(number))
 
 
-def streams(optimizer: Any, layout: Layout, as_stacked: bool, multiplies: bool) -> Streams:
-    """How an optimizer's state is streamed, some of which is on the host.
+def streams(
+    optimizer: Any, layout: Layout, offloads: Sequence[str], as_stacked: bool, multiplies: bool
+) -> Streams | None:
+    """How an optimizer's state and the parameters that it sees are streamed; None where none of them is on the host.
 
     Args:
+      offloads: what `Strategy.offload` sums.
       as_stacked, multiplies: whether the optimizer sees leaves as a step keeps them, and multiplies matrices.
 
-    Raises ValueError where the optimizer does not work element by element, or has no state to speak of.
+    Raises ValueError where some are and the optimizer does not work element by element, or nothing is large enough.
     """
+    places = jax.tree.leaves(layout.optimizer, is_leaf=is_stored)
+    every: list[Stored] = jax.tree.leaves(layout.places("params"), is_leaf=is_stored)
+    if "params" in offloads and not any(place.host for place in every):
+        raise ValueError(
+            f"offload='params' moves stacks of layers of {PAD_FROM:,} elements or more, and this model has none; scan "
+            "the layers (nnx.scan, nn.scan, jax.lax.scan), or leave 'params' out"
+        )
+    mine = [place for place, leaf in zip(every, layout.leaves, strict=True) if leaf.trainable]
+    if not any(place.host for place in mine) and "optimizer" not in offloads:
+        return None
     if multiplies or not as_stacked:
         raise ValueError(_refused("it multiplies matrices" if multiplies else "it looks at each layer by itself"))
-    places = jax.tree.leaves(layout.optimizer, is_leaf=is_stored)
-    if not any(place.host for place in places):
+    if "optimizer" in offloads and not any(place.host for place in places):
         raise ValueError(
             f"offload='optimizer' moves state like a parameter's, of {PAD_FROM:,} elements or more, and this optimizer "
             "has none; leave 'optimizer' out"
         )
     seen, params = layout.storage.seen(as_stacked)
-    paths = [leaf.path for leaf in seen]
-    homes = [paths.index(place.leaf.path) if place.host else None for place in places]
-    held = {i: [j for j, home in enumerate(homes) if home == i] for i in range(len(seen)) if i in homes}
-    own, n = [i if i in held else None for i in range(len(seen))], len(seen)
+    paths, n = [leaf.path for leaf in seen], len(seen)
+    homes = [None if place.leaf is None else paths.index(place.leaf.path) for place in places]
+    there = {home for home, place in zip(homes, places, strict=True) if place.host}
+    there |= {i for i, place in enumerate(mine) if place.host}
+    homes = [home if home in there else None for home in homes]
+    held = {i: [j for j, home in enumerate(homes) if home == i] for i in range(n) if i in there}
+    own = [i if i in held else None for i in range(n)]
+    begun = [home if place.host else None for home, place in zip(homes, places, strict=True)]
+    first = _split(jx.trace(optimizer.init, params)[0], own, begun, set(), paths)
     _, update, _ = traced_update(optimizer, params)
-    hidden = {update.invars[2 * n + j] for at in held.values() for j in at}
-    first = _split(jx.trace(optimizer.init, params)[0], own, homes, set(), paths)
-    return Streams(layout, held, first, _split(update, [*own, *own, *homes, None], [*own, *homes], hidden, paths))
+    inputs = zip(update.invars, [*mine, *([None] * n), *places, None], strict=True)
+    hidden = {v for v, place in inputs if place is not None and place.host}
+    update = _split(update, [*own, *own, *homes, None], [*own, *homes], hidden, paths)
+    return Streams(layout, mine, held, first, update)
 
 
 def _split(flat: jx.Flat, ins: Sequence[Any], outs: Sequence[Any], hidden: set[Any], paths: Sequence[str]) -> _Program:
@@ -307,12 +322,12 @@ def _split(flat: jx.Flat, ins: Sequence[Any], outs: Sequence[Any], hidden: set[A
     rest = [at for at, of in enumerate(outs) if of is None]
     others = [*(flat.outvars[at] for at in rest), *(v for leaf in leaves.values() for v in leaf.scalars)]
     if found := [home[v] for v in jx.free(jx.needed(flat.eqns, others), others) if v in hidden]:
-        raise ValueError(_refused(f"a number is made of all moments of {paths[found[0]]}"))
+        raise ValueError(_refused(f"a number is made of all of {paths[found[0]]} or its moments"))
     return _Program(flat, leaves, rest)
 
 
 def _refused(why: str) -> str:
     return (
-        "offload='optimizer' brings state to the device a block at a time, and this optimizer does not work element by "
-        f"element: {why}; use one that does, as optax.adamw, or leave 'optimizer' out"
+        "offload='optimizer' or 'params' brings what an update reads to the device a block at a time, and this "
+        f"optimizer does not work element by element: {why}; use one that does, as optax.adamw, or leave it out"
     )

@@ -25,6 +25,7 @@ from ..layout.precision import all_finite
 from ..layout.state import State
 from ..parallel import Rule, publish
 from ..parallel.owners import Owners
+from ..program.buffers import is_on_host
 from .gradients import Metrics, metrics_of
 from .streamed import Streams, kept
 from .tracing import Sums
@@ -125,7 +126,7 @@ class Update:
 
     def constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         """A leaf as the optimizer's shard of it, padded: where it is replicated, each device takes its part."""
-        if "optimizer" not in self.rule.sharded or leaf.dim is None:
+        if "optimizer" not in self.rule.sharded or leaf.dim is None or is_on_host(x):
             return x
         return jax.lax.with_sharding_constraint(leaf.pad(x), self.layout.sharding(leaf.spec()))
 

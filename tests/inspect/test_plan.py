@@ -24,6 +24,7 @@ from jaxpar.inspect.targets.devices import Target, target
 from jaxpar.inspect.targets.hardware import KINDS, RESERVE, Hardware
 from jaxpar.inspect.targets.links import Reach, collective_seconds
 from jaxpar.models import named
+from jaxpar.strategy import SUMS
 from jaxpar.text import WIDTH
 
 H100 = KINDS["H100"]
@@ -198,14 +199,18 @@ def test_what_waits_on_the_host() -> None:
     moved = near.optimizer - far.optimizer
     assert moved == 2 * 2 * L * 512 * F * 4 // 8
     assert far.seconds - near.seconds == pytest.approx(2 * moved / (H100.host_bandwidth or 0))
+    both = estimator.estimate(jp.Strategy(fsdp=8, offload="optimizer+params"))
+    assert far.params - both.params == moved // 2
+    assert both.seconds - far.seconds == pytest.approx(moved / (H100.host_bandwidth or 0))  # layers come beside compute
     auto = estimator.estimate(jp.Strategy(fsdp=8, remat="auto", budget="1GB"))
     assert auto.seconds == near.seconds
     assert auto.activations < near.activations
 
     found = list(neighbours(jp.Strategy(fsdp=8, remat="layer", offload="optimizer"), here(), ROWS))
-    assert {s.offload for s in found if s.pipe == 1} == {"none", "activations", "optimizer", "activations+optimizer"}
+    assert {s.offload for s in found if s.pipe == 1} == {"none", *SUMS}
+    assert not any("params" in s.offload for s in found if s.zero < 3)
     assert {s.budget for s in found} == {"", f"{(1 - RESERVE) * (H100.memory_bytes or 0) // 1e6:.0f}MB"}
-    beside = neighbours(jp.Strategy(fsdp=8, remat="layer", offload="activations+optimizer"), here(), ROWS)
+    beside = neighbours(jp.Strategy(fsdp=8, remat="layer", offload=SUMS[-1]), here(), ROWS)
     assert {s.offload for s in beside if s.pipe > 1} == {"optimizer"}
 
 

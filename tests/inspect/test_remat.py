@@ -2,6 +2,7 @@
 fit is refused with what holds the memory.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -9,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import check, initial
+from cells import OneDevice, check, initial
+from expert_cells import check_cell
 from jax import lax
 from tensor_cells import batch_of, built
 
 import jaxpar as jp
 from jaxpar.inspect.memory import WholeAccess, of_step
 from jaxpar.inspect.predict.prediction import predict
+from jaxpar.inspect.remat import stacks_of
 from jaxpar.inspect.targets import target
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
@@ -87,14 +90,61 @@ MODEL, BATCH = built("scanned")[0], batch_of(8)
 SGD = optax.sgd(0.05, momentum=0.9)
 
 
+FORCED = (
+    "linen: data=2,fsdp=2,tensor=2,sequence=true,microbatches=2",
+    "linen: pipe=2,fsdp=2,tensor=2,microbatches=2",
+    "linen: pipe=2,fsdp=4,microbatches=2,schedule=zb-h1",
+    "linen: pipe=2,fsdp=4,zero=2,microbatches=2,chunks=2",
+    "scanned: fsdp=4,context=2,microbatches=2",
+    "capacity: expert=2,fsdp=4",
+    "capacity: pipe=2,expert=2,fsdp=2,microbatches=2",
+)
+
+
+@functools.cache
+def wanted(name: str, blocks: int) -> Any:
+    """Gradients, and parameters after three steps."""
+    return OneDevice(built(name)[0]).train(SGD, BATCH, blocks, 3)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("shift", range(3))
+@pytest.mark.parametrize("cell", FORCED)
+def test_every_choice_beside_every_axis(cell: str, shift: int) -> None:
+    """Each value is once saved, once computed again and once, without a pipeline, on the host; "linen" has dropout,
+    whose keys are one device's.
+    """
+    name, strategy = f"{cell},remat=auto,budget=1TB".split(": ")
+    letters = "sr" if "pipe" in strategy else "srh"
+
+    def forced(step: Any, batch: Any) -> Any:
+        counts = [len(stack.residuals.values) for stack in stacks_of(step, batch)]
+        assert sum(counts) > 3
+        step.settle = None
+        return step.choosing(tuple("".join(letters[(i + shift) % len(letters)] for i in range(n)) for n in counts))
+
+    if name == "capacity":
+        check_cell(name, strategy, also=forced)
+        return
+    model, rules = built(name)
+    step = jp.make_train_step(model, SGD, strategy, rules=rules if "tensor" in strategy else None)
+    blocks = step.replicas * step.strategy.microbatches
+    check(forced(step, BATCH), model, initial(model), BATCH, 3, *wanted(name, blocks))
+
+
 @pytest.mark.slow
-def test_a_budget_is_met_and_training_is_as_on_one_device() -> None:
-    compiled = jp.make_train_step(MODEL, SGD, "fsdp=4,tensor=2")
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp=4,tensor=2", pytest.param("pipe=2,fsdp=4,microbatches=2,schedule=zb-h1", marks=pytest.mark.battery)],
+)
+def test_a_budget_is_met_and_training_is_as_on_one_device(strategy: str) -> None:
+    compiled = jp.make_train_step(MODEL, SGD, strategy)
     budget = int(0.95 * of_step(compiled, BATCH, compiled.compile(BATCH))["each device"].total)
-    step = jp.make_train_step(MODEL, SGD, f"fsdp=4,tensor=2,remat=auto,budget={budget}B")
+    step = jp.make_train_step(MODEL, SGD, f"{strategy},remat=auto,budget={budget}B")
     one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
     grads, params = one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
     check(step, MODEL, initial(MODEL), BATCH, 2, grads, params)
+    assert step.settle is not None
     plan = step.settle(BATCH).remat_plan
     assert plan.total <= budget == plan.budget
     assert {value.choice for value in plan.values} == {"save", "recompute"}
@@ -114,8 +164,8 @@ def test_refusals() -> None:
         jp.Strategy(budget="70GB", remat="layer")
     with pytest.raises(ValueError, match="'much' is no amount above 0"):
         jp.Strategy(budget="much", remat="auto")
-    with pytest.raises(ValueError, match=r"remat='auto' with pipe=2,microbatches=2: .* use remat='layer' or 'dots'"):
-        jp.Strategy(pipe=2, microbatches=2, remat="auto")
+    with pytest.raises(ValueError, match=r"remat='auto' with data=2,server=true: .* use remat='layer' or 'dots'"):
+        jp.Strategy(data=2, server=True, remat="auto")
     with pytest.raises(ValueError, match="the memory of a cpu is not known; give budget='70GB'"):
         jp.make_train_step(MODEL, SGD, "fsdp=8,remat=auto").compile(BATCH)
 

@@ -74,7 +74,7 @@ def test_of_recomputed_layers_the_inputs_alone_are_moved(strategy: str, rows: in
 
 def test_refusals() -> None:
     with pytest.raises(
-        ValueError, match="pipe=4,microbatches=4: stages keep it in slots on their device; use remat='layer'"
+        ValueError, match="pipe=4,microbatches=4: stages keep it in slots on their device; use remat='layer', or"
     ):
         jp.Strategy(pipe=4, microbatches=4, offload="activations")
     with pytest.raises(ValueError, match="server=true: a server's replicas keep it"):

@@ -1,5 +1,5 @@
-"""Optimizer state on the host: training as on one device; where the state is, what is moved, in place, leaf by leaf; as
-compiled for H100s, where nothing of it is an argument on the device or held twice.
+"""Optimizer state and parameters on the host: training as on one device; where they are, what is moved, in place, leaf
+by leaf; as compiled for H100s, where nothing of it is an argument on the device or held twice.
 """
 
 from pathlib import Path
@@ -15,6 +15,8 @@ from expert_cells import check_cell
 from tensor_cells import batch_of, built
 
 import jaxpar as jp
+from jaxpar.checkpoint.arrays import arrays_of
+from jaxpar.checkpoint.write import held
 from jaxpar.inspect.compiled.kernels import Executable, HostCopy, While
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.targets import target
@@ -59,6 +61,15 @@ CELLS = (
             "pipe=2,chunks=2,fsdp=4,zero=1,microbatches=2",
         )
     ),
+    "data=2,fsdp=2,tensor=2,sequence=true,microbatches=2,remat=dots,offload=activations+optimizer+params",
+    *(
+        pytest.param(f"{strategy},offload=params", marks=pytest.mark.battery)
+        for strategy in (
+            "data=2,tensor=4,microbatches=2,concurrent=2",
+            "fsdp=4,context=2,remat=layer",
+            "fsdp=8,sync=step",
+        )
+    ),
 )
 
 
@@ -71,10 +82,17 @@ def test_parity_with_one_device(strategy: str) -> None:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("strategy", ["expert=2,fsdp=4", "expert=2,fsdp=2,zero=1,microbatches=2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "expert=2,fsdp=4,offload=optimizer",
+        "expert=2,fsdp=2,zero=1,microbatches=2,offload=optimizer",
+        "expert=2,fsdp=4,offload=optimizer+params",
+    ],
+)
 def test_parity_of_a_mixture(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpar.layout.layout.PAD_FROM", 64)
-    assert check_cell("capacity", f"{strategy},offload=optimizer").layout.host_bytes
+    assert check_cell("capacity", strategy).layout.host_bytes["optimizer"]
 
 
 def moved(step: Any) -> dict[Any, int]:
@@ -87,26 +105,37 @@ def moved(step: Any) -> dict[Any, int]:
     return found
 
 
-def test_each_array_comes_and_goes_once_and_stays_where_it_is(tmp_path: Path) -> None:
-    """With clipping and Adam; its steps are those of a step without, and so is its checkpoint."""
-    there, here = step_of("fsdp=8,offload=optimizer", check=True), step_of("fsdp=8")
-    assert there.layout.host_bytes + there.layout.bytes["optimizer"] == here.layout.bytes["optimizer"]
-    assert there.layout.host_bytes == 2 * 4 * LAYERS * PADDED * DIM // 8
-    assert moved(there) == dict.fromkeys((jax.memory.Space.Host, jax.memory.Space.Device), there.layout.host_bytes)
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer+params"])
+def test_each_array_comes_and_goes_once_and_stays_where_it_is(offload: str, tmp_path: Path) -> None:
+    """With clipping and Adam; its steps are those of a step without, and so is its checkpoint. Layers come to both
+    loops as well, one too many to each.
+    """
+    there, here = step_of(f"fsdp=8,offload={offload}", check=True), step_of("fsdp=8")
+    arrays, layer, both = 2 + ("params" in offload), 4 * PADDED * DIM // 8, ("params", "optimizer")
+    size = sum(there.layout.host_bytes.values())
+    assert size + sum(there.layout.bytes[kind] for kind in both) == sum(here.layout.bytes[kind] for kind in both)
+    assert size == arrays * LAYERS * layer
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    assert moved(there) == {host: size, device: size + 2 * (LAYERS + 1) * layer * ("params" in offload)}
 
-    kinds = lambda state: [x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer)]
+    kinds = lambda state: [x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.optimizer))]
     states = there.init(KEY), here.init(KEY)
     first = kinds(states[0])
-    assert first.count("pinned_host") == 2
+    assert first.count("pinned_host") == arrays
     assert "pinned_host" not in kinds(states[1])
-    donated = jax.tree.leaves(states[0].optimizer)
+    donated = jax.tree.leaves((states[0].params, states[0].optimizer))
     states = tuple(step(state, ROWS)[0] for step, state in zip((there, here), states, strict=True))
     assert kinds(states[0]) == first
     assert all(x.is_deleted() for x in donated)
-    parts = [(state.params, state.optimizer) for state in states]
+    parts = [(step.params(state), state.optimizer) for step, state in zip((there, here), states, strict=True)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *parts)
 
-    there.save(tmp_path, states[0]).wait()
+    waiting = [x for x in jax.tree.leaves(states[0]) if x.sharding.memory_kind == "pinned_host"]
+    views = [np.asarray(shard.data) for x in waiting for shard in x.addressable_shards]
+    boxes = held(arrays_of(there)[0], states[0], {})
+    same = [any(np.shares_memory(x, view) for view in views) for _, _, x in boxes]
+    assert sum(same) == len(views)  # none of them is copied
+    assert there.save(tmp_path, states[0]).latest == 1  # so that a save waits until they are written
     whole = step_of("zero1")
     back, other = there.restore(tmp_path), whole.restore(tmp_path)
     assert kinds(back) == first
@@ -115,18 +144,51 @@ def test_each_array_comes_and_goes_once_and_stays_where_it_is(tmp_path: Path) ->
     wanted = there.params(states[0]), states[0].optimizer
     for step, state in (there, back), (whole, other):
         jax.tree.map(np.testing.assert_array_equal, (step.params(state), state.optimizer), wanted)
+    given = there.with_params(there.init(KEY), wanted[0])
+    assert kinds(given) == first
+    jax.tree.map(np.testing.assert_array_equal, there.params(given), wanted[0])
 
 
-def test_a_step_that_is_not_finite_leaves_it() -> None:
-    step = step_of("fsdp=8,offload=optimizer", skip_nonfinite=True)
-    after, metrics = step(step.init(KEY), ROWS * np.nan)
+def test_a_frozen_base_waits_on_the_host_and_its_adapter_trains() -> None:
+    """In any optimizer's way, as nothing that it sees is there; whole under ddp, in the compute dtype."""
+
+    def adapted(params: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
+        layer = lambda x, w: (jnp.tanh(x @ w[0] + (x @ w[1]) @ w[1].T), None)
+        first = rows.astype(params["base"].dtype)
+        return (jax.lax.scan(layer, first, (params["base"], params["adapter"]))[0] ** 2).mean()
+
+    base = STACK.init(KEY)["w"]
+    model = jp.Model(init=lambda key: {"base": base, "adapter": 0.1 * base[:, :, :2]}, loss=adapted)
+    found = []
+    for text in ("", ",offload=params"):
+        step = jp.make_train_step(
+            model, optax.lamb(1e-2), f"ddp,precision=bf16{text}", trainable=lambda p: p == "adapter"
+        )
+        state, _ = step(step.init(KEY), ROWS)
+        found.append(step.params(state)["adapter"])
+    assert state.params["base"].sharding.memory_kind == "pinned_host"
+    assert step.layout.host_bytes["params"] == 2 * LAYERS * DIM * DIM
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("option", ["trace_nonfinite", "skip_nonfinite"])
+def test_a_step_that_is_not_finite_leaves_it(option: str) -> None:
+    """Parameters and state; a number that stops says which equation it was, from the parameters on the host."""
+    step = step_of("fsdp=8,offload=optimizer+params", **{option: True})
+    first = step.init(KEY)
+    wanted = np.asarray(step.params(first)["w"])
+    after, metrics = step(first, ROWS * np.nan)
     assert not metrics["finite"]
+    np.testing.assert_array_equal(step.params(after)["w"], wanted)
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(after.optimizer))
+    if option == "trace_nonfinite":
+        with pytest.raises(FloatingPointError, match="batch"):
+            step(after, ROWS)
 
 
 def test_refusals() -> None:
     for optimizer, why in (
-        (optax.lamb(1e-3), "a number is made of all moments of"),
+        (optax.lamb(1e-3), "a number is made of all of w or its moments"),
         (optax.sgd(0.1), "moves state like a parameter's, of 16,384 elements or more, and this optimizer has none"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -136,40 +198,58 @@ def test_refusals() -> None:
         jp.make_train_step(matrix, optax.contrib.muon(1e-3), "fsdp=8,offload=optimizer")
     with pytest.raises(ValueError, match="server=true: a server's replicas keep it"):
         jp.Strategy(data=8, server=True, offload="optimizer")
+    for text, why in (
+        ("pipe=2,microbatches=2", "stages keep layers in the order of a table on their device; use fsdp with zero=3"),
+        ("fsdp=8,zero=1", "zero=1 gathers updated parameters to where they are whole"),
+        ("fsdp=8,prefetch=1", "loops bring the next layer, and gather it when it runs: leave prefetch out"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            jp.Strategy.parse(f"{text},offload=params")
+    small = jp.Model(init=lambda key: {"w": jnp.zeros((3, 8, 8))}, loss=loss)
+    with pytest.raises(
+        ValueError, match="offload='params' moves stacks of layers of 16,384 elements or more, and this"
+    ):
+        jp.make_train_step(small, SGD, "fsdp=8,offload=params")
     assert str(jp.Strategy(offload="optimizer+activations")) == "offload=activations+optimizer"
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
-def test_compiled_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("params", [False, True])
+def test_compiled_for_gpus(params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is no argument on the device; the host's buffers are updated in place, by copies that are asynchronous,
-    of a layer each, in loops both ways at once; temporaries do not grow, and the first state takes a block.
+    of a layer each, in loops both ways at once; temporaries do not grow but by two layers of parameters, and the first
+    state takes a block, or a stack of parameters.
     """
     layers, rows, devices = 4, 2, target("2xH100")
     it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
     monkeypatch.setattr(streamed, "BLOCK", block := 1024 * 2048 * 4 // 2)  # a device's part of a layer of the largest
     made = lambda text: jp.make_train_step(it.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
-    there, here = (Compiled.of(made(text), it.example(rows, 4096)) for text in (",offload=optimizer", ""))
-    size = there.step.layout.host_bytes
+    offload = ",offload=optimizer" + params * "+params"
+    there, here = (Compiled.of(made(text), it.example(rows, 4096)) for text in (offload, ""))
+    size = sum(there.step.layout.host_bytes.values())
     assert here.memory.argument_size_in_bytes - there.memory.argument_size_in_bytes == size
     assert there.memory.host_argument_size_in_bytes == there.memory.host_alias_size_in_bytes == size
     assert there.memory.host_temp_size_in_bytes == 0
-    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes + 6 * block
+    layer = there.step.layout.host_bytes["params"] // layers
+    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes + 6 * block + 2 * layer
 
     program = Executable(there.text, there.step.mesh)
     loops = [(one.body, one.trips) for one in program.operations if isinstance(one, While)]
     every = [(one, trips) for body, trips in [(program.operations, 1), *loops] for one in body]
     copies = [(one, trips) for one, trips in every if isinstance(one, HostCopy)]
-    for to_host in (True, False):
-        assert sum(one.bytes * trips for one, trips in copies if one.to_host == to_host) == size
+    to_host, to_device = (sum(one.bytes * n for one, n in copies if one.to_host == way) for way in (True, False))
+    assert to_host == size
+    assert 0 <= size + 2 * (layers + 1) * layer - to_device <= layer  # the last copy of a loop is one too many
     assert not any(one.waits for one, _ in copies)
     looped = {one.name for body, _ in loops for one in body if isinstance(one, HostCopy)}
     parts = predict(program, there.step, it.example(rows, 4096), devices.hardware).copies
     parts = [part for part in parts if part.name in looped]
-    assert len(parts) == 3 * 4  # three large matrices' moments, there and back
-    assert sum(part.exposed for part in parts) < 0.55 * sum(part.seconds for part in parts)
+    if not params:  # whose layers wait, of a model that computes so little
+        assert len(parts) == 3 * 4  # three large matrices' moments, there and back
+        assert sum(part.exposed for part in parts) < 0.55 * sum(part.seconds for part in parts)
 
     first = there.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
     first = first.memory_analysis()
     assert first.host_output_size_in_bytes == size
-    assert first.temp_size_in_bytes < 3 * block
+    assert first.temp_size_in_bytes < 3 * block + params * size // 3

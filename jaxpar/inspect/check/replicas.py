@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...model.paths import name_of
-from ...step.streamed import Blocks, is_on_host
+from ...program.buffers import is_on_host
+from ...step.streamed import Blocks
 from ...text import few
 
 

@@ -79,7 +79,7 @@ def held(memory: Memory) -> dict[str, int]:
     """
     parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer}
     room = max(0, memory.total - sum(parts.values()))
-    parts["saved activations"] = min(max(0, memory.saved - memory.host), room)
+    parts["saved activations"] = min(max(0, memory.saved - memory.host + memory.host_state), room)
     return parts | {"the rest": room - parts["saved activations"]}
 
 

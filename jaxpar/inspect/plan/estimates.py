@@ -114,7 +114,7 @@ class _Held:
     """
 
     bytes: dict[str, int]
-    host: int
+    host: dict[str, int]
     groups: dict[bool, _Group]
     across: bool
     owners: Owners | None
@@ -208,10 +208,12 @@ class Estimator:
         if s.offloads:
             if (speed := self.target.hardware.host_bandwidth) is None:
                 raise ValueError(f"{self.target.kind} has no host_bandwidth to plan offload={s.offload!r} by")
-            waits += 2 * held.host / speed
+            waits += 2 * (held.host["optimizer"] + held.host["params"] * held.trained / held.elements) / speed
+            beside = 2 * s.turns * held.host["params"]  # layers, for the forward and for the backward
             if "activations" in s.offloads:
-                waits += max(0.0, 2 * s.turns * kept / speed - compute)
+                beside += 2 * s.turns * kept
                 kept *= 2 / max(2, facts.layers)  # two layers at a time
+            waits += max(0.0, beside / speed - compute)
         seconds, sent = compute + waits + max(0.0, hideable - compute), waits + hideable
         return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
 
@@ -337,7 +339,7 @@ def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
 def _places(s: Strategy) -> tuple[Any, ...]:
     """What the layout of a state depends on."""
     axes = s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.expert, s.context, s.tensor
-    return *axes, s.precision, s.reduce, "optimizer" in s.offloads
+    return *axes, s.precision, s.reduce, *(of in s.offloads for of in ("optimizer", "params"))
 
 
 def _program(s: Strategy) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ...axes import AXES, ROWS
-from ...strategy import OFFLOADS, PER_RANK, Strategy
+from ...strategy import PER_RANK, SUMS, Strategy
 from ...tables import SCHEDULES
 from ..targets.devices import Target
 from ..targets.hardware import RESERVE
@@ -43,7 +43,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     if strategy.remat != "none" and (megabytes := (1 - RESERVE) * (target.hardware.memory_bytes or 0) // 1e6):
         changes += [{"remat": "auto", "budget": f"{megabytes:.0f}MB"}]
     if strategy.offloads:
-        changes += [{"offload": offload} for offload in ("none", *OFFLOADS, "+".join(OFFLOADS))]
+        changes += [{"offload": offload} for offload in ("none", *SUMS)]
     changes += [{"reduce": reduce} for reduce in ("f32", "compute") if strategy.precision != "f32"]
     changes += [{"microbatches": 2 * m}, {"microbatches": m // 2}]
     if (beside := strategy.concurrent) > 1:
@@ -105,9 +105,6 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         return None
     if values["pipe"] > 1:
         change = change | {"concurrent": 1}
-        change |= {"remat": "layer", "budget": ""} if change.get("remat", strategy.remat) == "auto" else {}
-        offload = change.get("offload", strategy.offload)
-        change |= {"offload": "optimizer" if "optimizer" in offload else "none"}
     if values["pipe"] == 1:
         change = change | {"chunks": 1, "schedule": Strategy.schedule}
     elif strategy.pipe == 1:
@@ -122,7 +119,10 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         change = change | {"gather": Strategy.gather}
     if change.get("context") == 1:
         change = change | {"attention": Strategy.attention}
-    return dataclasses.replace(strategy, **change, sequence=values["tensor"] > 1)
+    terms = change.get("offload", strategy.offload).split("+")
+    found = dataclasses.replace(strategy, **change | {"offload": "none"}, sequence=values["tensor"] > 1)
+    offload = "+".join(term for term in terms if term == "none" or found.allows_offload(term))
+    return dataclasses.replace(found, offload=offload or "none")
 
 
 def _sensible(strategy: Strategy, target: Target, rows: int) -> bool:

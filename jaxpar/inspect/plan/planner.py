@@ -306,9 +306,11 @@ class _Planner:
             found += self._fitting((one for one in split if one.context > 1), bar)
             if why:
                 self.refused["context=2"] = why
-        if not found:  # what no device has room for waits on the host
-            every = candidates(self.target, rows, precision, whole)
-            found = self._fitting((dataclasses.replace(one, offload="optimizer") for one in every), bar)
+        for offload in ("optimizer", "optimizer+params"):  # what no device has room for waits on the host
+            if not found:
+                every = candidates(self.target, rows, precision, whole)
+                every = (one for one in every if all(map(one.allows_offload, offload.split("+"))))
+                found = self._fitting((dataclasses.replace(one, offload=offload) for one in every), bar)
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
