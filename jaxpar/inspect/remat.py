@@ -18,6 +18,7 @@ et al. 2021 (POFO).
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -291,10 +292,10 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
     more = [term for term in OFFLOADS if step.strategy.allows_offload(term)]
     others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
+    nearest = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
-        f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "
-        "devices"
+        f"{rest}; the nearest that fits is {nearest}, or use {others}more microbatches or devices"
     )
 
 

@@ -94,7 +94,7 @@ FORCED = (
     "linen: data=2,fsdp=2,tensor=2,sequence=true,microbatches=2",
     "linen: pipe=2,fsdp=2,tensor=2,microbatches=2",
     "linen: pipe=2,fsdp=4,microbatches=2,schedule=zb-h1",
-    "linen: pipe=2,fsdp=4,zero=2,microbatches=2,chunks=2",
+    "scanned: pipe=2,fsdp=4,zero=2,microbatches=2,chunks=2",
     "scanned: fsdp=4,context=2,microbatches=2",
     "capacity: expert=2,fsdp=4",
     "capacity: pipe=2,expert=2,fsdp=2,microbatches=2",
@@ -155,7 +155,7 @@ def test_a_budget_is_met_and_training_is_as_on_one_device(strategy: str) -> None
 
 def test_what_cannot_fit_says_what_holds_it() -> None:
     step = jp.make_train_step(MODEL, SGD, "fsdp=4,tensor=2,remat=auto,budget=1kB")
-    with pytest.raises(ValueError, match=r"budget=1.00 kB: .* needs .* at least, .* more: .* that fits is budget='0"):
+    with pytest.raises(ValueError, match=r"budget=1.00 kB: .* needs .* at least, .* more: .* fits is budget='\d+MB'"):
         step.compile(BATCH)
 
 
