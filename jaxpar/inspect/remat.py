@@ -18,6 +18,7 @@ et al. 2021 (POFO).
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -185,8 +186,11 @@ def _fit(
 ) -> None:
     """Compiles the choices of these letters that should fit, until one does and uses what there is."""
     room = budget - sum(step.layout.bytes.values())
+    hardware = _hardware(step) or KINDS["H100"]
+    there = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
+    there -= sum(step.layout.host_bytes.values())
     for _ in range(_COMPILED):
-        choices = _cheapest(stacks, room, letters)
+        choices = cheapest(stacks, room, there, letters)
         again = choices in tried
         if not again:
             tried[choices] = _compiled(step.choosing(choices), batch, stacks, choices)
@@ -252,13 +256,16 @@ def _costs(stacks: Sequence[_Stack], choices: Sequence[str]) -> list[_Cost]:
     return [stack.cost(choice) for stack, choice in zip(stacks, choices, strict=True)]
 
 
-def _cheapest(stacks: Sequence[_Stack], room: float, letters: str) -> tuple[str, ...]:
-    """Choices of the least seconds whose bytes are no more than `room`; if none are, of the least bytes."""
+def cheapest(stacks: Sequence[_Stack], room: float, there: float, letters: str) -> tuple[str, ...]:
+    """Choices of the least seconds whose bytes are no more than `room`, and on the host `there`; if none are, of the
+    least bytes.
+    """
 
     def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:
         costs = _costs(stacks, choices)
         device = sum(cost.device for cost in costs)
-        return max(0.0, device - room), sum(cost.seconds for cost in costs), sum(cost.host for cost in costs), device
+        host = sum(cost.host for cost in costs)
+        return max(0.0, device - room) + max(0.0, host - there), sum(cost.seconds for cost in costs), host, device
 
     def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
         while True:
@@ -291,10 +298,10 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
     more = [term for term in OFFLOADS if step.strategy.allows_offload(term)]
     others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
+    nearest = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
-        f"{rest}; the nearest that fits is budget='{1.005 * total / 1e9:.2f}GB', or use {others}more microbatches or "
-        "devices"
+        f"{rest}; the nearest that fits is {nearest}, or use {others}more microbatches or devices"
     )
 
 
