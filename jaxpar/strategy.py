@@ -25,8 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pp": {"pipe": -1, "microbatches": -1},
     "tp": {"tensor": -1},
 }
-PER_RANK = 4  # microbatches, where a strategy leaves them to us: Huang et al. 2019 (GPipe, section 2.3) find a bubble
-# of m = 4 p negligible
+PER_RANK = 4  # microbatches by default: a bubble of m = 4 p is negligible (GPipe, Huang et al. 2019, section 2.3)
 OFFLOADS = ("activations", "optimizer", "params")
 SUMS = tuple("+".join(terms) for n in range(1, 4) for terms in itertools.combinations(OFFLOADS, n))  # of `offload`
 _CHOICES = {
@@ -286,7 +285,7 @@ class Strategy:
                 "one's; use remat='layer' or 'dots'"
             )
         for term in self.offloads:
-            if why := self._kept_on_device(term):
+            if why := self.kept_on_device(term):
                 instead = "remat='layer', or data or fsdp" if term == "activations" else "fsdp with zero=3"
                 raise ValueError(
                     f"offload={self.offload!r} with {self._text(skip='offload')}: {why}; use {instead}, or leave "
@@ -425,11 +424,8 @@ class Strategy:
         """What `offload` sums."""
         return () if self.offload == "none" else tuple(self.offload.split("+"))
 
-    def allows_offload(self, term: str) -> bool:
-        """Whether its other choices let `term` of `OFFLOADS` wait on the host."""
-        return not self._kept_on_device(term)
-
-    def _kept_on_device(self, term: str) -> str:
+    def kept_on_device(self, term: str) -> str:
+        """Why its other choices do not let `term` of `OFFLOADS` wait on the host; "" where they do."""
         if self.server:
             return "a server's replicas keep it"
         if self.pipe != 1 and term != "optimizer":
@@ -439,9 +435,7 @@ class Strategy:
             return ""
         if self.fsdp != 1 and self.zero != 3:
             return f"zero={self.zero} gathers updated parameters to where they are whole"
-        return (
-            "loops bring the next layer, and gather it when it runs: leave prefetch out" if self.prefetch == 1 else ""
-        )
+        return "loops bring the next layer, and gather it when it runs: leave prefetch out" * (self.prefetch == 1)
 
     @property
     def turns(self) -> int:

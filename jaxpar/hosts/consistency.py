@@ -189,7 +189,8 @@ def _why_never(rank: int) -> str:
         return ""
     if heard.beat.ended:
         return f"its script has ended; it {heard.beat.where}"
-    if heard.beat.position > watch.own.position:  # who is here has not begun that step
+    # Who is here has not begun that step; what was heard last may be of the run before.
+    if heard.beat.run == watch.own.run and heard.beat.position > watch.own.position:
         return f"it {heard.beat.where}, with a batch of shapes that it has trained on before"
     return ""
 

@@ -23,7 +23,7 @@ class Beat:
 
     Attributes:
       count: of its beats.
-      position: see above.
+      run, position: how many runs it has begun, and see above: in a later run it may be at an earlier step.
       armed: it has finished a step since it started: what is slow from now on is not the first compilation.
       ended: its script is done, and it waits for the others to be.
       failed: why it ends, "" while it does not.
@@ -37,6 +37,7 @@ class Beat:
     """
 
     count: int = 0
+    run: int = 0
     position: int = 0
     armed: bool = False
     ended: bool = False
@@ -69,8 +70,13 @@ class Beat:
         return json.dumps(asdict(self))
 
     @property
+    def reached(self) -> tuple[int, int]:
+        """How far it has come."""
+        return self.run, self.position
+
+    @property
     def where(self) -> str:
-        """How far it has come, in words."""
+        """How far it has come in this run, in words."""
         step, inside = divmod(self.position, 2)
         if not self.position:
             return "had not begun a step"
@@ -89,7 +95,7 @@ class Heard:
     def hear(self, beat: Beat, now: float) -> None:
         """A beat that may be the same again."""
         if beat.count != self.beat.count:
-            if beat.position != self.beat.position:
+            if beat.reached != self.beat.reached:
                 self.behind = None
             if beat.signs != self.beat.signs:
                 self.moved = now
@@ -126,15 +132,16 @@ def lost(heard: Mapping[int, Heard], now: float, silent: float) -> Verdict | Non
 
 def stuck(heard: Mapping[int, Heard], now: float, silent: float) -> Verdict | None:
     """Of the first process that has been behind others for `silent` seconds, once all have finished a step."""
-    most = max(each.beat.position for each in heard.values())
+    furthest = max(each.beat.reached for each in heard.values())
+    most = furthest[1]
     if not all(each.beat.armed for each in heard.values()):
         # A process that is done before its first step never finishes one; the others cannot without it.
         for rank, each in heard.items():
-            if each.beat.ended and not each.beat.armed and most > each.beat.position:
+            if each.beat.ended and not each.beat.armed and furthest > each.beat.reached:
                 return Verdict(f"{who(rank, each.beat)} ended, and {each.beat.where}, while others are in one")
         return None
     for rank, each in heard.items():
-        each.behind = None if each.beat.position == most else each.behind or now
+        each.behind = None if each.beat.reached == furthest else each.behind or now
         if each.behind is not None and (seconds := now - each.behind) > silent:
             others = f"others are {'in' if most % 2 else 'past'} step {most // 2 + most % 2}"
             if each.beat.ended:

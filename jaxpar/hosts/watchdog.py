@@ -112,8 +112,8 @@ class Watch:
     # -- what a run says -----------------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """The run goes on from this step."""
-        self.own.position = 2 * step
+        """A run goes on from this step."""
+        self.own.run, self.own.position = self.own.run + 1, 2 * step
 
     def entered(self) -> None:
         """A step begins."""

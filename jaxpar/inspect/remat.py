@@ -296,7 +296,7 @@ def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     left = sum(cost.device for cost in _costs(stacks, choices))
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
-    more = [term for term in OFFLOADS if step.strategy.allows_offload(term)]
+    more = [term for term in OFFLOADS if not step.strategy.kept_on_device(term)]
     others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
     nearest = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (

@@ -75,6 +75,8 @@ def test_who_has_gone_on_without_comparing_is_named(monkeypatch: pytest.MonkeyPa
     watch.heard[1].beat.position = 7
     says = "it last finished step 3 and was in step 4, with a batch of shapes that it has trained on before"
     assert consistency._why_never(1) == says
+    watch.resumed(0)  # a second run of the script, of which the other has not told yet
+    assert consistency._why_never(1) == ""
 
 
 def test_programs_are_compared_as_text() -> None:

@@ -60,6 +60,8 @@ def not_summed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 def scattered_not_summed(x: jax.Array, axes: Sequence[str], dim: int, dtype: Any) -> jax.Array:
     """This device's part, of its own gradient alone."""
+    if not axes:
+        return x.astype(dtype)
     size = x.shape[dim] // lax.axis_size("fsdp")
     return lax.dynamic_slice_in_dim(x.astype(dtype), lax.axis_index("fsdp") * size, size, dim)
 

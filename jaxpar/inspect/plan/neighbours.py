@@ -121,7 +121,7 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         change = change | {"attention": Strategy.attention}
     terms = change.get("offload", strategy.offload).split("+")
     found = dataclasses.replace(strategy, **change | {"offload": "none"}, sequence=values["tensor"] > 1)
-    offload = "+".join(term for term in terms if term == "none" or found.allows_offload(term))
+    offload = "+".join(term for term in terms if term == "none" or not found.kept_on_device(term))
     return dataclasses.replace(found, offload=offload or "none")
 
 

@@ -309,7 +309,7 @@ class _Planner:
         for offload in ("optimizer", "optimizer+params"):  # what no device has room for waits on the host
             if not found:
                 every = candidates(self.target, rows, precision, whole)
-                every = (one for one in every if all(map(one.allows_offload, offload.split("+"))))
+                every = (one for one in every if not any(map(one.kept_on_device, offload.split("+"))))
                 found = self._fitting((dataclasses.replace(one, offload=offload) for one in every), bar)
         self._keep(precision)
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
