@@ -201,6 +201,7 @@ STRATEGIES: Sequence[tuple[str, int]] = (
     ("fsdp=2,microbatches=2,offload=activations", 2),
     ("tensor=2,fsdp=2,remat=auto,budget=1GB,offload=activations", 4),
     ("pipe=2,stages=layers,microbatches=4,fsdp=2,prefetch=1", 4),
+    ("data=2,fsdp=2,hpz=true,microbatches=2", 4),
 )
 
 
