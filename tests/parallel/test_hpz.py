@@ -72,7 +72,7 @@ def trained() -> tuple[Any, Any]:
         *(
             pytest.param(f"{strategy},hpz=true", marks=pytest.mark.battery)
             for strategy in (
-                "data=4,fsdp=2,prefetch=1,microbatches=2",
+                "data=2,fsdp=2,prefetch=1,microbatches=2",
                 "data=2,fsdp=4,remat=layer",
                 "data=2,fsdp=2,microbatches=2,concurrent=2",
                 "data=2,fsdp=2,pipe=2,microbatches=2,schedule=zb-h1",
