@@ -89,14 +89,18 @@ class OneDevice:
         return jax.tree.map(lambda g: g / count, total)
 
     def train(self, optimizer: Any, batch: Any, blocks: int, steps: int) -> tuple[Any, Any]:
-        """Gradients of the first step, and parameters after some."""
-        params, state, found = self.first, jax.jit(optimizer.init)(self.first), []
-        update = jax.jit(optimizer.update)
-        for step in range(steps):
-            found.append(self._grads(params, batch, blocks, step))
-            changes, state = update(found[-1], state, params)
-            params = jax.tree.map(np.add, params, jax.device_get(changes))
-        return found[0], params
+        """As `descended`."""
+        return descended(lambda params, step: self._grads(params, batch, blocks, step), self.first, optimizer, steps)
+
+
+def descended(gradient: Callable[[Any, int], Any], params: Any, optimizer: Any, steps: int) -> tuple[Any, Any]:
+    """Gradients of the first step, and parameters after some, on one device; `gradient(params, step)` has a step's."""
+    state, update, found = jax.jit(optimizer.init)(params), jax.jit(optimizer.update), []
+    for step in range(steps):
+        found.append(jax.device_get(gradient(params, step)))
+        changes, state = update(found[-1], state, params)
+        params = jax.tree.map(np.add, params, jax.device_get(changes))
+    return found[0], params
 
 
 def initial(model: Any) -> Any:

@@ -39,7 +39,7 @@ class RuleAccess:
         used_by = summed_over(self.split[index])
         sharded = leaf.dim is not None and self.rules[index].sharded
         at_rest = leaf.shard if sharded else ()
-        shard, second = (tuple(a for a in at_rest if (a == "data") == second) for second in (False, True))
+        shard, second = tuple(a for a in at_rest if a != "data"), tuple(a for a in at_rest if a == "data")
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:

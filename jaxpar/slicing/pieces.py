@@ -300,10 +300,8 @@ class Stack:
 
         last = self.length - 1 - self._first
         near = self._near(leaves, last)
-        first, copies = (
-            (cotangents[:n_carry], zeros, totals, flight, fetched(last), near),
-            any(x is not None for x in near),
-        )
+        first = (cotangents[:n_carry], zeros, totals, flight, fetched(last), near)
+        copies = any(x is not None for x in near)
         return LayerLoop(layer, first, every, self.length, not self.reverse, result, flight is not None, copies)
 
     def backward_inputs(

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from cells import check as check_cell
-from cells import initial
+from cells import descended, initial
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -190,14 +190,9 @@ def check_beside_plain(strategy: str, computed_with: Callable[[Any, Any], Any], 
     net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
     step = jp.make_train_step(net, SGD, strategy, mesh=devices)
     call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
-    first, gradient, found = initial(net), jax.jit(jax.grad(call)), []
-    params = net.unwrap(first)
-    optimizer = SGD.init(params)
-    for _ in range(STEPS):
-        found.append(jax.device_get(gradient(computed_with(step, params))))
-        changes, optimizer = SGD.update(found[-1], optimizer)
-        params = jax.tree.map(np.add, params, jax.device_get(changes))
-    check_cell(step, net, first, text(), STEPS, found[0], params, **tolerance)
+    first, gradient = initial(net), jax.jit(jax.grad(call))
+    trained = descended(lambda params, _: gradient(computed_with(step, params)), net.unwrap(first), SGD, STEPS)
+    check_cell(step, net, first, text(), STEPS, *trained, **tolerance)
 
 
 @pytest.mark.slow

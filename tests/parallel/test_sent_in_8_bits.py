@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cells import check, initial
+from cells import check, descended, initial
 
 import jaxpar as jp
 from jaxpar.inspect.check import check as proof_of
@@ -98,13 +98,8 @@ def batch() -> Any:
 def one_device(experts: bool, kind: str) -> tuple[Any, Any, Any]:
     """Initial parameters, gradients, and parameters after some steps; of the mean, whose cotangents are rounded."""
     net = model(experts, kind)
-    first = params = initial(net)
-    gradient, optimizer, found = jax.jit(jax.grad(functools.partial(mean, net))), SGD.init(params), []
-    for _ in range(STEPS):
-        found.append(jax.device_get(gradient(params)))
-        changes, optimizer = SGD.update(found[-1], optimizer)
-        params = jax.tree.map(np.add, params, jax.device_get(changes))
-    return first, found[0], params
+    first, gradient = initial(net), jax.jit(jax.grad(functools.partial(mean, net)))
+    return first, *descended(lambda params, _: gradient(params), first, SGD, STEPS)
 
 
 def mean(net: Any, params: Any) -> jax.Array:

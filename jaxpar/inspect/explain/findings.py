@@ -243,12 +243,8 @@ def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
         if (how := getattr(strategy, name)) in ("int8", "fp8"):
             mine = [one for one in low if one.kind == kind and one not in tokens] if kind else tokens
             axes, sent = ", ".join(dict.fromkeys("+".join(one.axes) for one in mine)), sum(one.bytes for one in mine)
-            said = (
-                f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
-                if mine
-                else "are not sent"
-            )
-            yield f"{name}={how}: {what} from {PAD_FROM:,} elements {said}."
+            said = f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
+            yield f"{name}={how}: {what} from {PAD_FROM:,} elements {said if mine else 'are not sent'}."
     if strategy.hpz:
         sent = sum(one.bytes for one in closed if (one.kind, one.axes) == ("all-gather", ("data",)))
         yield f"hpz=true: {size(sent)} are gathered over data once a step, and held while it runs."

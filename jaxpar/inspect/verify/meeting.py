@@ -117,9 +117,8 @@ class Meeting:
         while not (self.folder / name).exists():
             if (self.folder / "failed").exists():
                 raise ValueError(f"the other process has failed: {(self.folder / 'failed').read_text()}")
-            now = (
-                sign.stat().st_mtime_ns if sign.exists() else None
-            )  # of the other's clock: it is not compared with ours
+            # Of the other's clock: it is not compared with ours.
+            now = sign.stat().st_mtime_ns if sign.exists() else None
             if now != touched:
                 touched, since = now, time.monotonic()
             elif time.monotonic() - since > (_PATIENCE if now is None else _SILENCE):
