@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
@@ -59,36 +58,6 @@ def all_gather_replicated(x: jax.Array, dim: int, ranks: int) -> jax.Array:
 def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     """Whole -> split along `dim`."""
     return _bind("take", x, dim, ranks)
-
-
-def saves_no_gather(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy of rematerialisation that saves what another does, but nothing that was gathered."""
-    return lambda primitive, *args, **params: primitive.name != "tensor_gather" and policy(primitive, *args, **params)
-
-
-def saves_reals(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy of rematerialisation that saves what another does, but no complex numbers: `jax.checkpoint` rounds what
-    it saves by `reduce_precision`, which takes none (jax 0.12).
-    """
-
-    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        dtypes: list[Any] = [*(getattr(x, "dtype", None) for x in args), params.get("new_dtype")]
-        complex_ = primitive.name in ("complex", "eig", "fft") or any(
-            jnp.issubdtype(t, jnp.complexfloating) for t in dtypes
-        )
-        return not complex_ and policy(primitive, *args, **params)
-
-    return saveable
-
-
-def saves_sums(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy of rematerialisation that saves what another does, and the sums over ranks of what it saves.
-
-    Of a row-parallel product the sum is saved in place of the partial sum, so that backwards do not repeat its
-    collective; with a sequence that is split the sum is also smaller by the number of ranks.
-    """
-    sums = ("tensor_leave", "tensor_scatter")
-    return lambda primitive, *args, **params: primitive.name in sums or policy(primitive, *args, **params)
 
 
 def _bind(name: str, x: jax.Array, dim: int, ranks: int) -> jax.Array:

@@ -68,7 +68,7 @@ class Residuals:
             return list(self.saved)
         there, again = {*self.known, *self.weights}, {*again}
         keep = [v for v in self.saved if v not in again]
-        effects = {v for eqn in self.eqns if eqn.effects for v in eqn.outvars}
+        effects = {v for eqn in self.eqns if _acts(eqn) for v in eqn.outvars}
         eqns = jx.needed(self.eqns, self.read, {*keep, *there, *effects})
         return [*keep, *(v for v in jx.free(eqns, self.read) if v not in there and v not in keep)]
 
@@ -82,6 +82,29 @@ class Residuals:
         keep, known = self._keep(again), {*self.known, *(self.weights if again else ())}
         host = [choices.get(v) == "h" for v in keep]
         return Kept(keep, host, jx.needed(self.eqns, self.read, {*keep, *known}))
+
+
+def _acts(eqn: Any) -> bool:
+    """Whether it may not run twice: it prints, or calls back. That a collective names an axis is no such effect."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def allowed(
+    eqns: Sequence[Any], residuals: Sequence[Any], known: Collection[Any], policy: Callable[..., Any]
+) -> list[Any]:
+    """What a policy, as of `jax.checkpoint`, keeps for variables that a backward reads to be computed of it again."""
+
+    def saves(eqn: Any) -> bool:  # a policy answers with a bool, or with one of JAX's three cases
+        case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        if hasattr(case, "dst"):  # of the three, the one that offloads
+            raise ValueError(
+                f"remat is a policy that sends what {eqn.primitive} makes to {case.dst!r}; give one that saves it, as "
+                "jax.checkpoint_policies.save_only_these_names, and offload='activations'"
+            )
+        return case if isinstance(case, bool) else "Saveable" in type(case).__name__
+
+    there = {*known, *(v for eqn in eqns if _acts(eqn) or saves(eqn) for v in eqn.outvars)}
+    return jx.free(jx.needed(eqns, residuals, there), residuals)
 
 
 def residuals_to_save(

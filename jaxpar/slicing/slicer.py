@@ -18,7 +18,6 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
-from ..collectives.edges import saves_no_gather, saves_reals, saves_sums
 from ..program import jaxpr as jx
 from ..program import primitives
 from ..program.hoist import closure, split
@@ -40,8 +39,6 @@ class Slicing:
       axes: mesh axes that the program may name, name -> size.
       remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack;
         or "auto", what `choices` say.
-      sequence: whether activations are split along the sequence: then what is gathered for a matmul is not kept for
-        its backward, but gathered again.
       choices: of each stack what becomes of what its layers save (`Residuals.kept`); `otherwise` where there are none.
     """
 
@@ -50,9 +47,13 @@ class Slicing:
     own: Sequence[bool] = ()
     axes: Mapping[str, int] = field(default_factory=dict)
     remat: Any = "none"
-    sequence: bool = False
     choices: tuple[str, ...] = ()
     otherwise: str = "s"
+
+    @property
+    def policy(self) -> Any:
+        """See `Unit`."""
+        return self.remat if callable(self.remat) else _POLICIES[self.remat]
 
 
 @dataclass(frozen=True)
@@ -223,12 +224,12 @@ def _segment(
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
     pre, rest, moving = split(eqns, leaves, inputs, outputs, known.constants)
-    rest = rest if stage is None else _keeping(rest, stage)
     linear = tuple(v in active and _inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     given = tuple(v in active and _inexact(v) for v in outputs)
-    twice = stage is not None and stage.remat == "twice"
-    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, moving, linear, given, (True,) * len(inputs), twice)
+    keeps = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "gathers_again": True}
+    held = (True,) * len(inputs)
+    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, moving, linear, given, held, **keeps)
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
@@ -273,7 +274,6 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing, number: int) -> 
     fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
     pre, rest, moving = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
     consts = list(flat.consts)
-    rest = _keeping(rest, how)
     unit = Unit(
         leaves,
         tuple(slices),
@@ -285,22 +285,23 @@ def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing, number: int) -> 
         tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
         how.remat == "twice",
         how.choices[number] if how.choices else how.otherwise,
+        how.policy,
+        True,
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
 
 
-def _keeping(fun: Callable[..., Any], how: Slicing) -> Callable[..., Any]:
-    """A function whose backward recomputes what it does not keep."""
-    saves_all = how.remat in ("none", "auto")
-    if saves_all and not how.sequence:
-        return fun
-    keep: Any = jax.checkpoint_policies.everything_saveable if saves_all else how.remat
-    dots = saves_sums(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    policy = {"layer": None, "twice": None, "dots": dots}.get(keep, keep)
-    if policy is not None:
-        policy = saves_reals(saves_no_gather(policy) if how.sequence else policy)
-    return jax.checkpoint(fun, policy=policy, prevent_cse=False)  # forward and backward are separate loops
+def _saves_products(primitive: Any, *args: Any, **params: Any) -> Any:
+    """A policy of rematerialisation: of a row-parallel product its sum over ranks in place of the partial sum, so that
+    the backward does not repeat the collective; with a sequence that is split it is smaller by the number of ranks.
+    """
+    of_ranks = primitive.name in ("tensor_leave", "tensor_scatter")
+    return of_ranks or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+
+
+_nothing = jax.checkpoint_policies.nothing_saveable
+_POLICIES = {"none": None, "auto": None, "layer": _nothing, "twice": _nothing, "dots": _saves_products}
 
 
 def _without_remats(flat: jx.Flat) -> jx.Flat:

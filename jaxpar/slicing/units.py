@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import Residuals, residuals_to_save
+from ..program.residuals import Residuals, allowed, cheap, residuals_to_save
 from .halves import Halves, merge, pick
 
 
@@ -29,7 +29,8 @@ class Unit:
     `shapes` are those of the whole leaves; `moving`, `linear` and `active` say which weights, inputs and outputs carry
     derivatives; `held` which inputs the backward gets too, so that the forward need not save them; `twice` whether each
     half of a backward recomputes what the forward has not saved; `choice` what becomes of each value that it would save
-    (`Residuals.kept`).
+    (`Residuals.kept`); `policy`, as of `jax.checkpoint`, what it may save, None for all that the backward reads;
+    `gathers_again` whether what is gathered along a sequence for a matmul is gathered again for its backward, not kept.
     """
 
     leaves: tuple[int, ...]
@@ -42,6 +43,8 @@ class Unit:
     held: tuple[bool, ...]
     twice: bool = False
     choice: str = "s"
+    policy: Callable[..., Any] | None = None
+    gathers_again: bool = False
     _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -77,9 +80,12 @@ class Unit:
         residuals = flat.outvars[n:]
         mine, given = flat.invars[: len(weights)], flat.invars[len(weights) :]
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
-        # Of the weights those that the backward reads in any case: no other is fetched for it.
-        known = {*fixed, *pick(self.held, given), *({*mine} & {v for v in residuals if not jx.is_literal(v)})}
-        keep, _ = residuals_to_save(flat.eqns, residuals, known, mine)
+        read = {v for v in residuals if not jx.is_literal(v)}
+        # Of the weights those that the backward reads in any case: no other is fetched for what is cheap.
+        known = {*fixed, *pick(self.held, given), *(mine if self.policy else read & {*mine})}
+        wanted = allowed(flat.eqns, residuals, known, self.policy) if self.policy else residuals
+        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_gather")
+        keep, _ = residuals_to_save(flat.eqns, wanted, known, mine, may_rerun)
         found = Residuals(flat.eqns, flat.invars, residuals, known, mine, keep)
         saved, host, again = found.kept(self.choice)
         before = [*flat.constvars, *flat.invars]

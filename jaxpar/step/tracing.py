@@ -255,8 +255,7 @@ class Tracing:
         if self.strategy.precision == "fp8":
             local = self._fp8_program(rolled, local)
         every = "h" if "activations" in self.strategy.offloads else "s"
-        remat, sequence = self.strategy.remat, self.strategy.sequence
-        how = Slicing(self._params, sharded, own, self.traced_axes, remat, sequence, self.choices, every)
+        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.choices, every)
         cut = self.layout.storage.cut
         program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))

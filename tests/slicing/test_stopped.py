@@ -91,7 +91,7 @@ def test_layers_whose_weights_have_no_gradient_take_a_split_backward() -> None:
 
 
 def test_layers_that_keep_complex_numbers() -> None:
-    """`jax.checkpoint` with a policy rounds what it saves by an operation that takes no complex numbers."""
+    """Complex numbers are saved, and computed again, as others are (`jax.checkpoint` would round what it saves)."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         turned = jax.lax.complex(x[:, ::2], x[:, 1::2]) @ (w[:4, :4] + 1j * w[4:, :4])
