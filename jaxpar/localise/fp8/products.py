@@ -74,8 +74,8 @@ def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but:
             why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
             why = _unfit(eqn, side, dtype)
-        if not why:
-            for part in (part for part in excepted if _within(path, part)):
+        for part in () if why else excepted:
+            if part and fnmatchcase(f"/{path}/", f"*/{part}/*"):  # whole names of the path
                 unmet.pop(part, None)
                 why = f"fp8_except={part}"
         said[path] = said.get(path) or why
@@ -85,11 +85,6 @@ def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but:
             f"part of {few([path for path, one in said.items() if not one]) or 'a path that step.explain names'}"
         )
     return said
-
-
-def _within(path: str, part: str) -> bool:
-    """Whether whole names of a path are this part of one."""
-    return bool(part) and fnmatchcase(f"/{path}/", f"*/{part}/*")
 
 
 class _Weights(Follower):

@@ -26,6 +26,7 @@ from jaxpar.layout import precision
 from jaxpar.localise.fp8 import product as fp8
 from jaxpar.localise.fp8.product import ScaledProduct, product, quantised
 from jaxpar.models import llama, mixtral
+from jaxpar.parallel import eight_bits
 
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 2
@@ -40,7 +41,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     of a part of a row nothing else is too small than of the whole.
     """
     monkeypatch.setitem(precision._DTYPES, "fp8", jnp.float32)
-    monkeypatch.setattr(fp8, "F8", jnp.float8_e5m2)
+    for module in (fp8, eight_bits):  # of both, since what is gathered in FP8 is read as such
+        monkeypatch.setattr(module, "F8", jnp.float8_e5m2)
     monkeypatch.setattr(fp8, "_MOST", float(jnp.finfo(jnp.float8_e5m2).max))
 
 
