@@ -49,6 +49,8 @@ class Options(Common):
     """of each"""
     every: int = 200
     """steps between evaluations of all that is held out"""
+    only: str = ""
+    """part of the names of those to train and draw, as "gather"; without it: all"""
     out: Path = Path("runs/eight-bits")
     """where the runs, eight-bits.svg, eight-bits.png and their dark twins go"""
     kept: Path = RECORD
@@ -90,21 +92,21 @@ def more(low: Curve, base: Curve) -> Curve:
     return {step: 100 * (loss / base[step] - 1) for step, loss in low.items()}
 
 
-def draw(found: Mapping[str, Curve], path: Path) -> None:
+def draw(trials: Mapping[str, tuple[str, str, str]], found: Mapping[str, Curve], path: Path) -> None:
     """The losses of bfloat16, and below of each trial how much more there is of it, held out."""
 
     def drawn(ink: str) -> Any:
-        heights = [2.4, *[1.0] * len(TRIALS)]
+        heights = [2.4, *[1.0] * len(trials)]
         figure, (loss, *rows) = plt.subplots(
             len(heights), 1, figsize=(5.4, 8.8), sharex=True, height_ratios=heights, layout="constrained"
         )
-        bases = {base: model for model, base, _ in TRIALS.values()}
+        bases = {base: model for model, base, _ in trials.values()}
         for color, (base, model) in zip(LINES, bases.items(), strict=False):
             name = f"{model}, {base.removesuffix(',precision=bf16')}"
             loss.plot(*zip(*found[base].items(), strict=True), "o-", color=color, markersize=4, label=name)
             loss.set_title("in bfloat16: bits per byte, held out")
         loss.legend(fontsize=10)
-        for row, (name, (_, base, change)) in zip(rows, TRIALS.items(), strict=True):
+        for row, (name, (_, base, change)) in zip(rows, trials.items(), strict=True):
             curve = more(found[low_of(base, change)], found[base])
             row.axhspan(-ALLOWED, ALLOWED, color="0.5", alpha=0.14, linewidth=0)
             row.axhline(0, color="0.5", linewidth=1)
@@ -121,22 +123,23 @@ def draw(found: Mapping[str, Curve], path: Path) -> None:
 def main(options: Options) -> None:
     """Trains, keeps, draws."""
     start(options.devices)
+    trials = {name: trial for name, trial in TRIALS.items() if options.only in name}
     screen, kept = console(), json.loads(options.kept.read_text()) if options.kept.exists() else {}
     table, at = grid(["in 8 bits", "strategy"], []), range(options.every, options.steps + 1, options.every)
     for step in at:
         table.add_column(str(step), justify="right")
-    for model, base, change in TRIALS.values():
+    for model, base, change in trials.values():
         for strategy in (base, low_of(base, change)):
             if strategy not in kept:
                 kept[strategy] = train(options, model, strategy)
                 options.kept.write_text(json.dumps(kept, indent=1) + "\n")
     found = {strategy: {int(step): loss for step, loss in curve.items()} for strategy, curve in kept.items()}
-    for name, (_, base, change) in TRIALS.items():
+    for name, (_, base, change) in trials.items():
         table.add_row(name, base, *(f"{found[base][step]:.3f}" for step in at))
         table.add_row("", change, *(f"{found[low_of(base, change)][step]:.3f}" for step in at))
     screen.print(table)
     options.out.mkdir(parents=True, exist_ok=True)
-    draw(found, options.out / "eight-bits")
+    draw(trials, found, options.out / "eight-bits")
     screen.print(f"bits per byte, held out; written: {options.out}, {options.kept}")
 
 
