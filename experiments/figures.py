@@ -53,6 +53,10 @@ FIGURES = {
     ),
     "mixture": _script(_asset("mixture"), "mixture.py && cp runs/mixture/mixture.svg docs/assets/"),
     "muon": _script(_asset("muon"), "optimizers.py --devices 2 && cp runs/optimizers/muon.svg docs/assets/"),
+    "eight-bits": _script(
+        (*_asset("eight-bits"), "docs/recipes/precision.md", "experiments/eight_bits.json"),
+        "eight_bits.py && cp runs/eight-bits/eight-bits.svg docs/assets/",
+    ),
     "async": _script(
         ("experiments/async_server/async.svg",),
         "async_compare.py && cp runs/async/async.svg experiments/async_server/",

@@ -62,7 +62,8 @@ class Speed(Common):
     """A training step beside a plain `jax.jit` step and `torch.compile`: time, MFU, memory, what was predicted."""
 
     model: str = "gpt2"
-    """gpt2 (124M), gpt2-medium (355M), llama3.2-1b (1.2B)"""
+    """gpt2 (124M), gpt2-medium (355M), llama3.2-1b (1.2B), mixtral-8x7b (2 narrow layers of it, 1.05B), which takes
+    `expert` too, and tokens in 8 bits"""
     strategies: tuple[str, ...] = (
         *("fsdp", "single,remat=layer", "single,precision=fp8"),
         *("fsdp,gather=int8,reduce=int8", "hsdp,hpz=true", "pipe=-1,microbatches=4,send=int8"),

@@ -18,11 +18,16 @@ from gpu_report import Record
 
 HERE = Path(__file__).parent
 BASELINE = "single"
-# Rows and positions of a batch. 50,304 words are GPT-2's 50,257, filled up to a multiple of 128, for all alike.
+# Rows and positions of a batch, and strategies for this model alone. 50,304 words are GPT-2's 50,257, filled up to a
+# multiple of 128, for all alike. The mixture has 2 of Mixtral's 32 layers, and a quarter of their width: 1.05B.
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"rows": 16, "length": 1024, "changes": {"vocab": 50304}},
     "gpt2-medium": {"rows": 8, "length": 1024, "changes": {"vocab": 50304}},
     "llama3.2-1b": {"rows": 4, "length": 2048, "changes": {}},
+    "mixtral-8x7b": {
+        **{"rows": 8, "length": 2048, "changes": {"layers": 2, "ffn": 3584}},
+        "strategies": ("expert=-1", "expert=-1,exchange=int8", "expert=-1,precision=fp8,exchange=fp8"),
+    },
 }
 _SMALL = {"vocab": 64, "layers": 2, "heads": 2, "dim": 16, "context": 16}
 _SMALL_LLAMA = {**_SMALL, "kv_heads": 1, "ffn": 24}
@@ -34,7 +39,7 @@ def spec_of(model: str, rows: int | None, tiny: bool) -> dict[str, Any]:
         raise ValueError(f"model={model!r}: use one of {', '.join(SIZES)}")
     size = {"model": model, "tiny": tiny, **SIZES[model]}
     if tiny:
-        size |= {"rows": 2, "length": 8, "changes": _SMALL_LLAMA if model.startswith("llama") else _SMALL}
+        size |= {"rows": 2, "length": 8, "changes": _SMALL if model.startswith("gpt2") else _SMALL_LLAMA}
     return size | ({"rows": rows} if rows else {})
 
 
@@ -92,7 +97,8 @@ def run(options: Any, tiny: bool) -> None:
             ready |= _times(base, None, options, record, tiny)
         record.add(contender=f"jaxpar {BASELINE}", **ready)
         if "error" not in ready:
-            for name in ("plain", *options.strategies, *(["torch"] if options.torch else [])):
+            own = spec.get("strategies", ())
+            for name in ("plain", *options.strategies, *own, *(["torch"] if options.torch else [])):
                 _beside(base, name, spec, options, record, tiny)
     finally:
         base.end()

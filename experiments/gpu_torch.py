@@ -25,6 +25,8 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
 
     if not torch.cuda.is_available() and not spec["tiny"]:
         return {"absent": f"torch {torch.__version__} sees no CUDA"}, lambda count: {}
+    if not spec["model"].startswith(("gpt2", "llama")):
+        return {"absent": f"{spec['model']} is not written in torch here"}, lambda count: {}
     import os
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # jaxpar gives sizes here, and must not take the card

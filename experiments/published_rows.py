@@ -5,8 +5,8 @@ looking at them. The rows stand in the order of their sources, and but for the f
 known, the flag follows from the place alone.
 
 Rows with a context or an expert axis, and those in FP8, were added when the model of `predict` stood (`Run.later`), and
-nothing was changed for them. Of FP8 those of torchtitan alone, which has the same run in bf16 beside it: NeMo's and
-Megatron Bridge's have not. Left out: rows that do not give their batch.
+nothing was changed for them. Of FP8 those of torchtitan, which has the same run in bf16 beside it, and those of dense
+models of Megatron Bridge, which has not; MaxText publishes none for H100s. Left out: rows that do not give their batch.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ TITAN_H100 = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torch
 MAXTEXT = "github.com/NVIDIA/JAX-Toolbox, docs/frameworks/maxtext/README.md"
 AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.mdx and examples/llm_benchmark (2026)"
 MEGATRON_MOE = "github.com/NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5, 2025)"
+BRIDGE = "github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11 (00b7660)"
 MEGATRON = "Korthikanti et al. 2022, arXiv:2205.05198, table 5, present work"
 
 Policy = Callable[[Named], Callable[..., bool]]
@@ -303,6 +304,25 @@ def _of_405b(context: int, tokens: float) -> Run:
     return _float8(name, "llama3-405b", "64x8xH100", axes, 8 * replicas, length, tokens)
 
 
+def _bridge(model: str, target: str, strategy: str, tokens: float) -> Run:
+    """Megatron Bridge's, FP8 with a scale a tensor ("FP8-CS"), 128 rows of 8,192, cuDNN's attention. What else
+    Megatron-Core does is as in published_blind.py: sums of gradients in bf16, nothing recomputed.
+    """
+    return Run(
+        name=f"Megatron Bridge {model}, {target}, FP8",
+        group="FP8",
+        source=BRIDGE,
+        model=model,
+        target=target,
+        strategy=f"{strategy},reduce=compute,precision=bf16",
+        rows=128,
+        length=8192,
+        tokens=tokens,
+        slower={"matmul": FLOAT8["matmul"]},
+        later=True,
+    )
+
+
 # Tokens are spread evenly over experts in these benchmarks (AutoModel's "fake balanced gate"), so that as many slots as
 # there are choices hold them: `capacity=1`, which drops none of them.
 _BALANCED = (("capacity", 1.0),)
@@ -380,6 +400,8 @@ _LATER = (
         829,
         "FP8",
     ),
+    _bridge("llama3-8b", "8xH100", "fsdp=8,microbatches=16", 14451),
+    _bridge("llama3-70b", "64xH100", "pipe=8,chunks=5,fsdp=2,tensor=4,sequence=true,zero=1,microbatches=64", 1602),
 )
 _SEEN = 3  # of the first three, predictions were looked at before rows were set aside
 RUNS = (

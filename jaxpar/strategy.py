@@ -309,16 +309,12 @@ class Strategy:
                 f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "
                 "fsdp=-1, or leave reduce out"
             )
-        if self.error_feedback and self.reduce != "int8":
-            raise ValueError(
-                f"error_feedback=True with reduce={self.reduce!r}: it is for gradients that are rounded on their way; "
-                "use reduce='int8', or leave it out"
-            )
         often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
-        if self.error_feedback and (often or self.hpz or self.pipe != 1):
+        if self.error_feedback and (self.reduce != "int8" or often or self.hpz or self.pipe != 1):
             raise ValueError(
-                f"error_feedback=True with {self._text(skip='error_feedback')}: a residual is of whole gradients that "
-                "are reduced once a step; use ddp, zero=1, or zero=3 with sync='step', without pipe and hpz"
+                f"error_feedback=True with {self._text(skip='error_feedback') or 'data=1'}: a residual is of whole "
+                "gradients that are rounded once a step; use reduce='int8' with ddp, zero=1, or zero=3 with "
+                "sync='step', without pipe and hpz"
             )
         if not isinstance(self.fp8_except, str):
             raise ValueError(f"fp8_except={self.fp8_except!r}: give parts of paths as text, as 'attention:ffn/down'")

@@ -38,9 +38,8 @@ def restored(step: Step, saved: Checkpoint) -> State:
     of_scale = lambda name: name.startswith("scale/")
     left = {array.path: array for array in arrays if array.path.startswith(LEFT)}
     kept = {name for name, a in left.items() if name in saved.arrays and saved.arrays[name][0][1:] == a.shape[1:]}
-    if lost := [
-        name.removeprefix(LEFT) for name in {**left, **saved.arrays} if name.startswith(LEFT) and name not in kept
-    ]:
+    there = {name for name in saved.arrays if name.startswith(LEFT)}
+    if lost := [name.removeprefix(LEFT) for name in sorted((there | {*left}) - kept)]:
         warnings.warn(
             f"{saved.folder}: what rounding took from the gradients of {few(lost)} is not carried over from "
             f"{saved.strategy} to {step.strategy}: error_feedback begins anew there, or is off",

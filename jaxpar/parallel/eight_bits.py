@@ -45,6 +45,8 @@ from .zero import ZERO1, ZERO2
 BLOCK = 256  # numbers with one scale
 _SCALE = 4  # bytes of one
 _LEAST = 2.0**-100  # of a block's largest number: a scale and its inverse are normal numbers
+_REDUCED = {"reduce-scatter": ("all-to-all",), "all-reduce": ("all-to-all", "all-gather")}
+_SECOND = "all-gather", ("data",)
 Rounding = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -191,45 +193,26 @@ def _size(elements: int) -> int:
     return elements + _SCALE * -(-elements // BLOCK)
 
 
-def _sends(rule: Rule, leaf: Uses) -> Iterator[Sent]:
-    """The closed form: the rule's, whose all-gathers are of a byte for each number and 4 for each block of a shard."""
-    times = iter(leaf.fetched)
+def _sends(rule: Rule, kinds: Mapping[str, tuple[str, ...]], leaf: Uses) -> Iterator[Sent]:
+    """The closed form: the rule's, and for a collective of `kinds` those, of a byte for each number and 4 for each
+    block of a rank's part. What hpZ gathers over `second` goes as it is.
+    """
     for one in rule.promise.sends(leaf):
-        each = next(times, None) if one.kind == "all-gather" else None  # over `second` as they are
-        if each is None or not _rounds(each.elements, leaf.compute):
+        n, each = math.prod(leaf.sizes[axis] for axis in one.axes), one.elements // max(1, one.count)
+        if n == 1 or one.kind not in kinds or not _rounds(each, one.dtype) or (one.kind, one.axes) == _SECOND:
             yield one
         else:
-            size = leaf.shards * _size(each.elements // leaf.shards)
-            yield dataclasses.replace(one, dtype=jnp.uint8, elements=each.count * size)
+            for kind in kinds[one.kind]:
+                yield Sent(kind, one.axes, jnp.uint8, one.count, one.count * n * _size(-(-each // n)))
 
 
 def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
-    """The closed form: the rule's, with an all-to-all of such bytes for each reduce-scatter, and one and an all-gather
-    for each all-reduce.
-    """
-    hops = {
-        ("reduce-scatter", leaf.shard): (iter(leaf.given if rule.at_once else leaf.once), 1),
-        ("reduce-scatter", leaf.second): (iter(leaf.once), leaf.shards),
-        ("all-reduce", leaf.rest): (iter(leaf.once), leaf.shards * leaf.seconds),
-    }
-    for one in rule.promise.sends(leaf):
-        times, parts = hops.get((one.kind, one.axes), ((), 1))
-        if not times or not one.axes:
-            yield one
-            continue
-        each = next(times)
-        elements = each.elements // parts
-        if not _rounds(elements, leaf.reduce):
-            yield one
-            continue
-        n = math.prod(leaf.sizes[axis] for axis in one.axes)
-        sent = each.count * n * _size(-(-elements // n))
-        for kind in ("all-to-all", "all-gather") if one.kind == "all-reduce" else ("all-to-all",):
-            yield Sent(kind, one.axes, jnp.uint8, each.count, sent)
+    whole = tuple(dataclasses.replace(each, pieces=1) for each in leaf.given)  # in bytes no gradient is too large
+    return _sends(rule, _REDUCED, dataclasses.replace(leaf, given=whole))
 
 
 def _rounded(rule: Rule, rounding: Rounding) -> Rule:
-    promise = dataclasses.replace(rule.promise, sends=functools.partial(_sends, rule))
+    promise = dataclasses.replace(rule.promise, sends=functools.partial(_sends, rule, {"all-gather": ("all-gather",)}))
     name = f"{rule.name}, weights gathered in {rounding.__name__}"
     return dataclasses.replace(rule, name=name, fetch=functools.partial(_fetch, rounding), promise=promise)
 

@@ -171,9 +171,7 @@ class Local:
         layout, access = self.tracing.layout, loss.access
         members = {i: at for family in layout.storage.families for i, at in family}
         left = {} if left is None else left
-
-        def value(i: int) -> jax.Array:
-            return jnp.float32(0) if (grad := grads[i]) is None else grad
+        value: Any = lambda i: jnp.float32(0) if grads[i] is None else grads[i]
 
         def finish(i: int, shape: tuple[int, ...]) -> jax.Array:
             grad, dtype = grads[i], layout.policy.reduced(access.leaves[i].dtype)

@@ -21,7 +21,7 @@ from ..localise.context import RULES as CONTEXT_RULES
 from ..localise.context import AttentionMode, calls, choose, split_sequence
 from ..localise.expert import RULES as EXPERT_RULES
 from ..localise.expert import exchange_tokens
-from ..localise.fp8 import Fp8Products, chosen, in_fp8, of_blocks
+from ..localise.fp8 import in_fp8, of_blocks
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
@@ -163,7 +163,7 @@ class Tracing:
       experts_fewer: where they do because the tokens would be more, and bytes of those.
       tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
       logits: which of a cross-entropy are made in chunks.
-      fp8: what became of the products of each leaf under precision="fp8".
+      fp8: under precision="fp8" why the products of each leaf are not in FP8, "" where they are.
       momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
     """
@@ -183,7 +183,7 @@ class Tracing:
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
-    fp8: dict[str, Fp8Products] = field(default_factory=dict, compare=False, repr=False)
+    fp8: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
@@ -194,9 +194,9 @@ class Tracing:
         return self.layout.mesh.shape["tensor"]
 
     @property
-    def in_fp8(self) -> set[str]:
+    def in_fp8(self) -> list[str]:
         """The paths of leaves whose products are all in FP8."""
-        return {path for path, one in self.fp8.items() if not one.why}
+        return [path for path, why in self.fp8.items() if not why]
 
     @property
     def summed(self) -> dict[str, int]:
@@ -426,12 +426,8 @@ class Tracing:
         """A program of one device with products in FP8: those that are chosen in the whole program, `rolled`."""
         alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
         leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
-        found = chosen(rolled, leaves, self.layout.policy.compute, self.strategy.fp8_except)
-        own, there = in_fp8(flat, [path for path, _ in leaves], found, self.strategy.fp8_scaling)
-        lost = "this layout's program has no product of it and the data that could be followed"
-        self.fp8.update(
-            (path, one if one.why or path in there else replace(one, why=lost)) for path, one in found.items()
-        )
+        own, why = in_fp8(rolled, flat, leaves, self.strategy, self.layout.policy.compute)
+        self.fp8.update(why)
         return own
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:

@@ -55,11 +55,19 @@ def test_attention(load: Any) -> None:
         assert found["peak_bytes"] is None  # a CPU device does not count
 
 
-@pytest.mark.parametrize("contender", ["fsdp,gather=int8,reduce=int8", "single,precision=fp8", "plain"])
-def test_speed(load: Any, contender: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "contender"),
+    [
+        ("gpt2", "fsdp,gather=int8,reduce=int8"),
+        ("mixtral-8x7b", "expert=-1,precision=fp8,exchange=fp8"),
+        ("gpt2", "single,precision=fp8"),
+        ("gpt2", "plain"),
+    ],
+)
+def test_speed(load: Any, model: str, contender: str) -> None:
     """A contender is ready, takes steps, and says what they took; both learn from the same loss."""
     worker, speed = load("gpu_worker"), load("gpu_speed")
-    spec = speed.spec_of("gpt2", None, tiny=True)
+    spec = speed.spec_of(model, None, tiny=True)
     first, steps = worker.make({**spec, "tiny": False, "contender": contender})
     found = steps(2)
     assert found["seconds"] > 0

@@ -1,6 +1,7 @@
 """Plans: what is tried, what is refused, the order and its reasons, the command."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -222,6 +223,33 @@ def test_gathers_in_fp8_are_tried_where_products_round_so_in_any_case() -> None:
     assert strategy in found
     assert {s.gather for s in found if s.zero != 3 or s.fsdp == 1} == {"compute"}
     assert {s.gather for s in neighbours(jp.Strategy.parse("fsdp=8,precision=bf16"), here(), ROWS)} == {"compute"}
+
+
+def test_a_second_shard_is_tried_where_shards_leave_the_host() -> None:
+    """Around ZeRO-3 over all devices or within hosts, with the way back; its closed forms by hand."""
+    hosts = dataclasses.replace(here(), hosts=2, per_host=4)
+    every, within = (jp.Strategy.parse(f"{axes},precision=bf16") for axes in ("fsdp=8", "data=2,fsdp=4"))
+    second = dataclasses.replace(within, hpz=True)
+    found = {name: list(neighbours(name, hosts, ROWS)) for name in (every, within, second)}
+    assert second in found[every]
+    assert second in found[within]
+    assert {within, dataclasses.replace(every, data=1)} <= {*found[second]}
+    assert any(s.hpz and s.microbatches == 2 for s in found[second])
+    alike = [s for s in itertools.chain(*found.values()) if s.hpz]
+    assert all(s.zero == 3 and s.fsdp > 1 and s.data > 1 for s in alike)
+    assert not any(s.hpz for s in neighbours(every, here(), ROWS))  # one host
+    assert not any(s.hpz for s in neighbours(dataclasses.replace(every, zero=2), hosts, ROWS) if s.zero != 3)
+
+    slow = dataclasses.replace(hosts, hardware=dataclasses.replace(H100, peaks={"bf16": 1e15}))
+    model, batch = stack(width=512), jax.ShapeDtypeStruct((ROWS, 512), jnp.float32)
+    estimator = Estimator(model, ADAM, slow, batch)
+    over_all, shared, hpz = map(estimator.estimate, (every, within, second))
+    assert (hpz.params, hpz.optimizer) == (over_all.params, over_all.optimizer) != (shared.params, shared.optimizer)
+    weights = 2 * L * 512 * F
+    assert hpz.activations - shared.activations == 2 * weights // 4  # in bfloat16, while the step runs
+    seconds = lambda kind, size: collective_seconds(kind, size, Reach(2, 2, 1), slow.hardware)[0]
+    once = seconds("all-gather", 2 * weights // 4) + seconds("reduce-scatter", 4 * weights // 4)
+    assert hpz.sent - shared.sent == pytest.approx(once - seconds("all-reduce", 4 * weights // 4))
 
 
 @pytest.mark.cuda_compiler

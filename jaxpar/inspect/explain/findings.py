@@ -220,13 +220,11 @@ def _in_fp8(step: Step) -> Iterator[str]:
     """Which products are in FP8, which are not, and why."""
     found, other = step.tracing.fp8, step.policy.compute.name
     whole = " with a scale for each tensor" if step.strategy.fp8_scaling == "tensor" else ""
-    for why in dict.fromkeys(one.why for one in found.values()):
-        paths = few([path for path, one in found.items() if one.why == why])
-        if why:
-            yield f"Products of {paths} stay in {other}: {why}."
-        else:
-            yield f"Products of {paths} are in FP8{whole}, but for those of the gradients of weights, in {other}."
-    if step.strategy.precision == "fp8" and all(one.why for one in found.values()):
+    for why in dict.fromkeys(found.values()):
+        paths = few([path for path, one in found.items() if one == why])
+        low = f"are in FP8{whole}, but for those of the gradients of weights, in {other}"
+        yield f"Products of {paths} {f'stay in {other}: {why}' if why else low}."
+    if step.strategy.precision == "fp8" and all(found.values()):
         yield "precision=fp8: no product is in FP8; precision=bf16 is the same."
 
 

@@ -4,7 +4,7 @@
     activations  what the traced loss keeps for its backward, per row, under this remat, tensor, context and expert:
                  `memory.forward`; of a pipeline, those of a stage times the schedule's slots. Beside them the layer
                  that a prefetch gathers ahead, and the gradients of the one that it reduces behind; and whole
-                 gradients, where several microbatches accumulate them (zero=1, sync="step")
+                 gradients, where several microbatches accumulate them (zero=1, sync="step"); hpZ's second shard
     bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
                  before it makes the other, and all have temporaries beside them
     compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
@@ -189,6 +189,7 @@ class Estimator:
             kept += carried * facts.layer * _computed(s).itemsize
         if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:  # whole gradients are there while others are made
             kept += held.trained * _reduced(s).itemsize
+        kept += s.hpz * held.elements / shape["fsdp"] * _computed(s).itemsize
         longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
         compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
         waits, hideable = 0.0, self._of_weights(s, shape, held)
@@ -286,18 +287,20 @@ class Estimator:
         for of_experts, group in held.groups.items():
             spread = [axis for axis in (*ROWS, "context") if shape[axis] > 1 and not (of_experts and axis == "expert")]
             shard = tuple(axis for axis in spread if axis in SHARDS and s.fsdp != 1)
+            second = ("data",) * s.hpz
             uses = Uses(
                 elements=group.trained,
                 fetched=_some(Times(2 * ticks, group.elements - group.outside), Times(1, group.outside)),
                 given=_some(Times(m, group.trained - group.outside_trained), Times(1, group.outside_trained)),
-                updated=(Times(1, group.trained),),
+                updated=(Times(1, group.elements if s.hpz else group.trained),),
                 last=False,
                 shard=shard,
-                rest=tuple(axis for axis in spread if axis not in shard),
+                rest=tuple(axis for axis in spread if axis not in (*shard, *second)),
                 sizes=shape,
                 compute=_computed(s),
                 reduce=_reduced(s),
                 stored=_computed(s),
+                second=second,
             )
             for one in (rule_of(s) if shard or s.fsdp == 1 else DDP).promise.sends(uses):
                 if one.axes:
@@ -338,7 +341,7 @@ def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
 
 def _places(s: Strategy) -> tuple[Any, ...]:
     """What the layout of a state depends on."""
-    axes = s.pipe, s.chunks, s.data, s.fsdp, s.zero, s.rule, s.expert, s.context, s.tensor
+    axes = s.pipe, s.chunks, s.data, s.fsdp, s.hpz, s.zero, s.rule, s.expert, s.context, s.tensor
     return *axes, s.precision, s.reduce, *(of in s.offloads for of in ("optimizer", "params"))
 
 

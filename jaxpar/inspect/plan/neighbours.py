@@ -34,8 +34,9 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     """The strategies that differ from one in microbatches, how many of them are concurrent, chunks or an axis by a
     factor of 2, in `remat` (where it recomputes, also by "auto" with what a device may take), in `offload` if it has
     some, in `reduce`, `zero`, `gather`, how context ranks attend, or a pipeline's schedule (for a mixture also by that
-    whose forwards and backwards run side by side), or in that all replicas are plain or all are sharded; and that the
-    devices, the rows of a global batch and `splits` allow. `strategy`'s sizes are numbers, but for an `fsdp` of -1.
+    whose forwards and backwards run side by side), or in that all replicas are plain or all are sharded, of several
+    hosts within each, with `hpz` or without; and that the devices, the rows of a global batch and `splits` allow.
+    `strategy`'s sizes are numbers, but for an `fsdp` of -1.
     """
     n, (pipe, m, chunks) = len(target.devices), (strategy.pipe, strategy.microbatches, strategy.chunks)
     shape = strategy.sizes(n, target.hosts)
@@ -64,6 +65,10 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         changes += [{"zero": 3, "sync": "step"}] if strategy.turns > 1 else []
     if strategy.fsdp != 1 and strategy.zero == 3 and strategy.precision == "fp8":
         changes += [{"gather": "compute"}, {"gather": "fp8"}]  # which FP8 products round to the same numbers
+    within = math.gcd(shape["fsdp"], target.per_host // (shape["expert"] * shape["context"] * shape["tensor"]))
+    if strategy.fsdp != 1 and strategy.zero == 3 and target.hosts > 1:
+        over = {"data": shape["data"] * shape["fsdp"] // max(1, within), "fsdp": within}
+        changes += [over | {"hpz": hpz} for hpz in (False, True) if within > 1]
     if shape["context"] > 1:
         changes += [{"attention": way} for way in ("auto", "ring", "gather", "usp")]
     for fewer in AXES:
@@ -100,8 +105,9 @@ def keeps_more(strategy: Strategy, other: Strategy) -> bool:
 
 def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy | None:
     """The strategy with that change and what follows from it; None where it cannot be. `mine`: rows of a replica."""
-    values = {name: getattr(strategy, name) for name in ("pipe", "fsdp", "tensor", "microbatches", "chunks")} | change
-    if 0 in values.values():
+    names = ("pipe", "data", "fsdp", "tensor", "microbatches", "chunks")
+    values = {name: getattr(strategy, name) for name in names} | change
+    if any(values[name] == 0 for name in names):
         return None
     if values["pipe"] > 1:
         change = change | {"concurrent": 1}
@@ -113,6 +119,8 @@ def _mended(strategy: Strategy, change: dict[str, Any], mine: int) -> Strategy |
         change = change | {"microbatches": math.gcd(values["microbatches"], mine)}
     if change.get("microbatches", strategy.microbatches) % change.get("concurrent", strategy.concurrent):
         change = change | {"concurrent": 1}
+    if 1 in (values["data"], values["fsdp"]) or change.get("zero", strategy.zero) != 3:
+        change = change | {"hpz": False}
     if values["fsdp"] == 1:
         change = change | {"zero": Strategy.zero, "sync": Strategy.sync}
     if values["fsdp"] == 1 or change.get("zero", strategy.zero) != 3:

@@ -12,7 +12,7 @@ import optax
 
 from ...cpu_compiler import cpu_options
 from ...layout.precision import Policy
-from ...localise.fp8 import chosen, in_fp8, of_blocks
+from ...localise.fp8 import in_fp8, of_blocks
 from ...model.batches import check_rows
 from ...model.model import Mean, Model, Replicated
 from ...model.paths import name_of
@@ -82,8 +82,7 @@ class Reference:
         flat, out = jx.trace(loss, params, (variables, rows, key), axes=dict(axes))
         alike = of_blocks([(path, x.shape) for path, x in named])
         leaves = [(path, path in alike) for path, _ in named]
-        found = chosen(flat, leaves, Policy.of(self.strategy).compute, self.strategy.fp8_except)
-        own, _ = in_fp8(flat, [path for path, _ in named], found, self.strategy.fp8_scaling)
+        own, _ = in_fp8(flat, flat, leaves, self.strategy, Policy.of(self.strategy).compute)
         run = jx.run(own.eqns, (*own.constvars, *own.invars), own.outvars)
         outs = run(*own.consts, *(x for _, x in named), *jax.tree.leaves((variables, rows, key)))
         return jax.tree.unflatten(jax.tree.structure(out), outs)

@@ -1,6 +1,4 @@
 """Products of layers in FP8."""
 
-from .products import Fp8Products as Fp8Products
-from .products import chosen as chosen
 from .products import in_fp8 as in_fp8
 from .products import of_blocks as of_blocks

@@ -58,10 +58,6 @@ def product(how: ScaledProduct, a: jax.Array, b: jax.Array) -> jax.Array:
     return _scaled(how, how.numbers, how.dtype, a, b)
 
 
-def _forward(how: ScaledProduct, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _scaled(how, how.numbers, how.dtype, a, b), (a, b)
-
-
 def _backward(how: ScaledProduct, kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, ...]:
     w, x = kept[how.weight], kept[1 - how.weight]
     sums, batch = how.numbers
@@ -72,17 +68,13 @@ def _backward(how: ScaledProduct, kept: tuple[jax.Array, jax.Array], g: jax.Arra
     dx = _scaled(how, numbers, x.dtype, g, w)
     pairs = sorted(zip(sums[how.weight], sums[1 - how.weight], strict=True))  # the result's last dims are w's, in order
     order = (*batch[1 - how.weight], *of_x, *(d for _, d in pairs))
-    plain = lambda w: _dot((x, w) if how.weight else (w, x), how)
+    in_order = lambda w, x: (x, w) if how.weight else (w, x)
+    plain = lambda w: lax.dot_general(*in_order(w, x), how.numbers, preferred_element_type=how.dtype)
     (dw,) = jax.linear_transpose(plain, w)(g)
-    dx = lax.transpose(dx, [int(d) for d in np.argsort(order)])
-    return (dx, dw) if how.weight else (dw, dx)
+    return in_order(dw, lax.transpose(dx, [int(d) for d in np.argsort(order)]))
 
 
-product.defvjp(_forward, _backward)
-
-
-def _dot(operands: tuple[jax.Array, jax.Array], how: ScaledProduct) -> jax.Array:
-    return lax.dot_general(*operands, how.numbers, preferred_element_type=how.dtype)
+product.defvjp(lambda how, a, b: (_scaled(how, how.numbers, how.dtype, a, b), (a, b)), _backward)
 
 
 def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -93,17 +85,16 @@ def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: j
         spans = sums if row else [[d for d in range(v.ndim) if d not in batch[i]] for i, v in enumerate((a, b))]
         (a8, of_a), (b8, of_b) = (quantised(v, dims) for v, dims in zip((a, b), spans, strict=True))
         y = lax.dot_general(a8, b8, numbers, preferred_element_type=dtype)
-        m, n = (len(_free(v, sums[side], batch[side])) for side, v in enumerate((a, b)))
-        of_a, of_b = _rows(of_a, sums[0], batch[0], (), n), _rows(of_b, sums[1], batch[1], (1,) * m, 0)
+        ends = y.ndim - len(_free(b, sums[1], batch[1]))  # of the dims that are of a
+        of_a = _rows(of_a, sums[0], batch[0], range(ends, y.ndim))
+        of_b = _rows(of_b, sums[1], batch[1], range(len(batch[0]), ends))
         return y * of_a.astype(dtype) * of_b.astype(dtype)
 
 
-def _rows(scale: jax.Array, sums: Dims, batch: Dims, before: Dims, after: int) -> jax.Array:
-    """Scales by the result's dims: batch dims, those `before`, the operand's free ones, so many `after`."""
-    free = _free(scale, sums, batch)
-    sizes = [scale.shape[d] for d in (*batch, *free)]
-    ordered = lax.transpose(scale, (*batch, *free, *sums))
-    return ordered.reshape(*sizes[: len(batch)], *before, *sizes[len(batch) :], *(1,) * after)
+def _rows(scale: jax.Array, sums: Dims, batch: Dims, other: Sequence[int]) -> jax.Array:
+    """Scales by the result's dims, with 1 in the place of the `other` operand's."""
+    ordered = lax.transpose(scale, (*batch, *_free(scale, sums, batch), *sums))
+    return lax.expand_dims(lax.squeeze(ordered, range(ordered.ndim - len(sums), ordered.ndim)), other)
 
 
 def _free(x: jax.Array, sums: Dims, batch: Dims) -> Dims:

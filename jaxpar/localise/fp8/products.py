@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from ...program import jaxpr as jx
 from ...program.dims import NOTHING, Followed, Follower, source
 from ...program.primitives import PRODUCTS
 from ...program.walk import CUSTOM, programs, visit, with_programs
+from ...strategy import Strategy
 from ...text import few
 from .product import ScaledProduct, product
 
@@ -21,40 +21,47 @@ MULTIPLE = 16  # of which cuBLASLt needs every dim of an FP8 product; XLA fills 
 _DATA = -2  # the mark of what depends on the batch
 
 
-@dataclass(frozen=True)
-class Fp8Products:
-    """The products of one leaf: `count` of them in the program, a layer's body counting once; `why` they are not in
-    FP8, "" where they are.
-    """
-
-    count: int
-    why: str
-
-
 def of_blocks(leaves: Sequence[tuple[str, Any]]) -> set[str]:
     """Of a model's leaves, each a path and its shape, those of alike blocks in a row."""
     return {leaves[i][0] for one in families(leaves, lambda path: False) for row in one.members for i in row}
 
 
-def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: str = "") -> dict[str, Fp8Products]:
-    """Which leaves' products are to be in FP8, and why others are not, by path.
+def in_fp8(
+    whole: jx.Flat, flat: jx.Flat, leaves: Sequence[tuple[str, bool]], strategy: Strategy, dtype: Any
+) -> tuple[jx.Flat, dict[str, str]]:
+    """A program with products in FP8; and of each leaf that has products, by path, why they are not, "" where they are.
 
     Args:
-      flat: a loss before any axis has cut it, so that all layouts choose alike; its first inputs are parameters.
+      whole: a loss before any axis has cut it, so that all layouts choose alike.
+      flat: its program on one device; of both the first inputs are parameters.
       leaves: of each parameter its path, and whether it is one of alike blocks, as which one of three dims or more that
         a loop scans counts as well.
       dtype: the compute dtype: what the model computes in another stays.
-      but: as `Strategy.fp8_except`.
 
-    Raises ValueError where a part of `but` is in the path of no leaf that would be in FP8.
+    Raises ValueError where a part of `strategy.fp8_except` is in the path of no leaf that would be in FP8.
     """
+    why, made, there = _why_not(whole, leaves, dtype, strategy.fp8_except), {}, set()
+    for eqn, side, numbers in _products(flat, len(leaves))[0]:
+        path = leaves[numbers[0]][0]
+        if why.get(path) == "" and eqn.primitive.name == "dot_general":
+            dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
+            how = ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, strategy.fp8_scaling)
+            made[id(eqn)] = _equation(eqn, how)
+            there.add(path)
+    eqns = tuple(_replaced(eqn, made) for eqn in flat.eqns)
+    lost = "this layout's program has no product of it and the data that could be followed"
+    why = {path: one or ("" if path in there else lost) for path, one in why.items()}
+    return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), why
+
+
+def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: str) -> dict[str, str]:
     found, env = _products(flat, len(leaves))
     loops = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
     views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
     scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
     custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
     closed = {id(one) for eqn in custom for jaxpr in programs(eqn) for one, _ in visit(jaxpr.eqns)}
-    said: dict[str, Fp8Products] = {}
+    said: dict[str, str] = {}
     excepted = but.split(":") if but else []
     unmet = dict.fromkeys(excepted)
     for eqn, side, numbers in found:
@@ -67,42 +74,17 @@ def chosen(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: s
             why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
             why = _unfit(eqn, side, dtype)
-        if not why:
-            for part in (part for part in excepted if _within(path, part)):
+        for part in () if why else excepted:
+            if part and fnmatchcase(f"/{path}/", f"*/{part}/*"):  # whole names of the path
                 unmet.pop(part, None)
                 why = f"fp8_except={part}"
-        before = said.get(path, Fp8Products(0, why))
-        said[path] = Fp8Products(before.count + 1, before.why or why)
+        said[path] = said.get(path) or why
     if unmet:
         raise ValueError(
             f"fp8_except={but!r}: {few(list(unmet))} is in the path of no leaf whose products would be in FP8; use a "
-            f"part of {few([path for path, one in said.items() if not one.why]) or 'a path that step.explain names'}"
+            f"part of {few([path for path, one in said.items() if not one]) or 'a path that step.explain names'}"
         )
     return said
-
-
-def _within(path: str, part: str) -> bool:
-    """Whether whole names of a path are this part of one."""
-    return bool(part) and fnmatchcase(f"/{path}/", f"*/{part}/*")
-
-
-def in_fp8(
-    flat: jx.Flat, paths: Sequence[str], found: Mapping[str, Fp8Products], scaling: str
-) -> tuple[jx.Flat, set[str]]:
-    """A program with the products that are `chosen` in FP8, and the leaves of which it has any.
-
-    Args:
-      flat: the program of one device; its first inputs are parameters with these `paths`.
-      scaling: as in `ScaledProduct`.
-    """
-    made, there = {}, set()
-    for eqn, side, numbers in _products(flat, len(paths))[0]:
-        if (one := found.get(path := paths[numbers[0]])) and not one.why and eqn.primitive.name == "dot_general":
-            dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
-            made[id(eqn)] = _equation(eqn, ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, scaling))
-            there.add(path)
-    eqns = tuple(_replaced(eqn, made) for eqn in flat.eqns)
-    return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), there
 
 
 class _Weights(Follower):
