@@ -26,10 +26,7 @@ LAYERS, ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 64, 32, 128, 512, 1000
 AXES = {"fsdp": 4, "tensor": 2}
 ADAM = optax.adam(1e-3)
 
-# jax 0.12 names a gather after the slice of a scan in which it stands, and arguments by their numbers in a target's
-# program: lines and arguments are then not those that are asserted here.
 NEWER = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
-named_by_use = pytest.mark.skipif(NEWER, reason="jax 0.12 names collectives by other operations than those they serve")
 
 
 @pytest.mark.cuda_compiler
@@ -43,7 +40,7 @@ def test_explicit_axes_are_refused_where_types_name_devices() -> None:
 
 def mesh_of(abstract: bool = False) -> Any:
     if abstract:
-        return AbstractMesh(tuple(AXES.values()), tuple(AXES))
+        return AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 2)
     return Mesh(np.array(jax.devices()).reshape(tuple(AXES.values())), tuple(AXES))
 
 
@@ -116,7 +113,6 @@ WEIGHT = 4 * WIDTH * HIDDEN // AXES["tensor"]  # of a tensor rank
 ROW = 4 * (ROWS // AXES["fsdp"]) * LENGTH * WIDTH
 
 
-@named_by_use
 def test_what_is_found_is_what_is_counted_by_hand(found: Any) -> None:
     for name in ("up", "down"):  # gathered forwards and backwards; their gradients summed, as are activations
         at = {"source": line(name), "operation": "dot_general"}
@@ -136,7 +132,6 @@ def test_what_is_found_is_what_is_counted_by_hand(found: Any) -> None:
     assert found.costs.flops == {"float32": 3 * 2 * 2 * LAYERS * ROWS * LENGTH * WIDTH * HIDDEN // 8}
 
 
-@named_by_use
 def test_a_dropped_constraint_has_its_line(found: Any) -> None:
     promises = jp.Promises(collectives=found.ledger.by("kind", "axes"), memory=found.memory.total)
     assert jp.check(*step_of(mesh_of()), promises=promises).ok
@@ -147,7 +142,7 @@ def test_a_dropped_constraint_has_its_line(found: Any) -> None:
     assert f"all-reduce over fsdp of float32{shape} for dot_general at {line('up')}" in broken["all-reduce fsdp"]
     with pytest.raises(
         ValueError,
-        match=r"^train_step on 8 x cpu does not keep[^:]*:(?s:.*)all-reduce fsdp, promised 1\.05 MB, found 16",
+        match=r"^train_step on 8 x cpu does not keep[^:]*:(?s:.*)all-reduce fsdp, promised 1\.\d+ MB, found 16",
     ):
         proof.require()
 
@@ -169,7 +164,6 @@ def test_a_replicated_optimizer_has_its_paths() -> None:
     assert jp.check(*step, promises=jp.Promises(copies={"fsdp": 2e6})).ok
 
 
-@named_by_use
 def test_what_is_gathered_only_to_be_cut_is_named() -> None:
     mesh = mesh_of()
 
@@ -208,7 +202,6 @@ def test_forms_of_a_program_say_the_same(found: Any) -> None:
     assert "give the arguments NamedShardings, or mesh=" in " ".join(str(unknown).split())
 
 
-@named_by_use
 @pytest.mark.parametrize("abstract", [True, False])
 def test_a_target_stands_for_the_mesh(abstract: bool, found: Any) -> None:
     moved = jp.explain(*step_of(mesh_of(abstract)), target="cpu:8")
@@ -233,7 +226,6 @@ class Block(nn.Module):
         return nn.with_logical_constraint(x + y, ("batch", "length", None), mesh=self.mesh)
 
 
-@named_by_use
 def test_a_flax_example() -> None:
     rules = (("batch", "fsdp"), ("length", None), ("embed", "fsdp"), ("mlp", "tensor"))
     model = Block(mesh := mesh_of())
@@ -376,7 +368,6 @@ def test_arguments_that_are_none_unread_or_bound() -> None:
     assert jp.explain(static, x, 3).arguments == jp.explain(static, x, 3, target="cpu:8").arguments[:1]
 
 
-@named_by_use
 def test_programs_of_every_kind_are_moved() -> None:
     mesh = mesh_of()
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
@@ -390,6 +381,8 @@ def test_programs_of_every_kind_are_moved() -> None:
         (lambda x: jax.sharding.reshard(x, P("fsdp", None)).sum(), explicit, explicit),
         (lambda x: x + bound + jax.random.normal(jax.random.key(0), x.shape), mesh, None),
     ):
+        if NEWER and of is explicit:  # refused: `test_explicit_axes_are_refused_where_types_name_devices`
+            continue
         with jax.set_mesh(context) if context is not None else contextlib.nullcontext():
             here, there = jp.explain(fn, x(of)), jp.explain(fn, x(of), target="cpu:8")
         assert (here.ledger, here.sites, here.axes) == (there.ledger, there.sites, there.axes)

@@ -131,7 +131,7 @@ def test_bfloat16(way: str) -> None:
 
 
 @pytest.mark.parametrize("order", [battery("plain"), "zigzag"])
-@pytest.mark.parametrize("way", ["gather", "ulysses"])
+@pytest.mark.parametrize("way", ["ring", "gather", "usp", "ulysses"])
 def test_keys_of_another_length(way: str, order: str) -> None:
     """Some queries see none of them."""
     given = arrays(keys=48)
@@ -190,30 +190,32 @@ def test_a_uniform_cotangent_would_hide_a_sequence_that_is_not_put_back() -> Non
 
 
 @pytest.mark.parametrize(
-    ("way", "order", "window"),
+    ("way", "order", "window", "s"),
     [
-        ("ring", "zigzag", None),
-        battery("ring", "plain", 9),
-        ("ring", "plain", 10),
-        ("gather", "plain", None),
-        ("ulysses", "zigzag", None),
-        battery("usp", "zigzag", None),
+        ("ring", "zigzag", None, T),
+        battery("ring", "plain", 9, T),
+        ("ring", "plain", 10, T),
+        ("ring", "zigzag", None, 48),
+        ("usp", "zigzag", None, 48),
+        ("gather", "plain", None, T),
+        ("ulysses", "zigzag", None, T),
+        battery("usp", "zigzag", None, T),
     ],
 )
-def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | None) -> None:
+def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | None, s: int) -> None:
     """Of the compiled program, by kind: how often, and how many bytes."""
     c, e = 4, 4
-    x = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in arrays()]
-    compiled = program(way, c, order, (), causal=True, window=window).lower(*x).compile()
+    x = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in arrays(keys=s)]
+    compiled = program(way, c, order, (), causal=s == T, window=window).lower(*x).compile()
     ledger = Ledger.from_hlo(compiled.as_text(), mesh(c))
     hops = ring_hops(T // c, c, window)
     if way == "ring":
-        forward, backward = ring_bytes(B, T, K, h, c, e, hops)
+        forward, backward = ring_bytes(B, s, K, h, c, e, hops)
         # Forward every hop; backward the first of keys alone, those between with gradients, two of gradients alone.
         wanted = {"collective-permute": (2 * hops + 2, forward + backward)}
     elif way == "usp":
-        forward, backward = usp_bytes(B, T, H, K, h, c, 2, e)
-        ring = sum(ring_bytes(B, T, K // 2, h, c // 2, e))
+        forward, backward = usp_bytes(B, s, H, K, h, c, 2, e, T)
+        ring = sum(ring_bytes(B, s, K // 2, h, c // 2, e))
         wanted = {"collective-permute": (4, ring), "all-to-all": (6, forward + backward - ring)}
     elif way == "gather":
         forward, backward = gather_bytes(B, T, K, h, c, e)
@@ -240,7 +242,6 @@ def test_orders() -> None:
 @pytest.mark.parametrize(
     ("way", "change", "message"),
     [
-        ("ring", {"keys": 16}, r"ring_attention of 8 queries and 4 keys a rank; use gather_attention"),
         ("ring", {"causal": False, "window": 3}, r"window=3, causal=False"),
         ("ring", {"order": "striped"}, r"order='striped'; use one of \('plain', 'zigzag'\)"),
         ("gather", {"keys": 16, "causal": True}, r"8 queries and 4 keys: which is whose\? Use causal=False"),

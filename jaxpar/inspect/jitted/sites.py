@@ -108,6 +108,7 @@ class _Reader:
         self.module, self.names = module, names
         self.blocks = {i.name: name for name, block in module.computations.items() for i in block}
         self._made = {name: {i.name: i for i in block} for name, block in module.computations.items()}
+        self._paths = {i.source for i in module.computations[module.entry] if i.opcode == "parameter"}
         self._read: dict[str, list[tuple[str, int, Said]]] = {}
 
     @cached_property
@@ -129,19 +130,22 @@ class _Reader:
             again = again and self._by_place(block, users, one)
             found = []
             for at, name in enumerate(one.operands[:1] if of.kind == "ragged-all-to-all" else one.operands):
-                own, moves = one, one.source.partition(";")[0].rpartition("/")[2] in _MOVES
+                own, name_of_own = one, self._operation(one)
                 # Combined, a sum is named by its terms, else by its use; so is a gather of what is only moved.
-                if not one.source or len(one.operands) > 1 or (moves and "reduce" not in of.kind):
+                if not name_of_own or len(one.operands) > 1 or (name_of_own in _MOVES and "reduce" not in of.kind):
                     used = None if "reduce" in of.kind else self._use(users, one, at)
                     own = used or self._named(block, name) or one
                 shape = self._made[block][name].shape
-                operation = own.source.partition(";")[0].rpartition("/")[2]
                 dims = next((dims for _, dims in arrays(shape)), ())
-                said = self._line(own), operation, self._argument(block, name), dims, again
+                said = self._line(own), self._operation(own), self._argument(block, name), dims, again
                 sizes = whole(of.kind, of.ranks or 1, buffers(shape))
                 found += [(dtype, nbytes, said) for dtype, nbytes in sizes.items()]
             self._read[of.instruction] = found
         return self._read[of.instruction]
+
+    def _operation(self, i: Instruction) -> str:
+        """JAX's name of what an instruction is of; "" of the compiler's, and of an argument, whose path XLA gives."""
+        return "" if i.source in self._paths else i.source.partition(";")[0].rpartition("/")[2]
 
     def _line(self, i: Instruction) -> str:
         lines = list(self.module.lines(i))
@@ -150,12 +154,13 @@ class _Reader:
         return f"{short(file)}:{number}" if file else ""
 
     def _use(self, users: Mapping[str, Sequence[Instruction]], i: Instruction, at: int) -> Instruction | None:
-        """The first instruction with a name of JAX's that uses one of the results of several."""
+        """The first instruction with a name of JAX's that uses one of the results of several, and not only moves it."""
         for user in users.get(i.name, ()):
             if user.opcode == "get-tuple-element" and re.search(rf"\bindex={at}\b", user.rest) is None:
                 continue
-            passes = user.opcode in ("get-tuple-element", "copy", "bitcast") or user.opcode.endswith("-done")
-            if found := self._use(users, user, at) if passes else user if user.source else None:
+            passed = user.opcode in ("get-tuple-element", "copy", "bitcast") or user.opcode.endswith("-done")
+            passed |= (name := self._operation(user)) in _MOVES
+            if found := (self._use(users, user, at) if passed else None) or (user if name else None):
                 return found
         return None
 
@@ -164,7 +169,7 @@ class _Reader:
         level, seen = [name], set[str]()
         while level:
             found = [self._made[block][x] for x in level if x in self._made[block]]
-            if named := next((i for i in found if i.source and i.opcode != "parameter"), None):
+            if named := next((i for i in found if self._operation(i)), None):
                 return named
             seen.update(level)
             level = [x for i in found for x in i.operands if x not in seen]

@@ -52,7 +52,7 @@ def replayed(
     dims; `weights` the softmax and what values are multiplied by, None where that is it; `sizes` are those of rows,
     heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
     """
-    ends, length = [x for x in (scores, weights) if x is not None], sizes["t"]
+    ends = [x for x in (scores, weights) if x is not None]
     try:
         programs, by_heads = [_program(*x, sizes, scope, last, True) for x in ends], True
     except Hindered:
@@ -64,13 +64,13 @@ def replayed(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
         b, groups, each = len(q), k.shape[2], q.shape[2] // k.shape[2]
-        along = {"t": length, "s": length, "k": groups, "g": each}
+        along = {"t": sizes["t"], "s": sizes["s"], "k": groups, "g": each}
         operands = [jnp.arange(along[side], dtype=jnp.int32) for side in function.numbered]
         operands += [_counting(value, x, along) for value, x in zip(every, read, strict=False)]
         if sinks:
             more = jnp.concatenate(read[len(every) :], dim).astype(dtype_of_sums(q))
             more = jax.nn.logsumexp(more, dim, keepdims=True)
-            operands.append(programs[0].back.back(more, (b, groups, each, length, 1))[..., 0])
+            operands.append(programs[0].back.back(more, (b, groups, each, sizes["t"], 1))[..., 0])
         return local_kernel(kept, *function.heads())(q, k, v, *operands)
 
     read = (*(x for x, _ in every), *sinks)
@@ -81,7 +81,7 @@ def replayed(
 def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, heads: bool) -> ScoreProgram:
     """From scores to scores, or from weights to weights; with `heads` for some of the heads without the others."""
     begin = (start[0], _sides(start[1], last, heads))
-    reader = ScoreReader(begin, sizes["t"], math.prod([*sizes.values()][:-2]))
+    reader = ScoreReader(begin, sizes, math.prod([*sizes.values()][:-2]))
     value = reader.value(end[0], _sides(end[1], last, heads), scope, last)
     into, back = (
         ScoreLayout(tuple(tuple(_DIMS[_side(x)] for x in dims) for dims in names)) for _, names in (start, end)
@@ -116,7 +116,8 @@ def _sides(names: Names, eqn: Any, heads: bool) -> Labels:
 
 @dataclass
 class ScoreReader:
-    """One reading: of what is made of `start`, for so many positions and `numbers` of each position at most.
+    """One reading: of what is made of `start`, where "t" and "s" have these `sizes`, with `numbers` of each position at
+    most.
 
     Attributes:
       steps: the equations to be replayed, in order.
@@ -125,7 +126,7 @@ class ScoreReader:
     """
 
     start: Value
-    length: int
+    sizes: Mapping[Any, int]
     numbers: int
     steps: list[ScoreStep] = field(default_factory=list)
     operands: list[Value] = field(default_factory=list)
@@ -150,7 +151,7 @@ class ScoreReader:
             of = [str(x) if jx.is_literal(x) else self.named.get(x, "start") for x in ins]
             self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {of}")
         else:
-            if len(sides) == 1 and math.prod(atom.aval.shape) > self.numbers * self.length:
+            if len(sides) == 1 and math.prod(atom.aval.shape) > self.numbers * self.sizes[min(sides)]:
                 raise Hindered(reader, f"takes {atom.aval.str_short()}, more than a number for each head of a position")
             self.operands.append(value)
             self._name(value, "operand")

@@ -214,9 +214,9 @@ class _Scores:
             raise Hindered(eqn, f"hides keys of {t} queries and {s} keys")
         return least == 0, None if away[-1] == t - 1 else away[-1] + 1, tuple(x.atom for x in ids)
 
-    def causal(self) -> bool:
-        """Whether no later key than a query's own counts, and the weights of others are the same without it."""
-        if self.hidden is None:
+    def causal(self, t: int, s: int) -> bool:
+        """Whether of as many keys no later one than a query's own counts, and others' weights are the same without."""
+        if self.hidden is None or t != s:
             return False
         own, most = self.hidden.values.shape[1] // 2, max(self.hiding)
         exactly = not self.others and self.hidden.known.all() and not self.hidden.values[1, own]
@@ -363,15 +363,16 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
             return attention(q, k, v, segment_ids=next(iter(every), None), **options)
 
     except Hindered:
-        if not replay or sizes["t"] != sizes["s"]:
+        if not replay:
             raise
         order = {name: sizes[name] for name in (*rows, *heads, *groups, "t", "s")}
         ends = (product.outvars[0], of_dots), (weights.scores, scores.names)
         after = (
             ((weights.result, scores.names), (last.invars[side], of_p)) if len(beside) > bool(weights.sinks) else None
         )
-        read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, scores.causal())
-        which = [*["causal"] * scores.causal(), what]
+        causal = scores.causal(sizes["t"], sizes["s"])
+        read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, causal)
+        which = [*["causal"] * causal, what]
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
         """[B, positions, heads, h]: dims of these names, in each of the four."""

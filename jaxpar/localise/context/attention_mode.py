@@ -62,9 +62,7 @@ class Call:
     @property
     def hinders(self) -> str:
         """Why it is by gather whatever was asked for; empty where it need not be."""
-        if self.options.masked:
-            return "has a mask"
-        return "has keys of another length" if self.query[1] != self.key[1] or self.options.segments == 2 else ""
+        return "has a mask" if self.options.masked else ""
 
 
 def options_of(eqn: Any) -> AttentionOptions | None:
@@ -154,7 +152,7 @@ def choose(
         return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
     # A rank that has all keys computes hidden ones as well, where their scores are others.
     halved = next((call.line for call in scored if call.options.causal), "")
-    ring = not schedule and all(call.query[1] % (2 * ranks) == 0 for call in free)
+    ring = not schedule and all(n % (2 * ranks) == 0 for call in free for n in (call.query[1], call.key[1]))
     if not mixed and not (halved and ring) and all(q % ranks == 0 == k % ranks for q, k in heads):
         return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
@@ -176,5 +174,5 @@ def choose(
 
 def _sent(call: Call, ranks: int, tensor: int, group: int) -> int:
     """Bytes that a call sends in groups of so many ranks, forwards and backwards; a group of one is the ring."""
-    b, s, hq, d = call.query
-    return sum(usp_bytes(b, s, hq // tensor, call.key[2] // tensor, d, ranks, group, call.itemsize))
+    (b, t, hq, d), (_, s, hkv, _) = call.query, call.key
+    return sum(usp_bytes(b, s, hq // tensor, hkv // tensor, d, ranks, group, call.itemsize, t))

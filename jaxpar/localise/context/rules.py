@@ -173,8 +173,7 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
     masks = inputs[3 + options.segments :]
     values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
-    other = bool(masks) or options.segments == 2 or inputs[0].shape[1] != inputs[1].shape[1]
-    fun = functools.partial(attend, options, work.mode, other)
+    fun = functools.partial(attend, options, work.mode)
     heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
     # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
     return [((kernels.local_kernel(fun, heads, 2) if work.tensor > 1 else fun)(*values), 1)]
@@ -183,20 +182,19 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
 def attend(
     options: AttentionOptions,
     mode: AttentionMode,
-    other: bool,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *more: jax.Array,
 ) -> jax.Array:
     """Attention of this rank's queries [B, T/c, H, h] to the keys and values of all ranks, each of which has
-    [B, S/c, K, h]. `more` are ids of these queries, of these keys, and a mask of these queries and all keys. Of
-    `other` keys than the queries' own, or with a mask, it is by gather.
+    [B, S/c, K, h]. `more` are ids of these queries, of these keys, and a mask of these queries and all keys, with
+    which it is by gather.
     """
     ids, masks = more[: options.segments], more[options.segments :]
     given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": mode.order}
     given |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
-    if other or mode.name == "gather":
+    if masks or mode.name == "gather":
         return gather_attention(query, key, value, mask=masks[0] if masks else None, **given)
     if mode.name == "usp":
         return usp_attention(query, key, value, group=mode.group, **given)
@@ -232,7 +230,7 @@ def attend_scored(
             operands = changed(side, lambda x, d, i=first, n=n: lax.dynamic_slice_in_dim(x, i, n, d))
 
     def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        rounds = Rounds.of(q, AXIS, options.causal, None, None, mode.order, group, function)
+        rounds = Rounds.of(q, k, AXIS, options.causal, None, None, mode.order, group, function)
         return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
 
     return exchanged(among, query, key, value, axis=AXIS, group=group, order=mode.order)

@@ -62,7 +62,7 @@ def gather_attention(
     check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is None:
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
-        return by_blocks(Rounds.of(q, axis, causal, window, scale, order), q, k, v, *ids)
+        return by_blocks(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
     c = count(axis)
     whole: jax.Array = gathered(jnp.stack([k, v]), axis)
     keys, values = from_zigzag(whole, c, 2) if order == "zigzag" else whole

@@ -15,7 +15,7 @@ What a step computes under causality, of two chunks of queries (rows) on rank 1 
 Two of the four squares in every step and on every rank. In plain order a step is all or nothing, and every rank
 computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are of use.
 
-Dims: b rows, t positions, c ranks, hq heads, hkv key/value heads, d head_dim.
+Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
 
 import functools
@@ -41,45 +41,40 @@ def ring_attention(
     causal: bool,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
     """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: keys and values go round the ranks.
 
-    Sends, with e bytes an element, permutes of keys and values: forward 2 (c-1) b (t/c) hkv d e, backward the same and
-    for their gradients, in float32, 2 c b (t/c) hkv d 4. A window in plain order needs `ring_hops` in place of c - 1.
-    Holds two blocks of keys and values, b (t/c) hkv d each, and backward two of their gradients; kept for the backward
+    Sends, with e bytes an element, permutes of keys and values: forward 2 (c-1) b (s/c) hkv d e, backward the same and
+    for their gradients, in float32, 2 c b (s/c) hkv d 4. A window in plain order needs `ring_hops` in place of c - 1.
+    Holds two blocks of keys and values, b (s/c) hkv d each, and backward two of their gradients; kept for the backward
     are q, k, v, the result, and float32 [b, hq, t/c]. Segments, and a window past a rank's own block, cost cuDNN a
-    bias [b or 1, 1, t/c, t/c] (zigzag: of half the positions) in the dtype of q.
+    bias [b or 1, 1, t/c, s/c] (zigzag: of half the positions) in the dtype of q.
 
     Args:
-      q, k, v, axis, causal, scale: as of `gather_attention`, with as many keys as queries.
+      q, k, v, axis, causal, scale: as of `gather_attention`.
       window: likewise; hops are saved in plain order alone.
-      segment_ids: likewise; all ranks' ids are gathered.
+      segment_ids, kv_segment_ids: likewise; all ranks' ids are gathered.
       order: likewise; causal work is balanced in zigzag order.
 
     Returns:
       As `gather_attention`.
 
     Raises:
-      ValueError: shapes, dtypes or options do not fit; keys of another length, for which there is `gather_attention`.
+      ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, None, scale)
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"ring_attention of {q.shape[1]} queries and {k.shape[1]} keys a rank; use gather_attention for keys of "
-            "another length"
-        )
-    rounds = Rounds.of(q, axis, causal, window, scale, order)
-    ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
-    return by_rounds(rounds, q, k, v, *ids)
+    ids = [all_gather(x[None], axis) for x in (segment_ids, kv_segment_ids) if x is not None]  # [c, b, t/c or s/c]
+    return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c], or the operands of the
-    rounds' function of scores.
+    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c], and those of keys
+    that have others, [ranks, b, s/c]; or the operands of the rounds' function of scores.
     """
     return _forward(rounds, q, k, v, *ids)[0]
 

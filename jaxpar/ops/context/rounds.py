@@ -1,6 +1,6 @@
 """Which rectangle of the keys of another rank a rank's queries see, round after round.
 
-Dims: b rows, t positions, c ranks.
+Dims: b rows, t query positions, s key positions, c ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,8 @@ class Rounds:
 
     axis: Axes
     ranks: int
-    length: int  # positions of a block
+    queries: int  # of a block
+    keys: int  # of a block
     hops: int
     causal: bool
     window: int | None
@@ -49,6 +50,7 @@ class Rounds:
     def of(
         cls,
         q: jax.Array,
+        k: jax.Array,
         axis: Axes,
         causal: bool,
         window: int | None,
@@ -57,11 +59,12 @@ class Rounds:
         apart: int = 1,
         function: ScoreFunction | None = None,
     ) -> Self:
-        """Those of one call, for queries [b, t/c, ..] of each of the c ranks on a ring."""
-        c, t = count(axis) // apart, q.shape[1]
+        """Those of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks on a ring."""
+        c, (t, s) = count(axis) // apart, (x.shape[1] for x in (q, k))
         window = None if window is None or window >= c * t else window
         hops = ring_hops(t, c, window) if order == "plain" else c - 1
-        return cls(axis, c, t, hops, causal, window, None if scale is None else float(scale), order, apart, function)
+        scale = None if scale is None else float(scale)
+        return cls(axis, c, t, s, hops, causal, window, scale, order, apart, function)
 
     @property
     def blocks(self) -> Any:
@@ -86,36 +89,38 @@ class Rounds:
         of ids a function of scores has its operands, with the keys of all ranks one after the other.
         """
         rank, whose = self.rank, self.whose(step)
-        places = lambda rank: positions_of(self.length, self.ranks, self.order, rank)
+        places = lambda n, rank: positions_of(n, self.ranks, self.order, rank)
 
-        def part(query: Any, key: Any, size: int, causal: bool, there: jax.Array | None = None) -> Rectangle:
+        def part(query: Any, key: Any, size: tuple[int, int], causal: bool, there: Any = None) -> Rectangle:
             in_kernel = self.window if causal and self.order == "plain" else None
             options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
-            rectangle = Rectangle(query, key, size, size, options, None, there)
+            rectangle = Rectangle(query, key, *size, options, None, there)
+            at = {
+                "t": rectangle.of_queries(places(self.queries, rank), 0),
+                "s": rectangle.of_keys(places(self.keys, whose), 0),
+            }
             if self.function is not None:
-                at = {"t": rectangle.of_queries(places(rank), 0), "s": rectangle.of_keys(places(whose), 0)}
-                return replace(rectangle, replay=scored.ScoreBlock(self.function, at, ids, whose * self.length + key))
+                return replace(rectangle, replay=scored.ScoreBlock(self.function, at, ids, whose * self.keys + key))
             seen = None
             if self.window is not None and in_kernel is None:
-                behind = rectangle.of_queries(places(rank), 0)[:, None] - rectangle.of_keys(places(whose), 0)
-                seen = (behind < self.window)[None]
+                seen = (at["t"][:, None] - at["s"] < self.window)[None]
             if ids:
-                queries, keys = (ids[0][i] for i in (rank, whose))
+                queries, keys = ids[0][rank], ids[-1][whose]
                 alike = rectangle.of_queries(queries)[:, :, None] == rectangle.of_keys(keys)[:, None]
                 seen = alike if seen is None else alike & seen
             if seen is None:
                 return rectangle
             return replace(rectangle, options=replace(options, masked=True), mask=seen[:, None])
 
-        own, t, half = isinstance(step, int) and step == 0, self.length, self.length // 2
+        own, whole, half = isinstance(step, int) and step == 0, (self.queries, self.keys), self.queries // 2
         if own or not self.causal:
-            return [part(0, 0, t, self.causal)]
+            return [part(0, 0, whole, self.causal)]
         earlier = jnp.asarray(self.rank >= step)  # keys of an earlier rank
         if self.order == "plain":
-            return [part(0, 0, t, False, earlier)]
+            return [part(0, 0, whole, False, earlier)]
         # The second chunk sees every first one; then the first the first, or the second the second.
         either = jnp.where(earlier, 0, half)
-        return [part(half, 0, half, False), part(either, either, half, False)]
+        return [part(half, 0, (half, half), False), part(either, either, (half, half), False)]
 
     def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, ids: tuple[jax.Array, ...]) -> Any:
         """What a backward returns: of queries, keys, values, and those of `ids` that are floats."""

@@ -22,9 +22,13 @@ def ulysses_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, e: int) -> 
     return sent, sent
 
 
-def usp_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int) -> tuple[int, int]:
-    """The all-to-alls of groups of u ranks, which u of both kinds of heads divides, and the ring of c / u groups."""
-    exchanged = (2 * hq + 2 * hkv) * b * s * d * e * (u - 1) // (u * c)
+def usp_bytes(
+    b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int, t: int | None = None
+) -> tuple[int, int]:
+    """The all-to-alls of groups of u ranks, which u of both kinds of heads divides, and the ring of c / u groups; of t
+    queries to s keys.
+    """
+    exchanged = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
     forward, backward = ring_bytes(b, s, hkv // u, d, c // u, e)
     return exchanged + forward, exchanged + backward
 

@@ -78,6 +78,7 @@ def usp_attention(
     causal: bool,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
@@ -90,12 +91,12 @@ def usp_attention(
     positions  a   b | c   d | e   f                  ab   ab |  cd   cd |  ef   ef      rings 0 -> 2 -> 4, 1 -> 3 -> 5
     ```
 
-    Sends, with e bytes an element: all-to-alls in groups of u, (u-1)/u (2 hq + 2 hkv) b (t/c) d e in all, backward the
-    same; and what `ring_attention` of c/u ranks sends, t/c positions of hkv heads a hop: 2 (c/u - 1) b (t/c) hkv d e
-    forward. Holds what the ring holds.
+    Sends, with e bytes an element: all-to-alls in groups of u, (u-1)/u (2 hq t + 2 hkv s) b d e / c in all, backward
+    the same; and what `ring_attention` of c/u ranks sends, s/c positions of hkv heads a hop: 2 (c/u - 1) b (s/c) hkv d
+    e forward. Holds what the ring holds.
 
     Args:
-      q, k, v, axis, causal, window, segment_ids, scale: as of `ring_attention`.
+      q, k, v, axis, causal, window, segment_ids, kv_segment_ids, scale: as of `ring_attention`.
       group: u, how many ranks share heads; it divides c, hq and hkv.
       order: likewise. In zigzag order a group has the two chunks that a rank of a ring of c / u has, in parts.
 
@@ -105,22 +106,24 @@ def usp_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, None, scale)
+    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
     c, heads, groups = count(axis), q.shape[2], k.shape[2]
-    if group < 1 or any(n % group for n in (c, heads, groups)) or q.shape[1] != k.shape[1]:
+    if group < 1 or any(n % group for n in (c, heads, groups)):
         raise ValueError(
-            f"groups of {group} of {c} ranks for {heads} query and {groups} key heads, {q.shape[1]} queries and "
-            f"{k.shape[1]} keys; use a divisor of ranks and heads, and as many keys as queries, or gather_attention"
+            f"groups of {group} of {c} ranks for {heads} query and {groups} key heads; use a divisor of ranks and "
+            "heads, or ring_attention"
         )
-    ids = ()
-    if segment_ids is not None:
-        every = all_gather(segment_ids[None], axis).reshape(c // group, group, *segment_ids.shape)
-        every = jnp.moveaxis(every, 1, 2).reshape(c // group, len(segment_ids), -1)
-        ids = (jax.vmap(lambda x: from_zigzag(x, group))(every) if order == "zigzag" else every,)
+
+    def by_groups(ids: jax.Array) -> jax.Array:
+        every = all_gather(ids[None], axis).reshape(c // group, group, *ids.shape)
+        every = jnp.moveaxis(every, 1, 2).reshape(c // group, len(ids), -1)
+        return jax.vmap(lambda x: from_zigzag(x, group))(every) if order == "zigzag" else every
+
+    ids = [by_groups(x) for x in (segment_ids, kv_segment_ids) if x is not None]
 
     def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return by_rounds(Rounds.of(q, axis, causal, window, scale, order, group), q, k, v, *ids)
+        return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order, group), q, k, v, *ids)
 
     return exchanged(among, q, k, v, axis=axis, group=group, order=order)
 

@@ -3,6 +3,7 @@ and no scores of all positions. What cannot be taken is named with its line.
 """
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -214,6 +215,14 @@ def ids_from_outside_of_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.
 TAKEN[ids_from_outside_of_a_loop] = "causal, segments"
 
 
+def of_fewer_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As a decoder attends to what an encoder made."""
+    return all_keys(q, k[:, : 2 * T // 3], v[:, : 2 * T // 3])
+
+
+TAKEN[of_fewer_keys] = "all keys"
+
+
 def named(fun: Any) -> str:
     return fun.__name__
 
@@ -305,7 +314,22 @@ def rounding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(jnp.where(places[:, None] >= places, scores(q, k), LEAST)), v)
 
 
+def of_fewer_keys_by_distance_and_padded(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A table of T5's, and a source's padding."""
+    k, v, seen = (x[:, : 2 * T // 3] for x in (k, v, k[:, :, 0, 0] > -1))
+    away = jnp.arange(k.shape[1]) - jnp.arange(T)[:, None]
+    bias = q[0, 0, :, :4][:, jnp.clip(away, -1, 2) + 1]
+    return weighed(soft(scores(q, k) + bias + jnp.where(seen, 0, LEAST)[:, None, None]), v)
+
+
+def of_fewer_keys_and_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (x[:, : 2 * T // 3] for x in (k, v))
+    return weighed(soft(jnp.where(triangle()[:, : k.shape[1]], scores(q, k), LEAST)), v)
+
+
 NOT_TAKEN: dict[Spelling, str] = {
+    of_fewer_keys_by_distance_and_padded: "computes gather of positions",
+    of_fewer_keys_and_causal: "hides keys of 14 queries and 9 keys",
     alibi: "adds a bias to scores",
     soft_cap: "computes tanh of scores",
     both_sides: r"lets query i see keys from i - 3 to i - -3",
@@ -363,6 +387,8 @@ def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
 
 
 REPLAYED = {
+    of_fewer_keys_by_distance_and_padded: "by a function of scores and positions that reads ",
+    of_fewer_keys_and_causal: "by a function of scores and positions",
     dropped: "by a function of scores and positions",
     dropped_by_flax: "causal, by a function of scores and positions",
     with_a_sink: "causal, by a function of scores and positions",
@@ -441,6 +467,7 @@ def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
     ("fun", "modes"),
     [
         (alibi_of_grouped_queries, MODES[:1]),
+        (of_fewer_keys_by_distance_and_padded, MODES[2:3]),
         *(pytest.param(fun, MODES, marks=pytest.mark.battery) for fun in (alibi_of_grouped_queries, *REPLAYED)),
     ],
 )
@@ -509,7 +536,9 @@ CELLS = (
     pytest.param("t5", "context=4,attention=auto", marks=pytest.mark.battery),
     pytest.param("t5", "pipe=2,context=2,microbatches=2,schedule=zb-h1,attention=auto", marks=pytest.mark.battery),
     ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
-    ("encoder_decoder", "context=4,attention=ulysses"),
+    ("encoder_decoder", "context=4,attention=ring"),
+    pytest.param("encoder_decoder", "context=4,attention=usp", marks=pytest.mark.battery),
+    pytest.param("translator", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
     ("spelled_out", "pipe=2,context=2,data=2,microbatches=2,schedule=zb-h1,attention=ulysses"),
     ("spelled_out", "context=8,attention=usp"),
     ("spelled_out", "fsdp=4,microbatches=2,kernels=fused"),
@@ -522,7 +551,7 @@ def test_it_goes_by_any_way(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["spelled_out", "sinks", *(pytest.param(x, marks=pytest.mark.battery) for x in SCORED)]
+    "name", ["spelled_out", "encoder_decoder", "sinks", *(pytest.param(x, marks=pytest.mark.battery) for x in SCORED)]
 )
 def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str) -> None:
     step = jp.make_train_step(cells.built(name), cells.SGD, "context=4,attention=ring", jax.devices()[:4])
@@ -530,7 +559,8 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
     local = cells.LENGTH // 4
     assert (4, local, cells.HEADS, cells.DIM // cells.HEADS) in shapes  # a rank's own queries
     assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
-    assert not [shape for shape in shapes if shape[1:] == (cells.LENGTH, cells.HEADS, cells.DIM // cells.HEADS)]
+    whole = [(n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)]  # the source's too
+    assert not [shape for shape in shapes if shape[-3:] in whole and math.prod(shape[:-3]) >= 4]
     assert "goes by blocks" in " ".join(str(step.explain(cells.batch_of(4))).split())
 
 
