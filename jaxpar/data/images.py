@@ -104,7 +104,7 @@ class Images:
             first = next(iter(broken.values()))
             raise ValueError(
                 f"{_counted(broken)}, the first because of this: {first.__cause__}; mend or remove them, or leave them "
-                "out with broken='skip'"
+                "out with broken='skip' (--broken skip)"
             )
 
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
@@ -237,7 +237,7 @@ def _decoded(file: Place, size: int) -> np.ndarray:
     except ConnectionError:  # which says nothing of the image
         raise
     except Exception as error:  # each of Pillow's formats raises what it likes
-        hint = "mend the file, remove it, or leave it out with broken='skip'"
+        hint = "mend the file, remove it, or leave it out with broken='skip' (--broken skip)"
         raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
     square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(square, np.float32) / 127.5 - 1
