@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .axes import AXES
+from .axes import AXES, SHARDS
+from .machines import leaves_host
 from .tables import SCHEDULES, is_schedule
 from .tables.operations import MOST
 from .text import amount, did_you_mean
@@ -136,12 +137,9 @@ class Strategy:
         in the backward (`localise/logits/logits.py`): a number; "auto", 2,048 where those of a microbatch take more
         than 4 GiB in float32; or "whole".
       prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
-        reduces gradients (`slicing/pieces.py`): 0 or 1. With 1 a layer's collectives run beside the next layer's
-        computation, in one microbatch after another; the weights and gradients of one layer more are held, and a
-        step gathers and reduces one layer more than it needs. A pipeline does so from tick to tick, under `1f1b` with
-        one chunk. "auto" is 1 where ZeRO shards across hosts, without a pipeline, with several microbatches or beside
-        `tensor` or `expert`: of one microbatch of layers that send nothing else XLA's GPU compiler moves collectives
-        over the iterations by itself, and within a host they hide in their own.
+        reduces gradients (`slicing/pieces.py`): 0, or 1, for the memory of one layer's weights and gradients; a step
+        then gathers and reduces one layer more. A pipeline does so from tick to tick, under `1f1b` with one chunk.
+        "auto" is 1 where what loops send leaves the host, without a pipeline: within a host it hides without it.
       sync: when `zero=3` reduces the gradients of a layer: of every "microbatch", in its backward; or once a "step", of
         whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
         section 3.3.4). `zero=1` and 2 differ by just that.
@@ -395,12 +393,12 @@ class Strategy:
             )
         return known
 
-    def prefetches(self, across_hosts: bool) -> bool:
-        """Whether loops over layers send one layer ahead, where ZeRO shards across hosts or not."""
-        if self.prefetch == "auto":
-            one = self.pipe == 1 and "params" not in self.offloads
-            return across_hosts and one and (self.turns > 1 or (self.tensor, self.expert) != (1, 1))
-        return self.prefetch == 1
+    def prefetches(self, mesh: Any) -> bool:
+        """Whether loops over layers send one layer ahead on a `jax.sharding.Mesh`."""
+        # What ZeRO shards, the only backward of a step reduces over `data` as well.
+        over = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
+        may = self.prefetch == "auto" and self.pipe == 1 and "params" not in self.offloads
+        return self.prefetch == 1 or (may and leaves_host(mesh, over))
 
     @property
     def _fewest_chunks(self) -> int:

@@ -1,19 +1,14 @@
-"""How XLA's GPU compiler should schedule collectives, combine them and move them over the iterations of a loop.
+"""How XLA's GPU compiler should schedule collectives and combine them.
 
 Its latency-hiding scheduler, which starts a collective early and lets kernels run beside it, is on by itself for an
 H100 and later alone; an A100's gathers would all wait. So it is asked for wherever there is more than one GPU.
 
 A layer's weights come in some six gathers, and over many hosts each of them waits for its ring's steps: of 512 devices
-1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, which is under way while the layer before it runs;
-likewise a layer's gradients are sent while the next layer's are computed. These are the options that NVIDIA recommends
-for FSDP (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md). They keep the weights and gradients of one layer
-more, and within a host, where a ring has few steps and little waits, gradients are not moved. XLA would by itself,
-since it sees that an iteration writes the layer next to the last one's (`Slice.into`, `LayerLoop`).
-
-XLA pipelines one loop and not the loop over microbatches around it. There, and wherever `Strategy.prefetch` is 1, the
-program itself carries what is in flight from one iteration to the next (`slicing/pieces.py`), and XLA moves nothing.
-There a layer's gradients are one reduce-scatter as well: of three in a row, which XLA takes for equally long as one, it
-leaves two to wait.
+1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, as NVIDIA recommends for FSDP (JAX-Toolbox,
+docs/GPU_performance.md). What runs beside another layer the program itself carries from one iteration to the next
+(`slicing/pieces.py`), and XLA moves nothing: its pipeliner takes one loop and not that over microbatches around it, and
+jax 0.12 has none. There a layer's gradients are one reduce-scatter, or all-reduce, as well: of three in a row, which
+XLA takes for equally long as one, it leaves two to wait.
 """
 
 import functools
@@ -27,8 +22,7 @@ from ..machines import leaves_host
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}
-_ONE_SCATTER = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30}
-_PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+_AT_ONCE = {f"xla_gpu_{kind}_combine_threshold_bytes": 1 << 30 for kind in ("reduce_scatter", "all_reduce")}
 # Triton's matmuls multiply float8 in bfloat16; cuBLASLt's are what XLA has otherwise (jax 0.10.2).
 _FP8 = {"xla_gpu_enable_triton_gemm": False}
 # XLA counts what is in the host's memory as if it were on the device, and so would compute again, and start copies
@@ -38,31 +32,19 @@ _IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_p
 
 
 def compiler_options(
-    mesh: jax.sharding.Mesh,
-    axes: Sequence[str],
-    as_written: bool = False,
-    ahead: bool = False,
-    fp8: bool = False,
-    on_host: bool = False,
+    mesh: jax.sharding.Mesh, axes: Sequence[str], ahead: bool = False, fp8: bool = False, on_host: bool = False
 ) -> dict[str, bool | int | str] | None:
     """For `jax.jit`, where the mesh has several GPUs, products are in `fp8`, or what layers leave is kept `on_host`.
-    Collectives are combined and moved where groups along `axes` span hosts. What XLA_FLAGS names stays as it is there.
-    On CPUs: those of `cpu_options`, or None.
-
-    `as_written`: no collective is moved over iterations. The loops over layers send ahead themselves; or they stand in
-    another, over microbatches, which XLA would pipeline as well, with the gradients of all layers in it, and then
-    compute again what it has no room for (seen on jax 0.10.2). `ahead`: they do send ahead.
+    Collectives are combined where groups along `axes` span hosts; `ahead`: loops over layers send ahead. What XLA_FLAGS
+    names stays as it is there. On CPUs: those of `cpu_options`, or None.
     """
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or (mesh.size == 1 and not fp8 and not on_host):
         return cpu_options(platform)
-    options: dict[str, bool | int | str] = {**(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
+    options: dict[str, bool | int | str] = {**_IN_PLACE, **(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
     options |= _ON_HOST if on_host else {}
-    if as_written or not leaves_host(mesh, mesh.axis_names):
-        options |= _IN_PLACE
     if leaves_host(mesh, axes):
-        options |= _COMBINED if as_written else _COMBINED | _PIPELINED
-        options |= _ONE_SCATTER if ahead else {}
+        options |= _COMBINED | (_AT_ONCE if ahead else {})
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags and _known(name, value)}
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import collectives
-from ..axes import SHARDS, summed_over
+from ..axes import summed_over
 from ..layout.layout import Layout
 from ..layout.leaves import Staged
-from ..machines import leaves_host
 from ..program.buffers import on_device
 from ..slicing.program import Program
 from ..strategy import Strategy
@@ -32,7 +31,7 @@ class RuleAccess:
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
         once = strategy.turns == 1 and self.pipe == 1 and not strategy.error_feedback
         self.last = [once and uses == (True,) for uses in program.uses]
-        self.prefetch = strategy.prefetches(leaves_host(layout.mesh, SHARDS))
+        self.prefetch = strategy.prefetches(layout.mesh)
 
     def _use(self, index: int, sliced: bool) -> Use:
         leaf = self.leaves[index]

@@ -20,8 +20,9 @@ So those for the next layer start one beside each product, the largest beside th
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
 _EXCHANGES = KINDS["all-to-all"]
-_AHEAD = ("all-gather", "reduce-scatter")
+_AHEAD = ("reduce-scatter", "all-gather", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -113,45 +114,80 @@ class _Iteration:
         self._exchanges: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
 
     def windows(self) -> list[list[list[Any]]]:
-        """Takes out the gathers and scatters that serve other iterations: those of one kind and axes together, for each
-        window before, between and behind all its other collectives, by which it then computes.
+        """Takes out the collectives that serve other iterations: those of one kind and axes together, for each window
+        before, between and behind all its other collectives, by which it then computes.
 
         The largest are in the window in which most is multiplied, and no two in one as long as another has products:
-        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait.
+        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait. All-reduces,
+        of what was scattered, are not before the others. Where the body sends nothing else and there are all three
+        kinds, XLA would have all but the last wait: each has a third of the multiply-adds to itself.
         """
-        inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
-        needed: set[Any] = set()  # for a product
-        for eqn in reversed(self._todo):
-            if eqn.primitive.name in PRODUCTS or not needed.isdisjoint(eqn.outvars):
-                needed.update(inputs(eqn))
-        level: dict[Any, int] = {}
-        sent: set[Any] = set()  # by what is taken out, and what follows from it
-        ahead: dict[Any, list[Any]] = {}
-        exchanges: dict[int, int] = {}  # and in which window each starts
-        for eqn in self._todo:
-            at = max((level.get(v, 0) for v in inputs(eqn)), default=0)
-            kind = PRIMITIVES.get(eqn.primitive.name)
-            if not at and kind in _AHEAD and needed.isdisjoint(eqn.outvars):
-                ahead.setdefault((kind, axes_of(eqn)), []).append(eqn)
-                sent.update(eqn.outvars)
-            elif not sent.isdisjoint(inputs(eqn)):
-                sent.update(eqn.outvars)
-            elif jx.communicates([eqn], PRIMITIVES):
-                exchanges[id(eqn)] = at
-                at += 1
-            level.update(dict.fromkeys(eqn.outvars, at))
-        windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
-        products = _products([e for e in self._todo if sent.isdisjoint(e.outvars)], level, exchanges)
-        size = lambda eqns: sum(
-            math.prod(v.aval.shape) * v.aval.dtype.itemsize for e in eqns for v in (*e.invars, *e.outvars)
-        )
-        for eqns in sorted(ahead.values(), key=size, reverse=True):
-            best = max(range(len(windows)), key=lambda at: (products[at] > 0 and not windows[at], products[at], at))
-            windows[best].append(eqns)
+        level, exchanges, ahead = self._levels()
+        if cut := not exchanges and len({kind for _, kind, _ in ahead}) == len(_AHEAD):
+            level, exchanges, ahead = self._levels(self._cuts(len(_AHEAD)))
         taken = {id(eqn) for eqns in ahead.values() for eqn in eqns}
         self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in taken], []
         self._exchanges = lambda eqn: id(eqn) in exchanges
+        windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
+        products = _products([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
+        size = lambda eqns: sum(
+            math.prod(v.aval.shape) * v.aval.dtype.itemsize for e in eqns for v in (*e.invars, *e.outvars)
+        )
+        rank = lambda at: (products[at] > 0 and not windows[at], products[at], at)
+        for (last, kind, _), eqns in sorted(ahead.items(), key=lambda one: (one[0][0], -size(one[1]))):
+            first = max((at for at, those in enumerate(windows) if those), default=0) if last else 0
+            at = max(range(first, len(windows)), key=rank)
+            windows[min(_AHEAD.index(kind), len(windows) - 1) if cut else at].append(eqns)
         return windows
+
+    def _levels(self, cuts: Container[int] = ()) -> tuple[dict[Any, int], dict[int, int], dict[Any, list[Any]]]:
+        """Of what is for this iteration, how many collectives, or equations of `cuts`, a value needs; of each of these
+        how many it needs itself; and the collectives for other iterations, by whether they come last, kind and axes.
+        """
+        inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
+        needed = self._needed()
+        level: dict[Any, int] = {}
+        sent: set[Any] = set()  # by what is for other iterations, and what follows from it
+        ahead: dict[Any, list[Any]] = {}
+        exchanges: dict[int, int] = {}
+        for eqn in self._todo:
+            at = max((level.get(v, 0) for v in inputs(eqn)), default=0)
+            kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent.isdisjoint(inputs(eqn))
+            if (follows and kind in _AHEAD) or (not at and kind in _AHEAD and needed.isdisjoint(eqn.outvars)):
+                ahead.setdefault((follows or kind == _AHEAD[-1], kind, axes_of(eqn)), []).append(eqn)
+                sent.update(eqn.outvars)
+            elif follows:
+                sent.update(eqn.outvars)
+            else:
+                if id(eqn) in cuts or jx.communicates([eqn], PRIMITIVES):
+                    exchanges[id(eqn)] = at
+                    at += 1
+                level.update(dict.fromkeys(eqn.outvars, at))
+        return level, exchanges, ahead
+
+    def _needed(self) -> set[Any]:
+        """What is needed for a product."""
+        needed: set[Any] = set()
+        for eqn in reversed(self._todo):
+            if eqn.primitive.name in PRODUCTS or not needed.isdisjoint(eqn.outvars):
+                needed.update(v for v in eqn.invars if not jx.is_literal(v))
+        return needed
+
+    def _cuts(self, windows: int) -> set[int]:
+        """Equations between so many windows of about as many multiply-adds: those that read a product which needs those
+        before, and which other products need.
+        """
+        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in self._todo]
+        done = list(itertools.accumulate(flops))
+        after, cuts = self._needed(), set[int]()
+        for k in range(1, windows):
+            ends = [at for at, eqn in enumerate(self._todo) if flops[at] and not after.isdisjoint(eqn.outvars)]
+            if ends:
+                best = min(ends, key=lambda at, part=k / windows: abs(done[at] - part * done[-1]))
+                made, rest = self._todo[best].outvars, self._todo[best + 1 :]
+                cuts.update(id(eqn) for eqn in rest if any(v in made for v in eqn.invars))
+                after &= jx.depends(rest, made)
+        return cuts
 
     @property
     def unfinished(self) -> bool:
@@ -258,6 +294,7 @@ def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[A
             one.compute()
             for eqns in window:
                 one.send_ahead(eqns)
+                one.compute()  # what is between a reduce-scatter and an all-reduce of its results
             one.send()
         one.compute()
         return one.result()

@@ -30,7 +30,6 @@ from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import make_leaves
 from ..layout.whole_matrices import axes_at_rest, update_program
-from ..machines import leaves_host
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
@@ -284,7 +283,7 @@ class Step(FirstState, Intake):
                 "gradients": (self._value_and_grad, None, ()),
                 "measured": (self._measured, None, ()),
             }[name]
-            ahead = self.strategy.prefetches(leaves_host(self.mesh, SHARDS))
+            ahead = self.strategy.prefetches(self.mesh)
             run = jax.jit(
                 naming(fun, shapes_of(self.layout, batch)),
                 in_shardings=(state, rows),
@@ -297,8 +296,7 @@ class Step(FirstState, Intake):
                 if inside
                 else compiler_options(
                     self.mesh,
-                    SHARDS,
-                    as_written=self.strategy.turns > 1 or ahead,
+                    ("data", *SHARDS) if ahead else SHARDS,
                     ahead=ahead,
                     fp8=self.strategy.precision == "fp8",
                     on_host="activations" in self.strategy.offloads,

@@ -3,6 +3,7 @@ after microbatch; in the step, collectives that no product of their iteration wa
 """
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import lax
 from zoo import GPT, Entry, gpt
 
 import jaxpar as jp
+import jaxpar.strategy
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.verify.parity import Reference
@@ -209,20 +211,34 @@ def test_no_product_waits_for_the_weights_of_its_iteration(prefetch: int, waits:
     assert reached(backward, "dot_general", "reduce-scatter") == waits
 
 
-def test_by_itself_it_is_on_across_hosts_with_microbatches_or_beside_other_collectives() -> None:
+def test_what_replicas_sum_is_sent_between_other_products() -> None:
+    """Of one iteration's reduce-scatter, gather and all-reduce XLA had the first two wait, and the last run beside more
+    than it needs: a step of 8 layers of 13B took 0.292 s for 0.254.
+    """
+    trace = step_of("data=2,fsdp=4,prefetch=1").trace(IT.batch)
+    scans = [jx.opened(eqn.params["jaxpr"])[0] for eqn, _ in visit(trace.eqns) if eqn.primitive.name == "scan"]
+    backward = next(body for body in scans if {"all-reduce", "reduce-scatter"} <= kinds(body.eqns))
+    one_by_one = ("reduce-scatter", "dot_general", "all-gather", "dot_general", "all-reduce")
+    assert all(reached(backward, first, then) for first, then in itertools.pairwise(one_by_one))
+    assert not reached(backward, "dot_general", "reduce-scatter")
+
+
+def test_by_itself_it_is_on_where_what_loops_send_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxpar.strategy, "leaves_host", lambda across, axes: across in axes)
+    hsdp = "data=2,fsdp=4"
     on = {
         (text, across)
         for text in (
-            "fsdp",
-            "fsdp,microbatches=2",
-            "fsdp=4,tensor=2",
-            "pipe=2,fsdp=2,tensor=2",
+            "fsdp=8",
+            "data=2,fsdp=4",
+            "data=2,fsdp=4,microbatches=2",
+            "data=8",
             "pipe=2,fsdp=4,microbatches=2",
         )
-        for across in (0, 1)
-        if jp.Strategy.parse(text).prefetches(bool(across))
+        for across in ("data", "fsdp")
+        if across in text and jp.Strategy.parse(text).prefetches(across)
     }
-    assert on == {("fsdp,microbatches=2", 1), ("fsdp=4,tensor=2", 1)}
+    assert on == {("fsdp=8", "fsdp"), (hsdp, "fsdp"), (hsdp, "data"), (f"{hsdp},microbatches=2", "fsdp")}
 
 
 def test_explain_says_what_is_held_besides() -> None:

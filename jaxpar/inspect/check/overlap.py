@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...axes import SHARDS
-from ...machines import leaves_host
 from ...parallel import rule_of
 from ...step.core import Step
 from ...text import few
@@ -126,7 +124,7 @@ def _why(step: Step, part: Part, leaf: str, line: str) -> str:
     else:
         how = "what is computed between its start and its done takes less"
     strategy = step.strategy
-    ahead, turns = strategy.prefetches(leaves_host(step.mesh, SHARDS)), strategy.turns if strategy.pipe == 1 else 1
+    ahead, turns = strategy.prefetches(step.mesh), strategy.turns if strategy.pipe == 1 else 1
     more = strategy.concurrent * next((n for n in range(2, turns + 1) if turns % n == 0), 0)
     if _promised(step, part) == _ACTIVATIONS or ahead:
         hint = f"concurrent={more} fetches a layer once for so many microbatches, " * (more > 0)

@@ -35,7 +35,6 @@ import jax.numpy as jnp
 
 from ...axes import ROWS, SHARDS
 from ...layout.precision import Policy
-from ...machines import leaves_host
 from ...make import make_train_step
 from ...model.batches import rows_of
 from ...model.model import Model, Replicated
@@ -109,14 +108,14 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Held:
-    """Of the layout under one strategy: bytes at rest and on the host, the leaves of experts and all others, whether
-    ZeRO shards them over hosts, and the owners of whole matrices, None of an elementwise optimizer.
+    """Of the layout under one strategy: bytes at rest and on the host, the leaves of experts and all others, the mesh,
+    and the owners of whole matrices, None of an elementwise optimizer.
     """
 
     bytes: dict[str, int]
     host: dict[str, int]
     groups: dict[bool, _Group]
-    across: bool
+    mesh: Any
     owners: Owners | None
 
     @property
@@ -184,7 +183,7 @@ class Estimator:
         bubble = float(schedule.bubble) if schedule else 0.0
         of_one = facts.fixed + facts.kept * rows / m * s.concurrent
         kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        if s.prefetches(held.across) and s.fsdp != 1 and facts.layers > 1:
+        if s.prefetches(held.mesh) and s.fsdp != 1 and facts.layers > 1:
             carried = (s.zero == 3) + (s.zero > 1) * held.trained / held.elements
             kept += carried * facts.layer * _computed(s).itemsize
         if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:  # whole gradients are there while others are made
@@ -245,9 +244,7 @@ class Estimator:
             if ranks > 1 and not leaf.of_a_stage:
                 group.outside += count
                 group.outside_trained += count * leaf.trainable
-        return _Held(
-            step.layout.bytes, step.layout.host_bytes, groups, leaves_host(step.mesh, SHARDS), step.update.owners
-        )
+        return _Held(step.layout.bytes, step.layout.host_bytes, groups, step.mesh, step.update.owners)
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
