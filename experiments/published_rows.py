@@ -5,8 +5,8 @@ looking at them. The rows stand in the order of their sources, and but for the f
 known, the flag follows from the place alone.
 
 Rows with a context or an expert axis, and those in FP8, were added when the model of `predict` stood (`Run.later`), and
-nothing was changed for them. Of FP8 those of torchtitan, which has the same run in bf16 beside it, and those of dense
-models of Megatron Bridge, which has not; MaxText publishes none for H100s. Left out: rows that do not give their batch.
+nothing was changed for them. Of FP8 those of torchtitan, which has the same run in bf16 beside it, and two of
+Megatron Bridge, which has not; MaxText publishes none for H100s. Left out: rows that do not give their batch.
 """
 
 import dataclasses

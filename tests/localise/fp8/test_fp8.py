@@ -268,11 +268,24 @@ def _traced(step: Any, batch: Any) -> Any:
                 "pipe=2,microbatches=2,stages=cut",
                 "context=2,tensor=2",
                 "context=2,attention=ring,remat=layer",
-                "fsdp=2,tensor=2,microbatches=2,fp8_scaling=tensor",
+                *(
+                    f"{strategy},fp8_scaling=tensor"
+                    for strategy in (
+                        "ddp",
+                        "fsdp=4,zero=2,microbatches=2",
+                        "fsdp=4,remat=layer",
+                        "fsdp=2,tensor=2,microbatches=2",
+                        "tensor=2,sequence=true",
+                        "pipe=2,microbatches=4",
+                        "pipe=2,microbatches=4,schedule=zb-h1",
+                        "context=2,attention=ring",
+                    )
+                ),
             )
         ),
         ("expert=2,fsdp=2", "mixtral"),
         ("expert=2,tensor=2", "mixtral"),
+        ("expert=2,fsdp=2,fp8_scaling=tensor", "mixtral"),
     ],
 )
 def test_gradients_are_one_devices(strategy: str, name: str) -> None:
