@@ -366,7 +366,8 @@ class Tracing:
         fused, shared = self.strategy.kernels == "fused", self.layout.mesh.shape["context"] > 1
         if not fused and (not shared or self.strategy.attention == "gather"):
             return flat
-        found = spelled(flat, self.traced_axes, replay=shared and self.strategy.attention != "gather")
+        replay = shared and self.strategy.attention != "gather"
+        found = spelled(flat, self.traced_axes, replay, biases=fused and not shared)
         self.attention_taken.update(found.taken)
         self.attention_not_taken.update(found.not_taken)
         if fused and not found.taken and not any(calls(flat.eqns)):
