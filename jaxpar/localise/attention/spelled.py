@@ -41,12 +41,14 @@ class SpelledAttention:
       arrays: the variables of queries, keys, values, and of segment ids or what a function of scores reads.
       run: of their values, the result of `last`.
       what: which keys count, for people.
+      scores: the type of its scores, which are kept no more.
     """
 
     last: Any
     arrays: tuple[Any, ...]
     run: Callable[..., jax.Array]
     what: str
+    scores: Any
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Spelled:
       replay: whether functions of scores are taken as well.
       biases: whether, in place of these, biases that all rows share are.
       taken: which keys count, by the line of each that is taken.
+      scores: the type of its scores, by the same lines.
       not_taken: what hinders it, by the line of each other.
     """
 
@@ -65,6 +68,7 @@ class Spelled:
     replay: bool = False
     biases: bool = False
     taken: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
 
 
@@ -91,7 +95,7 @@ def _note(scope: Scope, noted: Spelled) -> bool:
         for atom in one.arrays:
             scope.bring(atom)
         scope.found[id(one.last)] = one
-        noted.taken[jx.where(one.last)] = one.what
+        noted.taken[line := jx.where(one.last)], noted.scores[line] = one.what, one.scores
     for eqn in scope.eqns:
         if (held := _held(eqn)) is not None:
             body, constants = held
@@ -408,7 +412,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, noted: Spel
         out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(dim.name) for dim in wanted])
         return out.reshape(result.shape).astype(result.dtype)
 
-    return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys")
+    return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys", weights.scores.aval)
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: Weights) -> bool:

@@ -606,7 +606,9 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
     assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
     whole = [(n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)]  # the source's too
     assert not [shape for shape in shapes if shape[-3:] in whole and math.prod(shape[:-3]) >= 4]
-    assert "goes by blocks" in " ".join(str(step.explain(cells.batch_of(4))).split())
+    said = " ".join(str(step.explain(cells.batch_of(4))).split())
+    assert "goes by blocks" in said
+    assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in said
 
 
 @pytest.mark.parametrize(
