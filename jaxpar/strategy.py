@@ -144,8 +144,8 @@ class Strategy:
         whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
         section 3.3.4). `zero=1` and 2 differ by just that.
       kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
-        keys, a softmax, a product with values) is computed by `jp.attention`: on GPUs by cuDNN, which keeps no scores.
-        Ranks of `context` take it so anyway, unless `attention` is "gather".
+        keys, a bias that rows share, a softmax, a product with values) is computed as by `jp.attention`: on GPUs by
+        cuDNN, which keeps no scores. Ranks of `context` compute it so or by blocks, unless `attention` is "gather".
 
     One of `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor` may be -1: what the others leave of the devices.
 

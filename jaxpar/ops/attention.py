@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..program.kernels import local_kernel
-from .flash import AttentionOptions, dot, even, refusal, visible
+from .flash import HIDDEN, AttentionOptions, dot, even, refusal, visible
 
 IMPLEMENTATIONS = (None, "cudnn", "xla")
 
@@ -85,6 +85,17 @@ def attention(
     split = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
     in_dims = (2, 2, 2, *(split.get(name) for name in more))
     return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *more.values())
+
+
+def biased_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, *, causal: bool, scale: float
+) -> jax.Array:
+    """`attention` with a bias [1, H, T, S] that is added to the scaled scores of all rows, and has its gradient. cuDNN
+    takes it in the dtype of the query.
+    """
+    options = AttentionOptions(causal, None, scale, None, 0, False, biased=True)
+    bias = jnp.maximum(bias, HIDDEN).astype(query.dtype)
+    return local_kernel(functools.partial(_attention, options), (2, 2, 2, 1), 2)(query, key, value, bias)
 
 
 def _attention(

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 Name = Literal["cudnn", "xla"]
+# What hidden scores are: cuDNN's number in bfloat16, so that sums over hidden blocks are alike on all platforms.
+HIDDEN = -(2.0**41)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class AttentionOptions:
     masked: bool
     keys: int | None = None  # how many of the keys count; None: all
     function: Any = None  # of scores, whose operands follow in place of ids and masks (`context/scored.py`)
+    biased: bool = False  # what is added to scores [1, H, T, S] follows in place of ids and masks
 
 
 def dot(
@@ -49,8 +52,10 @@ def dot(
 def _dot(
     name: Name, options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
 ) -> jax.Array:
-    mask, window, lengths = None, None, None
-    if more:
+    mask, window, lengths, bias = None, None, None, None
+    if options.biased:
+        (bias,) = more
+    elif more:
         mask = visible(options, query.shape[1], key.shape[1], *more)
     elif options.window is not None:
         window = (options.window - 1, 0)
@@ -60,6 +65,7 @@ def _dot(
         query,
         key,
         value,
+        bias=bias,
         mask=mask,
         scale=options.scale,
         is_causal=options.causal,
@@ -89,6 +95,10 @@ def even(options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax
     t, s = query.shape[1], key.shape[1]
     if t % 2 or s % 2:
         query, key, value = (_pad(x, 1, x.shape[1] % 2) for x in (query, key, value))
+        if options.biased:
+            hidden = functools.partial(jnp.pad, constant_values=HIDDEN)
+            more = tuple(hidden(x, ((0, 0), (0, 0), (0, t % 2), (0, s % 2))) for x in more)
+            return _flash(options)(query, key, value, *more)[:, :t]
         ids, masks = more[: options.segments], more[options.segments :]
         ids = (*(_pad(x, 1, x.shape[1] % 2) for x in ids),)
         # A dim of size 1 is for all queries or keys, or is the one that `keys` leaves.
@@ -107,9 +117,11 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     arrays that it holds anyway.
     """
     xla = lambda *arrays: (dot("xla", options, *arrays), jnp.zeros(_statistics(arrays[0]), jnp.float32))
-    forward = in_rows(functools.partial(cudnn_forward, options), xla)
+    # The gradient of a bias is its rows' sum, which cuDNN has for one bias of all: what `vmap` adds take turns.
+    by_platform = _in_turns if options.biased else in_rows
+    forward = by_platform(functools.partial(cudnn_forward, options), xla)
     again = lambda out, statistics, given, *arrays: _pull("xla", options, arrays)[1](given)
-    backward = in_rows(functools.partial(cudnn_backward, options), again)
+    backward = by_platform(functools.partial(cudnn_backward, options), again)
 
     @jax.custom_vjp
     def flash(*arrays: jax.Array) -> jax.Array:
@@ -121,14 +133,16 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
 
     def pulled(residuals: Any, given: jax.Array) -> Any:
         out, statistics, arrays = residuals
-        return (*backward(out, statistics, given, *arrays), *(None for _ in arrays[3:]))
+        found = backward(out, statistics, given, *arrays)
+        return (*found, *(None for _ in arrays[len(found) :]))
 
     flash.defvjp(kept, pulled)
     return flash
 
 
 def _pull(name: Name, options: AttentionOptions, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
-    return jax.vjp(lambda *qkv: dot(name, options, *qkv, *arrays[3:]), *arrays[:3])
+    n = 3 + options.biased
+    return jax.vjp(lambda *some: dot(name, options, *some, *arrays[n:]), *arrays[:n])
 
 
 def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +155,9 @@ def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Ar
 def cudnn_backward(
     options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The gradients of query, key and value, by a result and its statistics: also those of more keys than are given."""
+    """The gradients of query, key, value and a bias, by a result and its statistics: also those of more keys than are
+    given.
+    """
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
     # first take the place of its own, and the compiler drops what nobody reads.
     again, pull = _pull("cudnn", options, arrays)
@@ -153,6 +169,11 @@ def cudnn_backward(
 def _statistics(query: jax.Array) -> tuple[int, ...]:
     b, t, h, _ = query.shape
     return b, h, t
+
+
+def _in_turns(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    by_platform = functools.partial(lax.platform_dependent, cuda=cuda, default=default)
+    return jax.custom_batching.sequential_vmap(lambda *arrays: by_platform(*arrays))
 
 
 def in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:

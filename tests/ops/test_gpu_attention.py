@@ -1,6 +1,7 @@
 """Attention over a context axis, compiled for H100s that are not there: hops beside kernels, bytes, memory."""
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxpar.inspect.compiled.kernels import Done, Executable, Kernel, Operation,
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.targets.devices import gpu_topology, target
 from jaxpar.models import llama, named
+from jaxpar.ops.attention import biased_attention
 from jaxpar.ops.context import (
     gather_attention,
     gather_bytes,
@@ -122,6 +124,25 @@ def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
     sizes = *sizes, *((GROUP,) if way == "usp" else ()), 2
     closed = {"gather": gather_bytes, "ulysses": ulysses_bytes, "ring": ring_bytes, "usp": usp_bytes}[way](*sizes)
     assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
+
+
+def test_a_bias_and_its_gradient_are_cudnns() -> None:
+    """Of an odd length; no scores of all rows are there, nor a bias for each of them."""
+    rows, length, heads, size = 3, 131, 4, 64
+    place = NamedSharding(Mesh(np.array(gpu_topology("8xH100")[:1]), ("data",)), P())
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+        places = jnp.arange(length)
+        bias = table[:, jnp.clip(places[:, None] - places, -8, 7) + 8][None]
+        return jnp.square(biased_attention(q, k, v, bias, causal=True, scale=0.1).astype(jnp.float32)).sum()
+
+    x = jax.ShapeDtypeStruct((rows, length, heads, size), jnp.bfloat16, sharding=place)
+    table = jax.ShapeDtypeStruct((heads, 16), jnp.float32, sharding=place)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, x, x, table)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    kernels = "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
+    assert [text.count(f'custom_call_target="{name}"') for name in kernels] == [1, 1]
+    assert not re.search(rf"\[{rows},{heads},13\d,13\d\]", text)
 
 
 @pytest.mark.battery

@@ -160,8 +160,11 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
             f"idle {float(schedule.bubble):.1%} of the time."
         )
-    for line, keys in step.tracing.attention_taken.items():
-        yield f"{line}: attention that is spelled out, {keys}, goes by blocks, as jp.attention does."
+    for line, (keys, scores) in step.tracing.attention_taken.items():
+        yield (
+            f"{line}: attention that is spelled out, {keys}, goes by blocks, as jp.attention does: none of its "
+            f"scores, {scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}, is kept."
+        )
     for line, why in step.tracing.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {why}."
     for mode in step.tracing.attention_modes:

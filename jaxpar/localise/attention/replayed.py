@@ -54,9 +54,9 @@ def replayed(
     """
     ends = [x for x in (scores, weights) if x is not None]
     try:
-        programs, by_heads = [_program(*x, sizes, scope, last, True) for x in ends], True
+        programs, by_heads = [_program(*x, sizes, scope, last, "kgts") for x in ends], True
     except Hindered:
-        programs, by_heads = [_program(*x, sizes, scope, last, False) for x in ends], False
+        programs, by_heads = [_program(*x, sizes, scope, last, "ts") for x in ends], False
     function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks), by_heads)
     kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
     dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
@@ -78,11 +78,31 @@ def replayed(
     return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
 
 
-def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, heads: bool) -> ScoreProgram:
-    """From scores to scores, or from weights to weights; with `heads` for some of the heads without the others."""
-    begin = (start[0], _sides(start[1], last, heads))
+def bias_of(
+    scores: tuple[Named, Named], sizes: Mapping[Any, int], scope: Scope, last: Any
+) -> tuple[tuple[Any, ...], Callable[..., jax.Array]]:
+    """What is added to scores, hidden keys included: what it reads; of queries, keys and that [1, H, T, S]. Raises
+    Hindered where rows have others. Arguments are as of `replayed`.
+    """
+    program = _program(*scores, sizes, scope, last, "bkgts")
+    if any(x and x.side == "b" for _, labels in program.operands for x in labels):
+        raise Hindered(last, "adds a bias to scores that is not the same for all rows")
+
+    def bias(q: jax.Array, k: jax.Array, *read: jax.Array) -> jax.Array:
+        along = {"b": 1, "k": k.shape[2], "g": q.shape[2] // k.shape[2], "t": sizes["t"], "s": sizes["s"]}
+        operands = [_counting(value, x, along) for value, x in zip(program.operands, read, strict=True)]
+        places = {side: jnp.arange(n, dtype=jnp.int32) for side, n in along.items()}
+        added = program(jnp.zeros([*along.values()], dtype_of_sums(q)), places, operands)
+        return added.reshape(1, q.shape[2], sizes["t"], sizes["s"])
+
+    return tuple(x for x, _ in program.operands), bias
+
+
+def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, sides: str) -> ScoreProgram:
+    """From scores to scores, or from weights to weights, for some of these `sides` without the others."""
+    begin = (start[0], _sides(start[1], last, sides))
     reader = ScoreReader(begin, sizes, math.prod([*sizes.values()][:-2]))
-    value = reader.value(end[0], _sides(end[1], last, heads), scope, last)
+    value = reader.value(end[0], _sides(end[1], last, sides), scope, last)
     into, back = (
         ScoreLayout(tuple(tuple(_DIMS[_side(x)] for x in dims) for dims in names)) for _, names in (start, end)
     )
@@ -105,9 +125,8 @@ def _side(dim: Any) -> str:
     return dim.name if dim.name in ("t", "s") else "k" if dim.name == ("b", 1) else dim.name[0]
 
 
-def _sides(names: Names, eqn: Any, heads: bool) -> Labels:
-    """Which dims run along queries, keys, and heads if they are to be known. Raises Hindered."""
-    known = "kgts" if heads else "ts"
+def _sides(names: Names, eqn: Any, known: str) -> Labels:
+    """Which dims run along the sides that are to be known. Raises Hindered."""
     of = [[side for dim in dims if (side := _side(dim)) in known] for dims in names]
     if any(some and len(dims) > 1 for some, dims in zip(of, names, strict=True)):
         raise Hindered(eqn, "merges positions or heads of scores with other dims")

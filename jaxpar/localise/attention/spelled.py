@@ -11,6 +11,7 @@ round a ring, by Ulysses, or by a fused kernel. Whatever else becomes of scores 
 Dims: B rows, T query positions, S key positions, K key heads, G query heads of each, h head_dim.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +23,12 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops.attention import attention
+from ...ops.attention import attention, biased_attention
 from ...program import jaxpr as jx
 from ...program import primitives
 from ...program.walk import CALLS, CUSTOM, called
 from .hidden import HIDING, Constant, Hindered, Scope, Table, describe, number_of
-from .replayed import replayed
+from .replayed import bias_of, replayed
 from .softmax import Dim, Names, Weights, chain_to, moved, moves, weights_of
 
 
@@ -40,12 +41,14 @@ class SpelledAttention:
       arrays: the variables of queries, keys, values, and of segment ids or what a function of scores reads.
       run: of their values, the result of `last`.
       what: which keys count, for people.
+      scores: the type of its scores, which are kept no more.
     """
 
     last: Any
     arrays: tuple[Any, ...]
     run: Callable[..., jax.Array]
     what: str
+    scores: Any
 
 
 @dataclass(frozen=True)
@@ -55,21 +58,26 @@ class Spelled:
     Attributes:
       flat: the program with `jp.attention` in place of what is taken; itself where nothing is.
       replay: whether functions of scores are taken as well.
+      biases: whether, in place of these, biases that all rows share are.
       taken: which keys count, by the line of each that is taken.
+      scores: the type of its scores, by the same lines.
       not_taken: what hinders it, by the line of each other.
     """
 
     flat: jx.Flat
     replay: bool = False
+    biases: bool = False
     taken: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
 
 
-def spelled(flat: jx.Flat, axes: Mapping[str, int], replay: bool = False) -> Spelled:
+def spelled(flat: jx.Flat, axes: Mapping[str, int], replay: bool = False, biases: bool = False) -> Spelled:
     """What a program spells out, found and taken; `axes` are those of the mesh that it may name. With `replay` also
-    what is no `jp.attention`, since of its scores others are made.
+    what is no `jp.attention`, since of its scores others are made; with `biases` what a kernel of whole sequences adds
+    to them.
     """
-    noted = Spelled(flat, replay)
+    noted = Spelled(flat, replay, biases)
     scope = Scope(flat, _constants(flat))
     if not _note(scope, noted):
         return noted
@@ -87,7 +95,7 @@ def _note(scope: Scope, noted: Spelled) -> bool:
         for atom in one.arrays:
             scope.bring(atom)
         scope.found[id(one.last)] = one
-        noted.taken[jx.where(one.last)] = one.what
+        noted.taken[line := jx.where(one.last)], noted.scores[line] = one.what, one.scores
     for eqn in scope.eqns:
         if (held := _held(eqn)) is not None:
             body, constants = held
@@ -158,7 +166,7 @@ def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
         for side in (0, 1):
             try:
                 if (weights := weights_of(eqn.invars[side], scope)) is not None:
-                    found.append(_attention(eqn, side, weights, scope, noted.replay))
+                    found.append(_attention(eqn, side, weights, scope, noted))
             except Hindered as why:
                 noted.not_taken[jx.where(eqn)] = str(why)
     return found
@@ -166,15 +174,19 @@ def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
 
 @dataclass
 class _Scores:
-    """What becomes of scores on the way to their softmax: the names of their dims, and by what they are scaled."""
+    """What becomes of scores, `dots` at first, on the way to their softmax: the names of their dims, and by what they
+    are scaled.
+    """
 
     names: Names
     scope: Scope
+    dots: Any
     scale: float = 1.0
     hidden: Table | None = None  # which keys are, as far as that is known
     hiding: list[float] = field(default_factory=list)  # what is added to scores of hidden keys, or put in their place
     replayed: Hindered | None = None  # the first that is no part of `jp.attention`
     others: bool = False  # whether what is replayed may hide keys that are seen
+    affine: bool = True  # whether they are but scaled, and something added
 
     def pass_through(self, eqn: Any, operand: int) -> None:
         """Raises Hindered where an equation changes more than scores, one by one."""
@@ -189,7 +201,9 @@ class _Scores:
             self.replayed = self.replayed or why
             others = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x) and x.aval.shape]
             self.others = self.others or bool(others)
-            if eqn.primitive.name not in ("add", "sub") or max(self.hiding, default=0) > -math.inf:
+            added = eqn.primitive.name in ("add", "sub") and not jx.depends(self.scope.eqns, [self.dots]) & {*others}
+            self.affine &= added
+            if not added or max(self.hiding, default=0) > -math.inf:
                 self.hidden, self.hiding = None, []  # a bias that is added leaves what is hidden without end
 
     def options(self, t: int, s: int, eqn: Any, *others: Hindered) -> tuple[bool, int | None, tuple[Any, ...]]:
@@ -247,7 +261,10 @@ class _Scores:
         elif name == "select_n":
             match self._of(eqn.invars[0], eqn):
                 case Table(values, known, ids):
-                    self._hide(Table(values != operand - 1, known, ids), self.put(eqn, operand), eqn)
+                    by, hidden, own = self.put(eqn, operand), values != operand - 1, values.shape[1] // 2
+                    # Of what is added, no query's weights may go to hidden keys alone.
+                    self.affine &= bool(by <= HIDING and known[1, own] and not hidden[1, own])
+                    self._hide(Table(hidden, known, ids), by, eqn)
                 case _:
                     raise Hindered(eqn, "chooses scores by what is no function of positions or ids")
         else:
@@ -312,7 +329,7 @@ def _of_product(eqn: Any, operands: Sequence[Names]) -> Names:
     return (*(operands[0][d] for d in shared[0]), *rest(0), *rest(1))
 
 
-def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: bool) -> SpelledAttention:
+def _attention(last: Any, side: int, weights: Weights, scope: Scope, noted: Spelled) -> SpelledAttention:
     """The attention that ends in a product, of weights that are operand `side` and of values. Raises Hindered."""
     if (behind := chain_to(weights.scores, scope)) is None:
         raise Hindered(last, "weighs values by a softmax of what is no product of two")
@@ -320,7 +337,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
     at = 0 if _is_keys(product, chain, weights) else 1
     of_q, of_k = _named(product, at)
     of_dots = _of_product(product, (of_k, of_q) if at == 0 else (of_q, of_k))
-    scores = _Scores(of_dots, scope)
+    scores = _Scores(of_dots, scope, product.outvars[0])
     for eqn, operand in chain:
         scores.pass_through(eqn, operand)
     of_p, made = scores.names, jx.depends(scope.eqns, [weights.result]) if weights.after else set()
@@ -363,7 +380,8 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
             return attention(q, k, v, segment_ids=next(iter(every), None), **options)
 
     except Hindered:
-        if not replay:
+        biased = noted.biases and scores.replayed and scores.affine and not beside and sizes["t"] == sizes["s"]
+        if not (noted.replay or biased):
             raise
         order = {name: sizes[name] for name in (*rows, *heads, *groups, "t", "s")}
         ends = (product.outvars[0], of_dots), (weights.scores, scores.names)
@@ -371,7 +389,12 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
             ((weights.result, scores.names), (last.invars[side], of_p)) if len(beside) > bool(weights.sinks) else None
         )
         causal = scores.causal(sizes["t"], sizes["s"])
-        read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, causal)
+        if biased:
+            read, bias = bias_of(ends, order, scope, last)
+            among = functools.partial(biased_attention, causal=causal, scale=scores.scale)
+            attend, what = (lambda q, k, v, *read: among(q, k, v, bias(q, k, *read))), "with a bias"
+        else:
+            read, attend, what = replayed(ends, after, weights.sinks, order, scope, last, causal)
         which = [*["causal"] * causal, what]
 
     def laid(x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
@@ -389,7 +412,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, replay: boo
         out = jnp.transpose(out.reshape([sizes[x] for x in mine]), [mine.index(dim.name) for dim in wanted])
         return out.reshape(result.shape).astype(result.dtype)
 
-    return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys")
+    return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys", weights.scores.aval)
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: Weights) -> bool:

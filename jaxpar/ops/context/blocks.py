@@ -21,10 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..flash import AttentionOptions, cudnn_backward, cudnn_forward, in_rows, refusal, visible
+from ..flash import HIDDEN, AttentionOptions, cudnn_backward, cudnn_forward, in_rows, refusal, visible
 
-# What hidden scores are: cuDNN's number in bfloat16, so that L of hidden blocks is alike on all platforms.
-HIDDEN = -(2.0**41)
 PLAIN = AttentionOptions(False, None, None, None, 0, False)
 QUERIES = 1024  # of which the plain kernel holds scores at once
 

@@ -358,6 +358,49 @@ def dropped_by_flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))), **options)
 
 
+def t5_scaled_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A table by distance, which has a gradient, and a mask that is added."""
+    places = jnp.arange(T)
+    bias = q[0, 0, :, :4][:, jnp.clip(places - places[:, None], -1, 2) + 1]
+    return weighed(soft((scores(q, k) + bias + jnp.where(triangle(), 0, -1e9)) * 0.5), v)
+
+
+def alibi_by_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    places, slopes = jnp.arange(T), 0.1 * jnp.arange(1.0, H + 1)[:, None, None]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) - slopes * (places[:, None] - places), -jnp.inf)), v)
+
+
+def biased_by_scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = scores(q, k)
+    return weighed(soft(s + jnp.tanh(s)), v)
+
+
+def biased_by_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k) + k[:, :, 0, 0][:, None, None]), v)
+
+
+BIASED = {t5_scaled_at_the_end: "with a bias", alibi_by_heads: "causal, with a bias", alibi: "with a bias"}
+
+
+@pytest.mark.parametrize("fun", BIASED, ids=named)
+def test_a_bias_of_all_rows_is_the_kernels(fun: Spelling) -> None:
+    *given, cotangent = arrays()
+    found = spelled(jx.trace(fun, *given)[0], {}, biases=True)
+    assert [*found.taken.values()] == [BIASED[fun]]
+    flat = found.flat
+    biased = lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
+    pulled = lambda fun: (lambda out, pull: (out, *pull(cotangent)))(*jax.vjp(fun, *given))
+    # As rows of an outer dim as well, of which each has a bias of its own.
+    rows = lambda fun: jax.vmap(lambda scale: pulled(lambda *x: fun(*(scale * y for y in x))))(jnp.array([1.0, 0.5]))
+    for wanted, got in zip(*jax.jit(lambda: (rows(fun), rows(biased)))(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("fun", [biased_by_scores, biased_by_rows, padding, hidden_a_little, future], ids=named)
+def test_what_is_no_bias_of_all_rows_stays_as_it_is(fun: Spelling) -> None:
+    assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}, biases=True).taken
+
+
 def squared_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     weights = soft(scores(q, k))
     return weighed(weights * weights, v)
@@ -541,7 +584,9 @@ CELLS = (
     pytest.param("translator", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
     ("spelled_out", "pipe=2,context=2,data=2,microbatches=2,schedule=zb-h1,attention=ulysses"),
     ("spelled_out", "context=8,attention=usp"),
+    ("t5", "tensor=2,data=2,kernels=fused"),
     ("spelled_out", "fsdp=4,microbatches=2,kernels=fused"),
+    pytest.param("alibi", "fsdp=4,kernels=fused", marks=pytest.mark.battery),
 )
 
 
@@ -561,14 +606,16 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
     assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
     whole = [(n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)]  # the source's too
     assert not [shape for shape in shapes if shape[-3:] in whole and math.prod(shape[:-3]) >= 4]
-    assert "goes by blocks" in " ".join(str(step.explain(cells.batch_of(4))).split())
+    said = " ".join(str(step.explain(cells.batch_of(4))).split())
+    assert "goes by blocks" in said
+    assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in said
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message", "advised"),
     [
         ("decays", "context=4,attention=ulysses", r"by a softmax of scores, .*; use causal=.*'gather'", "context=4"),
-        ("alibi", "fsdp=4,kernels=fused", r"for attention, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
+        ("padded", "fsdp=4,kernels=fused", r"for attention, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
     ],
 )
 def test_what_is_not_taken_is_refused_with_its_line(name: str, text: str, message: str, advised: str) -> None:
