@@ -352,9 +352,10 @@ def test_twenty_kills_lose_nothing(bucket: Bucket, tmp_path: Path) -> None:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("how", ["killed", "stopped", "emptied"])
-def test_a_run_whose_bucket_is_gone_ends_within_a_minute(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
+@pytest.mark.parametrize("case", ["s3 killed", "s3 stopped", "s3 emptied", "gs killed", "gs stopped"])
+def test_a_run_whose_bucket_is_gone_ends_within_a_minute(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, how = case.split()
+    server = Server(scheme)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     out = server.bucket() / "run"

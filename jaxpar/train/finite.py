@@ -71,7 +71,7 @@ class Finite:
         if stopped or not self._times:
             raise NotFiniteError(number, self.advice(f"{says}{because}", found) + explained())
         if self._times >= HOPELESS:
-            many = f"the {HOPELESS}th in a row that is not applied"
+            many = f"{HOPELESS} in a row are not applied"
             raise NotFiniteError(number, self.advice(f"{says}, {many}{because}", found) + explained())
         return f"{says}{because}; it is not applied"
 
@@ -97,7 +97,8 @@ class Finite:
         """What is wrong, and what to try: of the optimizer nothing where the batch has been `found` to be wrong."""
         last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
         if found:
-            return f"{wrong}; mend these rows, or leave them out, or go on without them: on_nonfinite='skip'{last}"
+            skip = "" if self.loop.on_nonfinite == "skip" else ", or go on without them: on_nonfinite='skip'"
+            return f"{wrong}; mend these rows, or leave them out{skip}{last}"
         return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
 
 
