@@ -6,12 +6,11 @@ H100 and later alone; an A100's gathers would all wait. So it is asked for where
 A layer's weights come in some six gathers, and over many hosts each of them waits for its ring's steps: of 512 devices
 1 to 2 ms (NCCL's tuning.cc), whatever its bytes. So they are one, as NVIDIA recommends for FSDP (JAX-Toolbox,
 docs/GPU_performance.md). What runs beside another layer the program itself carries from one iteration to the next
-(`slicing/pieces.py`), and XLA moves nothing: its pipeliner takes one loop and not that over microbatches around it, and
-jax 0.12 has none. There a layer's gradients are one reduce-scatter, or all-reduce, as well: of three in a row, which
-XLA takes for equally long as one, it leaves two to wait.
+(`slicing/pieces.py`): XLA's pipeliner takes one loop and not that over microbatches around it, and jax 0.12 has no flag
+for it. There a layer's gradients are one reduce-scatter, or all-reduce, as well: of three in a row, which XLA takes for
+equally long as one, it leaves two to wait.
 """
 
-import functools
 import os
 from collections.abc import Sequence
 
@@ -28,7 +27,6 @@ _FP8 = {"xla_gpu_enable_triton_gemm": False}
 # XLA counts what is in the host's memory as if it were on the device, and so would compute again, and start copies
 # late, for room that there is (jax 0.10.2): in % of the memory that arguments leave, what it may plan with.
 _ON_HOST = {"xla_gpu_memory_limit_slop_factor": 200}
-_IN_PLACE = {"xla_gpu_enable_pipelined_reduce_scatter": False, "xla_gpu_enable_pipelined_all_reduce": False}
 
 
 def compiler_options(
@@ -41,21 +39,9 @@ def compiler_options(
     platform = mesh.devices.flat[0].platform
     if platform != "gpu" or (mesh.size == 1 and not fp8 and not on_host):
         return cpu_options(platform)
-    options: dict[str, bool | int | str] = {**_IN_PLACE, **(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
+    options: dict[str, bool | int | str] = {**(_HIDDEN if mesh.size > 1 else {}), **(_FP8 if fp8 else {})}
     options |= _ON_HOST if on_host else {}
     if leaves_host(mesh, axes):
         options |= _COMBINED | (_AT_ONCE if ahead else {})
     flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in flags and _known(name, value)}
-
-
-@functools.cache
-def _known(name: str, value: bool | int | str) -> bool:
-    """Whether this compiler has the option: that of jax 0.12 has not those of pipelining."""
-    try:
-        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return False
-    return True
+    return {name: value for name, value in options.items() if name not in flags}

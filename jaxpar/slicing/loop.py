@@ -62,7 +62,7 @@ class LayerLoop:
     def run(self) -> Any:
         """The result."""
         body = _in_windows(self.body) if self.ahead else _spread(self.body) if self.copies else self.body
-        return self.result(*_counted(body, self.init, self.xs, self.length, self.reverse))
+        return self.result(*_numbered(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
         """The results of two independent loops, run as one; the other's all-to-alls come first."""
@@ -79,24 +79,16 @@ class LayerLoop:
             return (first, second), (out, others)
 
         init = self.init, other.init
-        (first, second), (out, others) = _counted(body, init, self.xs, self.length, self.reverse)
+        (first, second), (out, others) = _numbered(body, init, self.xs, self.length, self.reverse)
         others = jax.tree.map(lambda y: jnp.flip(y, 0), others) if turned else others
         return self.result(first, out), other.result(second, others)
 
 
-def _counted(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `body(carry, number, x)`. The number is counted, and not read from those of all: so XLA's GPU
-    compiler sees that gradients are written layer by layer, and sends those of one while the next is computed (its
-    collective pipeliner).
+def _numbered(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
+    """`lax.scan` of `body(carry, number, x)`. The number is read from an array: of one that is counted XLA's collective
+    pipeliner sees that iterations write layer after layer, and moves to the next what is meant for this one.
     """
-
-    def one(state: Any, x: Any) -> Any:
-        count, carry = state
-        carry, y = body(carry, length - 1 - count if reverse else count, x)
-        return (count + 1, carry), y
-
-    (_, carry), ys = lax.scan(one, (jnp.zeros((), jnp.int32), init), xs, length=length, reverse=reverse)
-    return carry, ys
+    return lax.scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length=length, reverse=reverse)
 
 
 class _Iteration:
