@@ -109,6 +109,26 @@ def encoder_decoder() -> jp.Model:
     return jp.from_linen(EncoderDecoder(), loss, example=batch_of(2))
 
 
+class Listener(nn.Module):
+    """As Whisper: frames, whose convolution overlaps, are whole on every rank; of their number no rank has a part."""
+
+    @nn.compact
+    def __call__(self, frames: jax.Array, tokens: jax.Array) -> jax.Array:
+        memory = EncoderLayer()(nn.gelu(nn.Conv(DIM, (3,))(frames)))
+        x = nn.Embed(VOCAB, DIM)(tokens)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(nn.LayerNorm()(x), nn.LayerNorm()(memory))
+        return nn.Dense(VOCAB)(nn.LayerNorm()(x))
+
+
+def listener() -> jp.Model:
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        logits = apply(batch["image"][:, 0, :-1], batch["tokens"][:, :-1])
+        return weighed(logits, batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.from_linen(Listener(), loss, example=batch_of(2))
+
+
 def _draws(key: jax.Array) -> dict[str, jax.Array]:
     draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
     params = {name: draw(i, DIM, DIM) for i, name in enumerate(LAYER)}
@@ -453,6 +473,7 @@ MODELS = {
         gpt2,
         loop,
         encoder_decoder,
+        listener,
         translator,
         alibi,
         padded,

@@ -156,11 +156,15 @@ def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
 @rule("jit", "pjit")
 def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """`jp.attention`; another kernel is refused."""
-    options = options_of(eqn)
-    if options is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+    options, kernel = options_of(eqn), kernels.of(eqn)
+    if options is None or kernel is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
     if work.rows > 1 or work.overlap:
         return None
+    plain = not (options.causal or options.segments or options.masked or options.function)
+    if plain and all(x.dim is None for x in inputs[1:3]):  # as of frames, which every rank encodes: nothing is sent
+        fun, values = kernel.fun, [work.part(inputs[0], 1), *map(work.whole, inputs[1:3])]
+        return [((kernels.local_kernel(fun, (2, 2, 2), 2) if work.tensor > 1 else fun)(*values), 1)]
     if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
         return None
     if options.function is not None:

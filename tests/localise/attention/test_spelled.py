@@ -580,6 +580,8 @@ CELLS = (
     pytest.param("t5", "pipe=2,context=2,microbatches=2,schedule=zb-h1,attention=auto", marks=pytest.mark.battery),
     ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
     ("encoder_decoder", "context=4,attention=ring"),
+    pytest.param("listener", "context=4,attention=ring", marks=pytest.mark.slow),
+    pytest.param("listener", "context=2,tensor=2,attention=ulysses", marks=pytest.mark.battery),
     pytest.param("encoder_decoder", "context=4,attention=usp", marks=pytest.mark.battery),
     pytest.param("translator", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
     ("spelled_out", "pipe=2,context=2,data=2,microbatches=2,schedule=zb-h1,attention=ulysses"),
