@@ -13,6 +13,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler for H100s wants it said before jax starts
+
 import optax
 import tyro
 
@@ -111,5 +113,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     main(tyro.cli(Options, description=__doc__))

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler for H100s wants it said before jax starts
+
 import jax
 import jaxlib
 import optax
@@ -148,5 +150,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     main(tyro.cli(Options, description=__doc__))
