@@ -36,7 +36,8 @@ def test_changes_are_named() -> None:
     new[name]["bytes"]["reduce-scatter fsdp float32"][1] -= 8
     new[name]["temporaries"] *= 2
     (said,) = radar.changes(old, new)
-    assert said.startswith("`fsdp=16`: missing: nothing, now reduce-scatter fsdp float32 8 B; temporaries 2.1")
+    before = f"{old[name]['temporaries'] / 1e9:.3g}"
+    assert said.startswith(f"`fsdp=16`: missing: nothing, now reduce-scatter fsdp float32 8 B; temporaries {before}")
     new[name]["bytes"]["reduce-scatter fsdp float32"][0] -= 8
     assert list(radar.changes(old, new)) == ["`fsdp=16`: the traced programs differ; compile it again with both"]
 
