@@ -241,8 +241,8 @@ def test_of_two_hosts_of_gpus() -> None:
     moved = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
     gathered, reduced = (it.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
     assert 0 <= moved[False] - gathered - reduced < 1000  # norms
-    # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count. With what a
-    # loop sends a layer late, in its first iteration: two scales more.
+    # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count. What a
+    # loop sends a layer late has two scales more, in its first iteration.
     assert moved[True] == reduced // 8 + 4 * (9 + 2) * it.step.layout.leaves[-1].shape[-1] + 8
     assert found.exposed == sum(row["sent"] for row in rows if not row["overlapped"])
     assert 0 < gathered_behind_compute(it.text) == it.ledger.total(kind="all-gather", overlapped=True)
