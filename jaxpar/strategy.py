@@ -139,7 +139,7 @@ class Strategy:
       prefetch: how many layers ahead a loop over layers gathers the weights that ZeRO shards, and how many behind it
         reduces gradients (`slicing/pieces.py`): 0, or 1, for the memory of one layer's weights and gradients; a step
         then gathers and reduces one layer more. A pipeline does so from tick to tick, under `1f1b` with one chunk.
-        "auto" is 1 where what loops send leaves the host, without a pipeline: within a host it hides without it.
+        "auto" is 1 where loops send across hosts, but not in a pipeline; within a host collectives hide without it.
       sync: when `zero=3` reduces the gradients of a layer: of every "microbatch", in its backward; or once a "step", of
         whole gradients that each device accumulates, in the dtype of `reduce` (PyTorch FSDP, Zhao et al. 2023,
         section 3.3.4). `zero=1` and 2 differ by just that.
@@ -395,7 +395,7 @@ class Strategy:
 
     def prefetches(self, mesh: Any) -> bool:
         """Whether loops over layers send one layer ahead on a `jax.sharding.Mesh`."""
-        # What ZeRO shards, the only backward of a step reduces over `data` as well.
+        # The only backward of a step sums over `data`, too, what ZeRO shards.
         over = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
         may = self.prefetch == "auto" and self.pipe == 1 and "params" not in self.offloads
         return self.prefetch == 1 or (may and leaves_host(mesh, over))

@@ -194,8 +194,8 @@ def _size(elements: int) -> int:
 
 
 def _sends(rule: Rule, kinds: Mapping[str, tuple[str, ...]], leaf: Uses) -> Iterator[Sent]:
-    """The closed form: the rule's, and for a collective of `kinds` those, of a byte for each number and 4 for each
-    block of a rank's part. What hpZ gathers over `second` goes as it is.
+    """The closed form: the rule's, each collective that is a key of `kinds` replaced by those named there, of a byte
+    for each number and 4 for each block of a rank's part. What hpZ gathers over `second` goes as it is.
     """
     for one in rule.promise.sends(leaf):
         n, each = math.prod(leaf.sizes[axis] for axis in one.axes), one.elements // max(1, one.count)
@@ -207,7 +207,7 @@ def _sends(rule: Rule, kinds: Mapping[str, tuple[str, ...]], leaf: Uses) -> Iter
 
 
 def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
-    whole = tuple(dataclasses.replace(each, pieces=1) for each in leaf.given)  # in bytes no gradient is too large
+    whole = tuple(dataclasses.replace(each, pieces=1) for each in leaf.given)  # bytes are sent in one piece
     return _sends(rule, _REDUCED, dataclasses.replace(leaf, given=whole))
 
 

@@ -92,7 +92,9 @@ def _acts(eqn: Any) -> bool:
 def allowed(
     eqns: Sequence[Any], residuals: Sequence[Any], known: Collection[Any], policy: Callable[..., Any]
 ) -> list[Any]:
-    """What a policy, as of `jax.checkpoint`, keeps for variables that a backward reads to be computed of it again."""
+    """What is kept under a policy, as `jax.checkpoint` takes it: the backward's residuals can be computed again of this
+    and of what is known.
+    """
 
     def saves(eqn: Any) -> bool:  # a policy answers with a bool, or with one of JAX's three cases
         case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)

@@ -85,8 +85,8 @@ class LayerLoop:
 
 
 def _numbered(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `body(carry, number, x)`. The number is read from an array: of one that is counted XLA's collective
-    pipeliner sees that iterations write layer after layer, and moves to the next what is meant for this one.
+    """`lax.scan` of `body(carry, number, x)`. The number is read from an array: if it were counted, XLA's collective
+    pipeliner would see that iterations write layer after layer, and move what is meant for this one to the next.
     """
     return lax.scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length=length, reverse=reverse)
 
@@ -110,9 +110,9 @@ class _Iteration:
         before, between and behind all its other collectives, by which it then computes.
 
         The largest are in the window in which most is multiplied, and no two in one as long as another has products:
-        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait. All-reduces,
-        of what was scattered, are not before the others. Where the body sends nothing else and there are all three
-        kinds, XLA would have all but the last wait: each has a third of the multiply-adds to itself.
+        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait. All-reduces
+        come last: they sum what was scattered. Where the body sends nothing else and has all three kinds, each gets a
+        third of the multiply-adds to itself; left to XLA, all but the last would wait.
         """
         level, exchanges, ahead = self._levels()
         if cut := not exchanges and len({kind for _, kind, _ in ahead}) == len(_AHEAD):
@@ -133,8 +133,9 @@ class _Iteration:
         return windows
 
     def _levels(self, cuts: Container[int] = ()) -> tuple[dict[Any, int], dict[int, int], dict[Any, list[Any]]]:
-        """Of what is for this iteration, how many collectives, or equations of `cuts`, a value needs; of each of these
-        how many it needs itself; and the collectives for other iterations, by whether they come last, kind and axes.
+        """Three tables: how many collectives of this iteration (or equations of `cuts`) each of its values is behind;
+        how many each of these is behind itself; the collectives for other iterations, by whether they come last, kind
+        and axes.
         """
         inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
         needed = self._needed()
@@ -166,8 +167,8 @@ class _Iteration:
         return needed
 
     def _cuts(self, windows: int) -> set[int]:
-        """Equations between so many windows of about as many multiply-adds: those that read a product which needs those
-        before, and which other products need.
+        """Where so many windows of about as many multiply-adds begin: at the equations that read the last product of
+        the window before, if later products are made of it.
         """
         flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in self._todo]
         done = list(itertools.accumulate(flops))

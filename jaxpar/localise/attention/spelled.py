@@ -186,7 +186,7 @@ class _Scores:
     hiding: list[float] = field(default_factory=list)  # what is added to scores of hidden keys, or put in their place
     replayed: Hindered | None = None  # the first that is no part of `jp.attention`
     others: bool = False  # whether what is replayed may hide keys that are seen
-    affine: bool = True  # whether they are but scaled, and something added
+    affine: bool = True  # whether a scale and a bias are all that becomes of them
 
     def pass_through(self, eqn: Any, operand: int) -> None:
         """Raises Hindered where an equation changes more than scores, one by one."""
@@ -229,7 +229,7 @@ class _Scores:
         return least == 0, None if away[-1] == t - 1 else away[-1] + 1, tuple(x.atom for x in ids)
 
     def causal(self, t: int, s: int) -> bool:
-        """Whether of as many keys no later one than a query's own counts, and others' weights are the same without."""
+        """Whether there are as many keys as queries, and a query's weights are the same without all later keys."""
         if self.hidden is None or t != s:
             return False
         own, most = self.hidden.values.shape[1] // 2, max(self.hiding)
