@@ -225,6 +225,14 @@ def test_gathers_in_fp8_are_tried_where_products_round_so_in_any_case() -> None:
     assert {s.gather for s in neighbours(jp.Strategy.parse("fsdp=8,precision=bf16"), here(), ROWS)} == {"compute"}
 
 
+def test_fp8_is_not_planned_as_bf16_where_nothing_multiplies_it() -> None:
+    ampere = dataclasses.replace(here(), hardware=KINDS["A100-80GB"])
+    says = r"precision='fp8' for target='.*': no peak of FP8 products is known for A100-80GB; use precision='bf16'"
+    for strategies in ({"precision": "fp8"}, {"strategies": ["fsdp=8,precision=fp8"]}):
+        with pytest.raises(ValueError, match=says):
+            jp.plan(stack(), jax.ShapeDtypeStruct((ROWS, D), jnp.float32), ampere, **strategies)
+
+
 def test_a_second_shard_is_tried_where_shards_leave_the_host() -> None:
     """Around ZeRO-3 over all devices or within hosts, with the way back; its closed forms by hand."""
     hosts = dataclasses.replace(here(), hosts=2, per_host=4)

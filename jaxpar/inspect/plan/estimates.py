@@ -222,7 +222,7 @@ class Estimator:
         hardware = self.target.hardware
         # What is frozen has no gradient, which is the third.
         passes = 2 + held.trained / held.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
-        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("bf16" if s.precision == "fp8" else "f32")
+        peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
         bandwidth = hardware.memory_bandwidth
         assert peak is not None  # `plan` has seen to it
         assert bandwidth is not None

@@ -75,7 +75,7 @@ def plan(
       strategies: these alone are compiled, all of them; else the best of `candidates` by closed forms, and then what
         differs in one choice from the best that was found.
       top: so many are compiled at most.
-      precision: of the candidates, all of them: "bf16", "f16", "f32" or "fp8".
+      precision: of the candidates, all of them: "bf16", "f16", "f32" or, where the target multiplies it, "fp8".
       length: positions of a row; gives tokens/s.
       cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
         False: none.
@@ -106,12 +106,18 @@ def plan(
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
+    chosen = None if strategies is None else [as_strategy(s) for s in strategies]
+    if "fp8" in [precision, *(s.precision for s in chosen or ())] and target.hardware.peak("fp8") is None:
+        raise ValueError(
+            f"precision='fp8' for target={target.name!r}: no peak of FP8 products is known for {target.hardware.kind}; "
+            "use precision='bf16', or a kind that multiplies FP8, as '8xH100'"
+        )
     check_trainable(trainable)
     check_rows(batch, 1, 1)
     batch = jax.eval_shape(lambda x: x, batch)
     optimizer = optimizer or optax.adamw(3e-4)
     return _Planner(model, target, batch, optimizer, rules, trainable, flops, length, cache).plan(
-        None if strategies is None else [as_strategy(s) for s in strategies], top, precision, console
+        chosen, top, precision, console
     )
 
 
