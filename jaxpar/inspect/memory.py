@@ -148,6 +148,6 @@ def forward(step: Step, batch: Any) -> ForwardCost:
     traced, _ = jx.trace(tape, loss.leaves, *loss.inputs, axes=loss.traced_axes)
     kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
-    saved = sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    saved = sum(map(jx.nbytes, kept))
     products = sum(runs for eqn, runs in visit(loss.program.eqns) if eqn.primitive.name in PRODUCTS)
     return ForwardCost(flops, products, saved)

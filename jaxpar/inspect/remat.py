@@ -63,25 +63,9 @@ class ChosenValue:
     seconds: float
 
 
-@dataclass(frozen=True)
-class RematPlan:
-    """What `remat="auto"` chose.
-
-    Attributes:
-      choices: for each stack a letter for each value.
-      values: each in words.
-      budget, total: bytes of a device, given and as compiled.
-      compiled: programs that were compiled for it.
-    """
-
-    choices: tuple[str, ...]
-    values: tuple[ChosenValue, ...]
-    budget: int
-    total: int
-    compiled: int
-
-
 class _Cost(NamedTuple):
+    """Bytes of a device and of its host, and seconds of a step."""
+
     device: int
     host: int
     seconds: float
@@ -104,7 +88,7 @@ class _Stack:
     @functools.cached_property
     def large(self) -> list[int]:
         """Which values are 1% of all or more: the others are saved."""
-        sizes = [_bytes(v) for v in self.residuals.values]
+        sizes = [jx.nbytes(v) for v in self.residuals.values]
         return [at for at, n in enumerate(sizes) if 100 * n >= sum(sizes)]
 
     def all(self, letter: str) -> str:
@@ -115,31 +99,23 @@ class _Stack:
     def _seconds(self) -> dict[int, float]:
         return {id(eqn): _equation_seconds(eqn, self.hardware) for eqn in self.residuals.eqns}
 
-    @functools.cached_property
-    def _made(self) -> dict[Any, float]:
-        """Seconds of a layer's forward that have passed when a variable is there."""
-        passed = itertools.accumulate(self._seconds[id(eqn)] for eqn in self.residuals.eqns)
-        return {v: now for eqn, now in zip(self.residuals.eqns, passed, strict=True) for v in eqn.outvars}
-
     @functools.cache  # noqa: B019 of one search
     def cost(self, choice: str) -> _Cost:
         """Bytes that all layers leave on the device (of what is on the host, two layers) and there, and seconds."""
-        kept = self.residuals.kept(choice)
-        host = sum(_bytes(v) for v, there in zip(kept.values, kept.host, strict=True) if there)
-        device = sum(map(_bytes, kept.values)) - host
-        forward = sum(self._seconds.values())
-        again = sum(self._seconds[id(eqn)] for eqn in kept.again)
-        ended, waits, speed = [0.0, 0.0], 0.0, self.hardware.host_bandwidth or 1
-        for v in sorted((v for v, there in zip(kept.values, kept.host, strict=True) if there), key=self._when):
-            # A copy begins once its value is there, and XLA has two under way at most: kernels wait for the one before.
-            waits = max(waits, ended[-2] - self._when(v))
-            ended.append(max(ended[-1], waits + self._when(v)) + _bytes(v) / speed)
-        waits = max(waits, ended[-1] - forward) + max(0.0, host / speed - 2 * forward - again)
-        held = self.layers * device + min(2, self.layers) * host
+        kept, eqns = self.residuals.kept(choice), self.residuals.eqns
+        sent = {v for v, there in zip(kept.values, kept.host, strict=True) if there}
+        host, speed = sum(map(jx.nbytes, sent)), self.hardware.host_bandwidth or 1
+        forward, again = (sum(self._seconds[id(eqn)] for eqn in run) for run in (eqns, kept.again))
+        now, ended = 0.0, [0.0, 0.0]
+        for seconds, made in [(0.0, self.residuals.inputs), *((self._seconds[id(eqn)], eqn.outvars) for eqn in eqns)]:
+            now += seconds
+            for v in (v for v in made if v in sent):
+                # A copy begins once its value is there, and XLA has two under way at most: kernels wait for the first.
+                now = max(now, ended[-2])
+                ended.append(max(now, ended[-1]) + jx.nbytes(v) / speed)
+        waits = max(now, ended[-1]) - forward + max(0.0, host / speed - 2 * forward - again)
+        held = self.layers * (sum(map(jx.nbytes, kept.values)) - host) + min(2, self.layers) * host
         return _Cost(held, self.layers * host, self.runs * (again + waits))
-
-    def _when(self, var: Any) -> float:
-        return self._made.get(var, 0.0)
 
     def described(self, choice: str) -> Iterator[ChosenValue]:
         """Each value and its choice."""
@@ -152,69 +128,51 @@ class _Stack:
                 saved = f"{choice[:at]}s{choice[at + 1 :]}"
                 seconds = self.cost(choice).seconds - self.cost(saved).seconds
             elif letter == "h":
-                seconds = 2 * self.runs * _bytes(v) / (self.hardware.host_bandwidth or 1)
+                seconds = 2 * self.runs * jx.nbytes(v) / (self.hardware.host_bandwidth or 1)
             name = "input of the layer" if eqn is None else eqn.primitive.name
             what = f"{name} {v.aval.dtype.name}{[*v.aval.shape]}"
-            yield ChosenValue(what, jx.where(eqn) if eqn else "", self.layers * _bytes(v), WORDS[letter], seconds)
+            yield ChosenValue(what, jx.where(eqn) if eqn else "", self.layers * jx.nbytes(v), WORDS[letter], seconds)
 
 
 def settle(step: AnyStep, batch: Any) -> AnyStep:
-    """The step with the fastest choices whose compiled program fits `strategy.budget`, which are its `remat_plan`.
-    Compiles up to five programs, with `offload` ten; nothing runs.
+    """The step with the fastest choices whose compiled program fits `strategy.budget`; they are its `chosen`. Compiles
+    up to five programs, with `offload` ten; nothing runs.
 
     Raises ValueError where none fits: by how much, what holds it, and the nearest budget that does.
     """
-    stacks, budget = stacks_of(step, batch), _budget(step)
-    tried: dict[tuple[str, ...], _Tried] = {}
-    for letters in ("sr", "srh") if "activations" in step.strategy.offloads else ("sr",):
-        _fit(step, batch, stacks, budget, letters, tried)
-    fitting = [choices for choices, one in tried.items() if one.total <= budget]
-    if not fitting:
-        raise ValueError(_refused(step, stacks, tried, budget))
-    best = min(fitting, key=lambda choices: (tried[choices].seconds, tried[choices].total))
-    values = tuple(value for stack, choice in zip(stacks, best, strict=True) for value in stack.described(choice))
-    return step.choosing(best, RematPlan(best, values, budget, tried[best].total, len(tried)))
-
-
-def _fit(
-    step: Step,
-    batch: Any,
-    stacks: Sequence[_Stack],
-    budget: int,
-    letters: str,
-    tried: "dict[tuple[str, ...], _Tried]",
-) -> None:
-    """Compiles the choices of these letters that should fit, until one does and uses what there is."""
-    room = budget - sum(step.layout.bytes.values())
-    hardware = _hardware(step) or KINDS["H100"]
+    stacks, budget, hardware = stacks_of(step, batch), _budget(step), _hardware(step) or KINDS["H100"]
     there = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
     there -= sum(step.layout.host_bytes.values())
-    for _ in range(_COMPILED):
-        choices = cheapest(stacks, room, there, letters)
-        again = choices in tried
-        if not again:
+    tried: dict[tuple[str, ...], _Cost] = {}
+    room: float = budget - sum(step.layout.bytes.values())
+    for letters in ("sr", "srh") if "activations" in step.strategy.offloads else ("sr",):
+        for _ in range(_COMPILED):
+            choices = cheapest(stacks, room, there, letters)
+            if choices in tried:
+                break
             tried[choices] = _compiled(step.choosing(choices), batch, stacks, choices)
-        total = tried[choices].total
-        if again or budget * (1 - _NEAR) <= total <= budget or (total <= budget and {*"".join(choices)} == {"s"}):
-            return
-        held = sum(cost.device for cost in _costs(stacks, choices))
-        # A miss asks for more than it missed by, or a choice that is no smaller would come again.
-        room = held + (budget - total if total <= budget else min(budget - total, -_NEAR * budget / 4))
+            left = budget - tried[choices].device
+            if 0 <= left <= _NEAR * budget:
+                break
+            # A miss asks for more than it missed by, or a choice that is no smaller would come again.
+            room = _cost(stacks, choices).device + (left if left >= 0 else min(left, -_NEAR * budget / 4))
+    fitting = [choices for choices, found in tried.items() if found.device <= budget]
+    if not fitting:
+        raise ValueError(_refused(step, stacks, tried, budget))
+    best = min(fitting, key=lambda choices: (tried[choices].seconds, tried[choices].device))
+    chosen = tuple(value for stack, choice in zip(stacks, best, strict=True) for value in stack.described(choice))
+    return step.choosing(best, chosen)
 
 
-class _Tried(NamedTuple):
-    """Bytes of a device as compiled, and seconds of a step as predicted; on CPUs those that choices should add."""
-
-    total: int
-    seconds: float
-
-
-def _compiled(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Tried:
+def _compiled(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
+    """As compiled; the seconds are predicted, on CPUs those that choices should add."""
     compiled, hardware = step.compile(batch), _hardware(step)
     (memory,) = of_step(step, batch, compiled).values()
     if hardware is None or unread(step.mesh.devices.flat[0].platform):
-        return _Tried(memory.total, sum(cost.seconds for cost in _costs(stacks, choices)))
-    return _Tried(memory.total, predict(compiled, step, batch, hardware).seconds)
+        seconds = _cost(stacks, choices).seconds
+    else:
+        seconds = predict(compiled, step, batch, hardware).seconds
+    return _Cost(memory.total, memory.host, seconds)
 
 
 def _budget(step: Step) -> int:
@@ -252,8 +210,9 @@ def stacks_of(step: Step, batch: Any) -> list[_Stack]:
     return list(found.values())
 
 
-def _costs(stacks: Sequence[_Stack], choices: Sequence[str]) -> list[_Cost]:
-    return [stack.cost(choice) for stack, choice in zip(stacks, choices, strict=True)]
+def _cost(stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
+    costs = (stack.cost(choice) for stack, choice in zip(stacks, choices, strict=True))
+    return _Cost(*map(sum, zip(_Cost(0, 0, 0.0), *costs, strict=True)))
 
 
 def cheapest(stacks: Sequence[_Stack], room: float, there: float, letters: str) -> tuple[str, ...]:
@@ -262,10 +221,8 @@ def cheapest(stacks: Sequence[_Stack], room: float, there: float, letters: str) 
     """
 
     def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:
-        costs = _costs(stacks, choices)
-        device = sum(cost.device for cost in costs)
-        host = sum(cost.host for cost in costs)
-        return max(0.0, device - room) + max(0.0, host - there), sum(cost.seconds for cost in costs), host, device
+        device, host, seconds = _cost(stacks, choices)
+        return max(0.0, device - room) + max(0.0, host - there), seconds, host, device
 
     def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
         while True:
@@ -282,18 +239,16 @@ def _near(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> I
     """Choices that differ in one large value, or in two of a stack."""
     for at, (stack, choice) in enumerate(zip(stacks, choices, strict=True)):
         single = [(i, letter) for i in stack.large for letter in letters if letter != choice[i]]
-        changes = [(one,) for one in single] + [(a, b) for a, b in itertools.combinations(single, 2) if a[0] != b[0]]
-        for change in changes:
+        for change in (*itertools.combinations(single, 1), *itertools.combinations(single, 2)):
             other = list(choice)
             for i, letter in change:
                 other[i] = letter
             yield (*choices[:at], "".join(other), *choices[at + 1 :])
 
 
-def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Tried], budget: int) -> str:
-    choices = min(tried, key=lambda choices: tried[choices].total)
-    total, state = tried[choices].total, sum(step.layout.bytes.values())
-    left = sum(cost.device for cost in _costs(stacks, choices))
+def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Cost], budget: int) -> str:
+    choices = min(tried, key=lambda choices: tried[choices].device)
+    total, state, left = tried[choices].device, sum(step.layout.bytes.values()), _cost(stacks, choices).device
     parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
     rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
     more = [term for term in OFFLOADS if not step.strategy.kept_on_device(term)]
@@ -309,12 +264,8 @@ def _equation_seconds(eqn: Any, hardware: Hardware) -> float:
     """Of what runs as a part of what reads it: none."""
     if cheap(eqn):
         return 0.0
-    moved = sum(_bytes(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+    moved = sum(jx.nbytes(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
     if jx.communicates([eqn], PRIMITIVES) and hardware.link_bandwidth:  # a ring sends about what it reads and writes
         return moved / (hardware.link_bandwidth * (hardware.link_efficiency or 1))
     flops = {dtype: 2.0 * count for dtype, (count, _) in jx.matmuls([eqn]).items()}
     return estimated_seconds(flops, moved, hardware)
-
-
-def _bytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize

@@ -213,6 +213,11 @@ def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
     return list(seen)
 
 
+def nbytes(var: Any) -> int:
+    """Bytes of a variable or literal."""
+    return var.aval.size * var.aval.dtype.itemsize
+
+
 def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
     """Whether one of the primitives `by` is among some equations, or inside one."""
     return any(eqn.primitive.name in by for eqn, _ in visit(eqns))

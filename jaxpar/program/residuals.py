@@ -142,16 +142,12 @@ def _instead(
     and so on, whichever are smallest; None where none are smaller.
     """
     operands = lambda var: {v: None for v in made[var].invars if not jx.is_literal(v) and not there(v)}
-    best, least = None, _bytes(result)
+    best, least = None, jx.nbytes(result)
     cut = operands(result)
     while True:
-        size = sum(map(_bytes, cut))
+        size = sum(map(jx.nbytes, cut))
         if size < least and not any(v in barred for v in cut):
             best, least = cut, size
         if not any(v in made for v in cut):
             return best
         cut = {w: None for v in cut for w in (operands(v) if v in made else (v,))}
-
-
-def _bytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize

@@ -21,7 +21,6 @@ So those for the next layer start one beside each product, the largest beside th
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +121,7 @@ class _Iteration:
         self._exchanges = lambda eqn: id(eqn) in exchanges
         windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
         products = _products([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
-        size = lambda eqns: sum(
-            math.prod(v.aval.shape) * v.aval.dtype.itemsize for e in eqns for v in (*e.invars, *e.outvars)
-        )
+        size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
         rank = lambda at: (products[at] > 0 and not windows[at], products[at], at)
         for (last, kind, _), eqns in sorted(ahead.items(), key=lambda one: (one[0][0], -size(one[1]))):
             first = max((at for at, those in enumerate(windows) if those), default=0) if last else 0
@@ -225,9 +222,8 @@ class _Iteration:
         ]
         read = {v for eqn in self._todo if eqn not in copying for v in eqn.invars if not jx.is_literal(v)}
         ends = [v for eqn in copying for v in eqn.outvars if v.aval.memory_space != HOST and v not in read]
-        size = lambda v: v.aval.size * v.aval.dtype.itemsize
-        ends = sorted(ends, key=size, reverse=True)
-        chains = [(jx.needed(copying, [v]), size(v)) for v in ends]
+        ends = sorted(ends, key=jx.nbytes, reverse=True)
+        chains = [(jx.needed(copying, [v]), jx.nbytes(v)) for v in ends]
         scalars = lambda eqns: [v for one in eqns for v in one.invars if not jx.is_literal(v) and not v.aval.shape]
         numbers = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
         for eqn in numbers:
@@ -235,7 +231,7 @@ class _Iteration:
         taken = {id(eqn) for eqns in (numbers, *(eqns for eqns, _ in chains)) for eqn in eqns}
         rest = [eqn for eqn in self._todo if id(eqn) not in taken]
         flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in rest]
-        left, total = sum(flops), sum(map(size, ends))
+        left, total = sum(flops), sum(map(jx.nbytes, ends))
         room = 0.0
         for eqn, count in zip(rest, flops, strict=True):
             left -= count

@@ -123,13 +123,13 @@ class Step(FirstState, Intake):
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 
-    remat_plan: Any = None  # what remat="auto" chose (`inspect/remat.py`)
+    chosen: tuple[Any, ...] = ()  # what remat="auto" chose for each value (`inspect/remat.py`)
     settle: Callable[[Any], Any] | None = None  # with remat="auto": of a batch's shapes, this step with its choices
 
-    def choosing(self, choices: tuple[str, ...], plan: Any = None) -> Self:
+    def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
         """This step where `choices` say what becomes of what each stack's layers save (`Residuals.kept`)."""
         other = copy.copy(self)
-        other.remat_plan = plan
+        other.chosen = chosen
         other.tracing = replace(self.tracing, choices=choices, _traced={})
         other.local, other._jitted = replace(self.local, tracing=other.tracing), {}
         return other

@@ -41,16 +41,15 @@ BLOCK = 64 << 20  # bytes: 1.4 ms at 48 GB/s, beside which what an iteration cos
 
 
 class _Leaf(NamedTuple):
-    """One leaf's part of a program: its equations and results, and its arrays and the scalars that they read."""
+    """One leaf's part of a program: its equations and results, and the scalars that they read."""
 
     eqns: list[Any]
     outs: list[Any]
-    arrays: list[Any]
     scalars: list[Any]
 
-    def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array], shape: Any) -> list[jax.Array]:
-        """The results, of blocks of this shape."""
-        env = dict(zip((*self.arrays, *self.scalars), (*values, *scalars), strict=True))
+    def __call__(self, arrays: dict[Any, jax.Array], scalars: Sequence[jax.Array], shape: Any) -> list[jax.Array]:
+        """The results, of blocks of this shape, by variable, and of scalars."""
+        env = arrays | dict(zip(self.scalars, scalars, strict=True))
         read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
         for eqn in self.eqns:
             values = [read(atom) for atom in eqn.invars]
@@ -61,22 +60,22 @@ class _Leaf(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A program, split: what each leaf with state on the host has of it, and the positions of the other results."""
+    """A program, split: what each leaf with state on the host has of it; and the equations of its other results, which
+    are at positions `rest`, and of the scalars that leaves read: `outs` are both.
+    """
 
     flat: jx.Flat
     leaves: dict[int, _Leaf]
     rest: list[int]
+    eqns: list[Any]
+    outs: list[Any]
 
     def others(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """Of inputs, None where they are on the host: the other results, and the scalars that leaves read."""
-        flat = self.flat
-        there = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
-        scalars = list(dict.fromkeys(v for leaf in self.leaves.values() for v in leaf.scalars))
-        outs = [*(flat.outvars[at] for at in self.rest), *scalars]
-        eqns = jx.needed(flat.eqns, outs)
-        read = jx.free(eqns, outs)
-        found = jx.run(eqns, read, outs)(*(there[v] for v in read))
-        return dict(zip(self.rest, found, strict=False)), dict(zip(scalars, found[len(self.rest) :], strict=True))
+        """Of inputs, None where they are on the host: the other results, and the scalars."""
+        there = dict(zip((*self.flat.constvars, *self.flat.invars), (*self.flat.consts, *values), strict=True))
+        read, n = jx.free(self.eqns, self.outs), len(self.rest)
+        found = jx.run(self.eqns, read, self.outs)(*(there[v] for v in read))
+        return dict(zip(self.rest, found[:n], strict=True)), dict(zip(self.outs[n:], found[n:], strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,12 +109,12 @@ class Streams:
         for i, leaf in self.first.leaves.items():
             at = self.held[i]
 
-            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf) -> list[Any]:
-                return leaf(blocks[: len(leaf.arrays)], of, shape)
+            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf, var: Any = self.first.flat.invars[i]) -> Any:
+                return leaf({var: blocks[0]}, of, shape)
 
             value, last = lax.optimization_barrier((values[i], last))
-            empty = [places[j].dtype for j in at]
-            last = self._streamed(fun, places[at[0]], [value], empty, [scalars[v] for v in leaf.scalars])
+            of, begins = [scalars[v] for v in leaf.scalars], [places[j].dtype for j in at]
+            last = self._streamed(fun, places[at[0]], value, [], of, begins)
             new.update(zip(at, last, strict=True))
         return self._state(new)
 
@@ -140,17 +139,15 @@ class Streams:
             leaf = self.update.leaves[i]
             order = [self.update.flat.invars[j] for j in (n + i, i, *(2 * n + j for j in at))]
 
-            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf, order: Any = order) -> list[Any]:
-                there, (_, *old) = dict(zip(order, blocks, strict=True)), blocks
-                change, *state = leaf([there[v] for v in leaf.arrays], of[: len(leaf.scalars)], shape)
-                applied = None if len(of) == len(leaf.scalars) else of[-1]
-                new = [optax.apply_updates(old[0], change), *state]
-                return [kept(applied, a, b) for a, b in zip(new, old, strict=True)]
+            def fun(blocks: Any, of: Any, shape: Any, leaf: _Leaf = leaf, order: Any = order) -> Any:
+                (of, applied), (_, *old) = of, blocks
+                change, *state = leaf(dict(zip(order, blocks, strict=True)), of, shape)
+                return kept(applied, [optax.apply_updates(old[0], change), *state], old)
 
             held, last = lax.optimization_barrier(([arrays[j] for j in at], last))
-            of = [*(scalars[v] for v in leaf.scalars), *([] if applied is None else [applied])]
+            of = [scalars[v] for v in leaf.scalars], applied
             place = places[at[0]] if at else self.params[i]
-            last = self._streamed(fun, place, [slopes[i]], [values[i], *held], of)
+            last = self._streamed(fun, place, slopes[i], [values[i], *held], of)
             new[i] = place.unpad(last[0])
             moments.update(zip(at, last[1:], strict=True))
         return jax.tree.unflatten(tree, [new[i] for i in range(n)]), self._state(moments)
@@ -159,23 +156,22 @@ class Streams:
         tree = jax.tree.structure(self.layout.optimizer, is_leaf=is_stored)
         return jax.tree.unflatten(tree, [arrays[at] for at in range(len(arrays))])
 
-    def _streamed(self, fun: Any, place: Stored, given: Any, carried: Any, scalars: Any) -> list[Any]:
+    def _streamed(
+        self, fun: Any, place: Stored, given: Any, carried: Any, scalars: Any, begins: Sequence[Any] = ()
+    ) -> list[Any]:
         """`fun(blocks of what is given and carried, scalars, their shape)` of all blocks, in the place of what is
-        carried: arrays as `place` has them, or the dtypes of those that begin, on the host.
+        carried: arrays as `place` has them, and on the host what `begins`, of these dtypes.
 
         Every device has its own shard; nothing is communicated.
         """
-        empty = carried if not isinstance(carried[0], jax.Array) else []
-        arrays = [place.pad(x) for x in (carried if not empty else [])]
 
-        def local(given: Sequence[Any], arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-            shape = given[0].shape
-            begun = arrays or [jax.device_put(lax.empty(shape, dtype), HOST) for dtype in empty]
-            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, begun, bool(arrays))
+        def local(given: Any, carried: Sequence[Any], scalars: Any) -> list[Any]:
+            begun = [jax.device_put(lax.empty(given.shape, dtype), HOST) for dtype in begins]
+            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, [*carried, *begun])
 
         ins, spec = (place.spec, place.spec, PartitionSpec()), place.spec
         mapped = jax.shard_map(local, mesh=self.layout.mesh, in_specs=ins, out_specs=spec, check_vma=False)
-        return mapped([place.pad(x) for x in given], arrays, scalars)
+        return mapped(place.pad(given), [place.pad(x) for x in carried], scalars)
 
 
 def kept(applied: Any, new: Any, old: Any) -> Any:
@@ -183,19 +179,14 @@ def kept(applied: Any, new: Any, old: Any) -> Any:
     return new if applied is None else jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
-def _over_blocks(
-    fun: Callable[[list[Any], Any], list[Any]], given: Sequence[Any], carried: Sequence[Any], reads: bool
-) -> list[Any]:
-    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried, which
-    without `reads` begins.
-    """
-    blocks = Blocks.of(given[0].shape, max(x.dtype.itemsize for x in (*given, *carried)))
-    fetched = lambda x, number: blocks.take(x, number) if reads and is_on_host(x) else None
+def _over_blocks(fun: Callable[[list[Any], Any], list[Any]], given: Any, carried: Sequence[Any]) -> list[Any]:
+    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried."""
+    blocks = Blocks.of(given.shape, max(x.dtype.itemsize for x in (given, *carried)))
+    fetched = lambda x, number: blocks.take(x, number) if is_on_host(x) else None
 
     def updated(number: Any, carried: Sequence[Any], ahead: Sequence[Any]) -> list[Any]:
-        here = [blocks.take(x, number) for x in given]
         old = [blocks.take(x, number) if y is None else y for x, y in zip(carried, ahead, strict=True)]
-        return fun([*here, *(old if reads else [])], blocks.block)
+        return fun([blocks.take(given, number), *old], blocks.block)
 
     def body(number: Any, state: Any) -> Any:
         ahead, after = [], []
@@ -286,12 +277,10 @@ def streams(
         )
     seen, params = layout.storage.seen(as_stacked)
     paths, n = [leaf.path for leaf in seen], len(seen)
-    homes = [None if place.leaf is None else paths.index(place.leaf.path) for place in places]
-    there = {home for home, place in zip(homes, places, strict=True) if place.host}
-    there |= {i for i, place in enumerate(mine) if place.host}
-    homes = [home if home in there else None for home in homes]
-    held = {i: [j for j, home in enumerate(homes) if home == i] for i in range(n) if i in there}
-    own = [i if i in held else None for i in range(n)]
+    there = {place.leaf.path for place in (*mine, *places) if place.leaf is not None and place.host}
+    own = [i if path in there else None for i, path in enumerate(paths)]
+    homes = [None if place.leaf is None else own[paths.index(place.leaf.path)] for place in places]
+    held = {i: [j for j, home in enumerate(homes) if home == i] for i in own if i is not None}
     begun = [home if place.host else None for home, place in zip(homes, places, strict=True)]
     first = _split(jx.trace(optimizer.init, params)[0], own, begun, set(), paths)
     _, update, _ = traced_update(optimizer, params)
@@ -311,8 +300,8 @@ def _split(flat: jx.Flat, ins: Sequence[Any], outs: Sequence[Any], hidden: set[A
         results = [v for v, of in zip(flat.outvars, outs, strict=True) if of == i]
         eqns = jx.needed(flat.eqns, results, scalars)
         read = jx.free(eqns, results)
-        leaves[i] = _Leaf(eqns, results, [v for v in read if v.aval.shape], [v for v in read if v in scalars])
-        if any(home.get(v) != i for v in leaves[i].arrays):
+        leaves[i] = _Leaf(eqns, results, [v for v in read if v in scalars])
+        if any(home.get(v) != i for v in read if v not in scalars):
             raise ValueError(_refused(f"what becomes of {paths[i]} depends on other arrays"))
         for eqn in eqns:
             spread = eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
@@ -320,10 +309,12 @@ def _split(flat: jx.Flat, ins: Sequence[Any], outs: Sequence[Any], hidden: set[A
             if not spread and not (primitives.of(eqn).elementwise and len(shapes) == 1):
                 raise ValueError(_refused(f"of {paths[i]} it takes {eqn.primitive.name}"))
     rest = [at for at, of in enumerate(outs) if of is None]
-    others = [*(flat.outvars[at] for at in rest), *(v for leaf in leaves.values() for v in leaf.scalars)]
-    if found := [home[v] for v in jx.free(jx.needed(flat.eqns, others), others) if v in hidden]:
+    read = dict.fromkeys(v for leaf in leaves.values() for v in leaf.scalars)
+    others = [*(flat.outvars[at] for at in rest), *read]
+    eqns = jx.needed(flat.eqns, others)
+    if found := [home[v] for v in jx.free(eqns, others) if v in hidden]:
         raise ValueError(_refused(f"a number is made of all of {paths[found[0]]} or its moments"))
-    return _Program(flat, leaves, rest)
+    return _Program(flat, leaves, rest, eqns, others)
 
 
 def _refused(why: str) -> str:

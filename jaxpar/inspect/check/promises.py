@@ -136,7 +136,7 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
         def equation(eqn: Any, inputs: list[bool]) -> list[bool]:
             here, moves = (*around, id(eqn)), any(inputs) and not is_token(eqn)
             if PRIMITIVES.get(eqn.primitive.name) == "all-gather" and axis in axes_of(eqn):
-                size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+                size = sum(map(jx.nbytes, eqn.outvars))
                 gathers[here] = jx.where(eqn), 0 if any(inputs) else size  # in a loop the last time it was looked at
             outs = propagate(eqn, inputs, lambda inner, ins, _: run(inner, ins, here), operator.or_)
             return [moves] * len(eqn.outvars) if outs is None else outs

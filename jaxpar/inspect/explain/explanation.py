@@ -219,16 +219,9 @@ def _values(values: Sequence[ChosenValue]) -> str:
     total = sum(value.bytes for value in values)
     large = [value for value in values if 100 * value.bytes >= total]
     rows = [["layers leave", "at", "bytes", "choice", "ms"]]
-    rows += [
-        [
-            value.what,
-            value.where.rpartition("/")[2].partition(" ")[0],
-            size(value.bytes),
-            value.choice,
-            f"{1e3 * value.seconds:.2f}",
-        ]
-        for value in large
-    ]
+    for value in large:
+        line = value.where.rpartition("/")[2].partition(" ")[0]
+        rows.append([value.what, line, size(value.bytes), value.choice, f"{1e3 * value.seconds:.2f}"])
     rest = sum(value.bytes for value in values) - sum(value.bytes for value in large)
     return table([*rows, ["smaller ones", "", size(rest), "save", ""]], "<<><>", cut=0)
 

@@ -80,7 +80,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         gathered=dict(traced.gathered),
         loops=described(traced.program, storage),
         moves=tuple(moved),
-        values=step.remat_plan.values if step.remat_plan else (),
+        values=step.chosen,
         remarks=tuple(remarks),
     )
 

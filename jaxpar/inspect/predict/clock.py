@@ -108,11 +108,8 @@ class Clock:
                     spent = self._kernel(one, self._left(queue).get("collective", 0.0), times)
                     self._pass(queue, spent, 0)
                     now += spent
-                case Start():
-                    queue[one.name] = self._collective(one, times)
-                    now += self._wait(queue, one.name, times) if one.waits else 0.0
-                case HostCopy():
-                    queue[one.name] = self._copy(one, times)
+                case Start() | HostCopy():
+                    queue[one.name] = self._beside(one, times)
                     now += self._wait(queue, one.name, times) if one.waits else 0.0
                 case Done():
                     now += self._wait(queue, one.name, times)
@@ -180,36 +177,32 @@ class Clock:
             self._peaks[peak] = self._peaks.get(peak, 0) + times * product.flops
         return work + slowed
 
-    def _collective(self, start: Start, times: int) -> float:
-        """Seconds of one, once it is its turn."""
-        if start.name not in self._parts:
-            way = Reach.of(start, self.hosts)
-            self._seconds[start.name], reason = collective_seconds(start.kind, start.bytes, way, self.hardware)
-            on = {"axes": start.axes, "way": way.name, "asynchronous": not start.waits}
-            self._parts[start.name] = Part(start.name, start.source, start.kind, reason, **on)
-        part = self._parts[start.name]
+    def _beside(self, one: Start | HostCopy, times: int) -> float:
+        """Seconds of a collective or a copy, once it is its turn."""
+        if one.name not in self._parts:
+            made = self._copy(one) if isinstance(one, HostCopy) else self._collective(one)
+            self._seconds[one.name], self._parts[one.name] = made
+        part = self._parts[one.name]
         part.executions += times
-        part.seconds += times * self._seconds[start.name]
-        part.bytes += times * start.sent
-        return self._seconds[start.name]
+        part.seconds += times * self._seconds[one.name]
+        part.bytes += times * (one.bytes if isinstance(one, HostCopy) else one.sent)
+        return self._seconds[one.name]
 
-    def _copy(self, copy: HostCopy, times: int) -> float:
-        """Seconds of one copy, once it is its turn."""
+    def _collective(self, start: Start) -> tuple[float, Part]:
+        way = Reach.of(start, self.hosts)
+        seconds, reason = collective_seconds(start.kind, start.bytes, way, self.hardware)
+        on = {"axes": start.axes, "way": way.name, "asynchronous": not start.waits}
+        return seconds, Part(start.name, start.source, start.kind, reason, **on)
+
+    def _copy(self, copy: HostCopy) -> tuple[float, Part]:
         if (speed := self.hardware.host_bandwidth) is None:
             raise ValueError(
                 f"{self.hardware.kind} has no host_bandwidth, and its copies to and from the host no time; describe it "
                 "in a file (jaxpar.inspect.targets.kinds.load), or predict without offload"
             )
-        if copy.name not in self._parts:
-            kind, reason = f"copy {'to' if copy.to_host else 'from'} host", f"{copy.bytes / 1e6:,.1f} MB"
-            self._seconds[copy.name] = copy.bytes / speed
-            reason += f" at {speed / 1e9:.0f} GB/s"
-            self._parts[copy.name] = Part(copy.name, copy.source, kind, reason, way="host")
-        part = self._parts[copy.name]
-        part.executions += times
-        part.seconds += times * self._seconds[copy.name]
-        part.bytes += times * copy.bytes
-        return self._seconds[copy.name]
+        kind = f"copy {'to' if copy.to_host else 'from'} host"
+        reason = f"{copy.bytes / 1e6:,.1f} MB at {speed / 1e9:.0f} GB/s"
+        return copy.bytes / speed, Part(copy.name, copy.source, kind, reason, way="host")
 
     def _wait(self, queue: Queue, name: str, times: int) -> float:
         """Seconds until what runs beside kernels has ended: what is before it in its stream comes first."""

@@ -87,9 +87,8 @@ class ExpertRun:
     def bytes(self) -> tuple[int, int]:
         """Of the buffers of one exchange to the experts and back, and of all the experts' leaves."""
         (count,), (tokens, *_) = self.sizes.aval.shape, self.rows[0].aval.shape
-        slots, of = slots_of(tokens, 1, count), lambda v: math.prod(v.aval.shape) * v.aval.dtype.itemsize
-        moved = sum(of(v) // tokens for v in (*self.rows, self.out))
-        return count * slots * moved, sum(map(of, self.leaves))
+        moved = sum(jx.nbytes(v) // tokens for v in (*self.rows, self.out))
+        return count * slots_of(tokens, 1, count) * moved, sum(map(jx.nbytes, self.leaves))
 
     def exchanged(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
         """The result, from values of `rows`, `leaves` and `rest`, as a mixture of one choice for each row."""
