@@ -44,8 +44,8 @@ def bisect(
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
       a, b: strategies, which may differ in precision; None is one device, plainly, as in `jp.verify`. `b` may also be a
-        loss of one's own: see `losses.py`. Or a `Path`, a new folder in which another process, with another jax or
-        on another machine, meets this one by the same call with its own `a`; each has then the two of them compared.
+        loss of one's own: see `losses.py`. Or a `Path`, a new file by which another process, with another jax or on
+        another machine, finds this one with the same call and its own `a`; each has then the two of them compared.
       key: the key of the initial values; `jax.random.key(0)` if None.
       mesh_b: the devices of `b`, where they are others, or the same ones in another order: the same strategy on both
         tells two devices apart. None: those of `a`.
@@ -154,12 +154,12 @@ class _Search:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say of the loss has been said of it
                 ours, theirs = (side(site) for side in self.sides)
-                self.told[site] = told = self.judged(ours, theirs, (0.0, None))
+                self.told[site] = told = self.judged(ours, theirs)
                 if self.mixed and told.allowed < told.error < float("inf"):
                     self.told[site] = self.judged(ours, theirs, self.plain.rounding(site, self.low))
         return self.told[site].error > self.told[site].allowed
 
-    def judged(self, ours: Any, theirs: Any, rounding: tuple[float, list[float] | None]) -> _Told:
+    def judged(self, ours: Any, theirs: Any, rounding: Sequence[float] = (0.0,)) -> _Told:
         """What differs most, where rounding may move the loss and the gradients so far."""
         (loss, grads), (other, others) = ours, theirs
         if not np.isfinite([loss, other]).any():
@@ -173,7 +173,7 @@ class _Search:
             return _Told("the value", error, allowed, False)
         if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, others)):
             raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
-        terms = None if rounding[1] is None else [x / self.tolerance for x in rounding[1]]
+        terms = [x / self.tolerance for x in rounding[1:]] or None
         leaves = zip(*(differences("gradient", grads, others, one) for one in (None, terms)), strict=True)
         worst = max((min(pair, key=lambda d: d.error) for pair in leaves), key=lambda d: d.error)
         if worst.error > self.tolerance:
