@@ -25,12 +25,16 @@ class Evaluation:
     """Runs programs; its reader says what a value is held as: an array `x`, beside what is known of it. Each is held
     until it is last read, so that a run takes the memory of the program itself.
 
+    Args:
+      enters: whether a loop with these results is entered.
+
     Attributes:
       sites: the equations whose programs are being run, outermost first, and last the one that is.
       loops: the loops that these are in: line, iteration (from 0), and how many there are (None: a while).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enters: Callable[[Sequence[Any]], bool]) -> None:
+        self._enters = enters
         self.sites: tuple[Any, ...] = ()
         self.loops: tuple[tuple[str, int, int | None], ...] = ()
 
@@ -38,18 +42,10 @@ class Evaluation:
         """What enters the program."""
         raise NotImplementedError
 
-    def made(self, x: Any, at: int, ins: Sequence[Any], within: Sequence[Any]) -> Any:
+    def made(self, x: Any, at: int | None, ins: Sequence[Any], within: Sequence[Any] = ()) -> Any:
         """Result number `at` of the equation at `sites`, of its operands; of a loop that was entered, of what its
-        iterations have made of it.
+        iterations have made of it. None: the part of an operand that an iteration reads.
         """
-        raise NotImplementedError
-
-    def part(self, x: Any, of: Any) -> Any:
-        """What an iteration reads of a value."""
-        raise NotImplementedError
-
-    def matters(self, outs: Sequence[Any]) -> bool:
-        """Whether a loop with these results is entered."""
         raise NotImplementedError
 
     def of(self, fun: Callable[..., Any], names: Sequence[str], *args: Any) -> list[Any]:
@@ -88,7 +84,7 @@ class Evaluation:
             return self.run(branches[int(np.clip(int(index.x), 0, len(branches) - 1))], ins)
         outs = bound(eqn, [v.x for v in ins])
         loop = {"scan": self._scan, "while": self._while}.get(name)
-        within = loop(eqn, ins) if loop is not None and self.matters(outs) else [[]] * len(outs)
+        within = loop(eqn, ins) if loop is not None and self._enters(outs) else [()] * len(outs)
         return [self.made(x, at, ins, within[at]) for at, x in enumerate(outs)]
 
     def _scan(self, eqn: Any, ins: Sequence[Any]) -> list[list[Any]]:
@@ -97,7 +93,7 @@ class Evaluation:
         n, k = len(parts.consts), len(parts.carry)
         carry, made = list(ins[n : n + k]), [list[Any]() for _ in parts.ys]
         for number in reversed(range(parts.length)) if parts.reverse else range(parts.length):
-            xs = [self.part(lax.dynamic_index_in_dim(v.x, number, 0, False), v) for v in ins[n + k :]]
+            xs = [self.made(lax.dynamic_index_in_dim(v.x, number, 0, False), None, [v]) for v in ins[n + k :]]
             outs = self._iteration(parts.body, [*ins[:n], *carry, *xs], number, parts.length)
             carry = outs[:k]
             for values, out in zip(made, outs[k:], strict=True):

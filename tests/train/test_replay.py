@@ -255,6 +255,15 @@ def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, tmp_path: 
     assert json.loads(json.dumps(dataclasses.asdict(found)))["step"] == 4
 
 
+@pytest.mark.parametrize("what", ["params", "optimizer"])
+def test_a_bit_of_a_shard_that_flips_between_two_recorded_steps_is_in_all_leaves(what: str, tmp_path: Path) -> None:
+    """The step after has carried it on: neither leaf nor device is told, and no more than the interval."""
+    run(tmp_path, flips(what, 3, 2), keep=1, save_every=6)
+    found = again(tmp_path, 6)
+    assert (found.ok, found.step, found.compared) == (False, 4, (2, 4))
+    assert f"other bits: {'all but 2 leaves, on all devices'}" in str(found)
+
+
 def test_a_device_that_is_always_wrong_is_found_by_turning_the_others(tmp_path: Path) -> None:
     turned = [*MESH[-1:], *MESH[:-1]]
 

@@ -148,7 +148,7 @@ class _Causes(Evaluation):
     """Keeps of each value that is not finite its cause."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda outs: not all(map(_finite, outs)))
         self._met = 0  # faults
 
     def given(self, x: Any, name: str) -> Held:
@@ -157,15 +157,11 @@ class _Causes(Evaluation):
         stands = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
         return Held(x, STANDING if stands else Brought(name, *_first(x)), name)
 
-    def made(self, x: Any, at: int, ins: Sequence[Held], within: Sequence[Held]) -> Held:
+    def made(self, x: Any, at: int | None, ins: Sequence[Held], within: Sequence[Held] = ()) -> Held:
+        if at is None:
+            return Held(x, None if _finite(x) else ins[0].cause, ins[0].maker)
         cause = None if _finite(x) else _foremost([v.cause for v in within]) or self._cause(ins, at, x)
         return Held(x, cause, (*self.sites[:-1], *_makers(self.sites[-1], at)))
-
-    def part(self, x: Any, of: Held) -> Held:
-        return Held(x, None if _finite(x) else of.cause, of.maker)
-
-    def matters(self, outs: Sequence[Any]) -> bool:
-        return not all(map(_finite, outs))
 
     def _cause(self, ins: Sequence[Held], at: int, out: jax.Array) -> Cause:
         """The cause of a result that is not finite, of an equation whose own programs tell none."""

@@ -6,9 +6,9 @@ iterations, and then within its body.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 
 from ...model.model import Model
 from ...program import jaxpr as jx
+from ...program.evaluation import scope_of
 from ...program.walk import scan_parts
 from ...strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
-from .differences import TOLERANCE, differences
+from .differences import TOLERANCE, Furthest, furthest
 from .losses import beside
 from .meeting import Meeting
 from .sides import OneDevice, UnderStrategy
@@ -102,7 +103,7 @@ class _Search:
     """Halves a cut loss between two sides, as they are `said`; `like` is one of them, or has their blocks of rows."""
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy, said: Sequence[str]):
-        self.cut, self.sides, self.told = cut, sides, dict[Site | None, _Told]()
+        self.cut, self.sides, self.told = cut, sides, dict[Site | None, Furthest]()
         self.a, self.b = said
         own = [side for side in sides if isinstance(side, UnderStrategy)]
         lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
@@ -135,8 +136,10 @@ class _Search:
 
     def named(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
         """What `Bisected` has of it."""
-        of, eqn_of = self.told[site], (eqn.primitive.name, jx.user_line(eqn), str(eqn.source_info.name_stack))
-        return Bisected(self.a, self.b, *eqn_of, iteration, of.backward, of.what, of.error, of.allowed, len(self.told))
+        told, backward = self.told[site], self.told[site].leaf is not None
+        of = eqn.primitive.name, jx.user_line(eqn), scope_of([eqn])
+        far = told.what, told.error, told.allowed
+        return Bisected(self.a, self.b, *of, iteration, backward, *far, len(self.told))
 
     def first(self, places: Sequence[int], site: Callable[[int], Site]) -> int | None:
         """The first place at which the sides differ, of which all after it do as well; None where not even the last."""
@@ -153,39 +156,11 @@ class _Search:
         if site not in self.told:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say of the loss has been said of it
-                ours, theirs = (side(site) for side in self.sides)
-                self.told[site] = told = self.judged(ours, theirs)
+                judged = functools.partial(furthest, *(side(site) for side in self.sides), self.tolerance)
+                told = judged(values_only=self.values_only)
                 if self.mixed and told.allowed < told.error < float("inf"):
-                    self.told[site] = self.judged(ours, theirs, self.plain.rounding(site, self.low))
+                    told = judged(self.plain.rounding(site, self.low), self.values_only)
+            self.told[site] = told
+            # What is behind a cut makes its gradients NaN, whatever it is cut after.
+            self.values_only |= told.leaf is None and not np.isfinite(told.error)
         return self.told[site].error > self.told[site].allowed
-
-    def judged(self, ours: Any, theirs: Any, rounding: Sequence[float] = (0.0,)) -> _Told:
-        """What differs most, where rounding may move the loss and the gradients so far."""
-        (loss, grads), (other, others) = ours, theirs
-        if not np.isfinite([loss, other]).any():
-            raise ValueError("the loss is not finite on either side, so that nothing differs; try step.trace_nonfinite")
-        if not np.isfinite([loss, other]).all():
-            self.values_only = True  # what is behind a cut makes its gradients NaN, whatever it is cut after
-            return _Told("the value", float("inf"), self.tolerance, False)
-        allowed = max(self.tolerance, rounding[0] / max(abs(other), 1e-30))
-        error = abs(loss - other) / max(abs(other), 1e-30)
-        if error > allowed or self.values_only:
-            return _Told("the value", error, allowed, False)
-        if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, others)):
-            raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
-        terms = [x / self.tolerance for x in rounding[1:]] or None
-        leaves = zip(*(differences("gradient", grads, others, one) for one in (None, terms)), strict=True)
-        worst = max((min(pair, key=lambda d: d.error) for pair in leaves), key=lambda d: d.error)
-        if worst.error > self.tolerance:
-            return _Told(f"the gradient of {worst.path}", worst.error, self.tolerance, True)
-        return _Told("the value", error, allowed, False)
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What differs most at a cut, how far, how far it may, and whether it is a gradient."""
-
-    what: str
-    error: float
-    allowed: float
-    backward: bool

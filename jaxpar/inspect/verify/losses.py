@@ -23,7 +23,7 @@ from ...program.evaluation import Evaluation, is_backward, line_of, scope_of
 from ...step.gradients import block_key
 from ...strategy import as_strategy
 from .bisected import Bisected
-from .differences import TOLERANCE, differences
+from .differences import TOLERANCE, furthest
 from .reference import Reference
 
 _TAKEN = "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, optimizers part"
@@ -46,31 +46,26 @@ def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -
     ours, theirs = _own(model), _objective(loss, name, model)
     args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
     tolerance = max(TOLERANCE[one] for one in Reference(model, as_strategy("single"), 1).low(batch))
-    (a, grads), (b, others) = (_compiled(one, args) for one in (ours, theirs))
-    places = [i for i, x in enumerate(jax.tree.leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    error = abs(a - b) / max(abs(a), 1e-30)
-    error = error if np.isfinite([a, b]).all() else float("inf") if np.isfinite(a) != np.isfinite(b) else 0.0
-    found, what, out = error, "the value", 0
-    if error <= tolerance:
-        leaves = differences("gradient", _floats(others), _floats(grads))
-        worst = max(range(len(leaves)), key=lambda i: leaves[i].error)
-        found, what, out = leaves[worst].error, f"the gradient of {leaves[worst].path}", 1 + places[worst]
+    compiled = [_compiled(one, args) for one in (ours, theirs)]
+    told = furthest(compiled[1], compiled[0], tolerance)
     said = "the model's own loss", name
-    if found <= tolerance:
+    if told.error <= told.allowed:
         return Bisected(*said, "", "", "", None, False, "", 0.0, tolerance, 1)
+    places = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    out = 0 if told.leaf is None else places[told.leaf]  # among the results of a value and its gradients
     one, two = (_Results(program, args) for program in (ours, theirs))
     at, there = one.first_apart(two, out, tolerance), two.first_apart(one, out, tolerance)
     if (first := at or there) is None:
         raise ValueError(
-            f"{name} and the model's own loss differ as compiled, {what} by {found:.2g}, and agree equation by "
-            "equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
+            f"{name} and the model's own loss differ as compiled, {told.what} by {told.error:.2g}, and agree equation "
+            "by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
         )
     other = f"in {name}: {there}" if there and at else f"this is of {name if there else said[0]}: the other has it all"
     common, count = sum(two.are_aligned(one, tolerance)), len(two.results)
     apart = f"{other}\n  {common} of {count} results of {name} are, by value, among the model's own {len(one.results)}"
     return Bisected(
         *said, first.sites[-1].primitive.name, line_of(first.sites), scope_of(first.sites), first.iteration, out > 0,
-        what, found, tolerance, 1, apart,
+        told.what, told.error, tolerance, 1, apart,
     )  # fmt: skip
 
 
@@ -108,7 +103,8 @@ def _own(model: Model) -> Callable[..., jax.Array]:
 
 def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[float, Any]:
     value, grads = jax.jit(jax.value_and_grad(loss, allow_int=True), compiler_options=cpu_options())(*args)
-    return float(value), jax.tree.map(np.asarray, grads)
+    floats = lambda x: np.asarray(x) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+    return float(value), jax.tree.map(floats, grads)
 
 
 @dataclass(frozen=True)
@@ -135,21 +131,15 @@ class _Results(Evaluation):
     """Value and gradients of a loss, every result with its numbers."""
 
     def __init__(self, loss: Callable[..., jax.Array], args: Sequence[Any]):
-        super().__init__()
+        super().__init__(lambda outs: True)
         self.results: list[_Result] = []
         self.outs = self.of(jax.value_and_grad(loss, allow_int=True), [""] * len(jax.tree.leaves(args)), *args)
 
     def given(self, x: Any, name: str) -> _Result:
         return self._noted(x, (), ())
 
-    def made(self, x: Any, at: int, ins: Sequence[_Result], within: Sequence[_Result]) -> _Result:
-        return self._noted(x, self.sites, within or ins)
-
-    def part(self, x: Any, of: _Result) -> _Result:
-        return self._noted(x, self.sites, [of], is_part=True)
-
-    def matters(self, outs: Sequence[Any]) -> bool:
-        return True
+    def made(self, x: Any, at: int | None, ins: Sequence[_Result], within: Sequence[_Result] = ()) -> _Result:
+        return self._noted(x, self.sites, within or ins, is_part=at is None)
 
     def first_apart(self, other: _Results, out: int, tolerance: float) -> _Result | None:
         """The first equation before an output that makes what the other has not, of operands that it has."""
@@ -187,7 +177,3 @@ class _Results(Evaluation):
         made = _Result(x, len(self.results), sites, iteration, operands, values.size, np.array(numbers), is_part)
         self.results.append(replace(made, x=None))
         return made
-
-
-def _floats(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Meeting:
             ) from error
 
 
-def _linked(path: Path) -> tuple[bool, Connection]:
+def _linked(path: Path) -> tuple[bool, Any]:
     """Whether this process is the first at a path, and its connection to the other."""
     try:
         path.touch(0o600, exist_ok=False)
