@@ -76,7 +76,8 @@ def bisect(
     given = [(a, mesh), *([] if isinstance(b, Path) else [(b, mesh if mesh_b is None else mesh_b)])]
     steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
-    like = next((step for step in steps if step is not None), single)
+    lowest = lambda side: max(TOLERANCE[name] for name in side.dtypes)
+    like = max([step for step in steps if step is not None] or [single], key=lowest)
     here = lambda on: next((d for d in _devices(on) if d.process_index == jax.process_index()), jax.local_devices()[0])
     sides = [step or OneDevice(like, here(on)) for step, (_, on) in zip(steps, given, strict=True)]
     said = ["one device" if one is None else str(one) for one, _ in given]
@@ -100,14 +101,12 @@ def _named(side: UnderStrategy | OneDevice) -> str:
 
 
 class _Search:
-    """Halves a cut loss between two sides, as they are `said`; `like` is one of them, or has their blocks of rows."""
+    """Halves a cut loss between two sides, as they are `said`; `like` has the lower of their precisions."""
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy, said: Sequence[str]):
         self.cut, self.sides, self.told = cut, sides, dict[Site | None, Furthest]()
         self.a, self.b = said
-        own = [side for side in sides if isinstance(side, UnderStrategy)]
-        lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
-        self.plain = OneDevice(lowest, jax.local_devices()[0])
+        self.plain = OneDevice(like, jax.local_devices()[0])
         self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
         self.tolerance = max(TOLERANCE[name] for name in self.low)
         # Of the same precision: other last bits would decide which of several largest elements is the maximum.
