@@ -79,9 +79,14 @@ class Replayed:
             lines.append(f"its batch is another, in {few(self.batch)}: the data are not what they were")
         lines += [f"{name} was {then:.9g}, and is {now:.9g}" for name, (then, now) in self.scalars.items()]
         if self.leaves:
-            where = "all devices" if len(self.devices) == self.total[1] else few(self.devices, 4)
-            what = "all leaves" if len(self.leaves) == self.total[0] else few(self.leaves, 8)
-            lines.append(f"other bits: {what}, on {where}")
+            everywhere, before = len(self.devices) == self.total[1] > 1, (self.since, *self.compared)[-2]
+            where = "all devices" if everywhere else few(self.devices, 4)
+            lines.append(f"other bits: {few(self.leaves, 8)}, on {where}")
+            if everywhere and self.step > before + 1:
+                lines.append(
+                    f"it began in one of the steps {before + 1} to {self.step}: where each is recorded (record=1), the "
+                    "first that differs names leaf and device"
+                )
         lines += [changed] * bool(changed)
         if isinstance(part := self.equation, Bisected) and not part.primitive:
             part = f"computed here once more, {part.a} and {part.b} agree: what made the difference does not come again"
