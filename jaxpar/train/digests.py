@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -141,8 +141,3 @@ def digests_of(out: Place) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if not found:
         raise ValueError(f"{out} holds no digests; record them as it trains: --record 10, or Loop(record=10)")
     return found
-
-
-def differing(names: Sequence[str], then: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    """The names of what is another."""
-    return [name for name, a, b in zip(names, then, now, strict=True) if a != b]

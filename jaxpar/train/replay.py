@@ -20,7 +20,7 @@ from ..inspect.verify import Bisected, bisect
 from ..inspect.verify.differences import TOLERANCE, dtypes_of
 from ..text import few
 from ..text import size as of_bytes
-from .digests import Digests, differing, digests_of
+from .digests import Digests, digests_of
 from .input import Input
 from .trainer import Trainer
 
@@ -79,9 +79,14 @@ class Replayed:
             lines.append(f"its batch is another, in {few(self.batch)}: the data are not what they were")
         lines += [f"{name} was {then:.9g}, and is {now:.9g}" for name, (then, now) in self.scalars.items()]
         if self.leaves:
-            where = "all devices" if len(self.devices) == self.total[1] else few(self.devices, 4)
-            what = "all leaves" if len(self.leaves) == self.total[0] else few(self.leaves, 8)
-            lines.append(f"other bits: {what}, on {where}")
+            everywhere, before = len(self.devices) == self.total[1] > 1, (self.since, *self.compared)[-2]
+            where = "all devices" if everywhere else few(self.devices, 4)
+            lines.append(f"other bits: {few(self.leaves, 8)}, on {where}")
+            if everywhere and self.step > before + 1:
+                lines.append(
+                    f"it began in one of the steps {before + 1} to {self.step}: where each is recorded (record=1), the "
+                    "first that differs names leaf and device"
+                )
         lines += [changed] * bool(changed)
         if isinstance(part := self.equation, Bisected) and not part.primitive:
             part = f"computed here once more, {part.a} and {part.b} agree: what made the difference does not come again"
@@ -133,33 +138,34 @@ def replay(trainer: Trainer, number: int, equation: bool = True) -> Replayed:
                 f"step {at} was computed with steps={head['steps']}, here steps={loop.steps}, and the learning rate "
                 f"follows them; give steps={head['steps']}"
             )
-        now = made.written(at, made.take(state, batch, metrics))
-        here = made.about()
-        others = {
-            name: (was, here.get(name, "not there")) for name, was in head["about"].items() if was != here.get(name)
-        }
-        names, devices, scalars = list[str](), list[str](), {}
-        both = {
+        now, here = made.written(at, made.take(state, batch, metrics)), made.about()
+        others = {name: (was, here.get(name, "not there")) for name, was in head["about"].items()}
+        others = {name: (was, now) for name, (was, now) in others.items() if was != now}
+        scalars = {
             name: (float.fromhex(then[name]), float.fromhex(now[name])) for name in ("loss", "grad_norm") if name in now
         }
-        if others and not both:
+        if others and not scalars:
             return None
-        compared.append(at)
-        if others:
-            scalars = {name: pair for name, pair in both.items() if not np.isclose(*pair, rtol=tolerance, atol=1e-30)}
-        elif head["names"] != made.names:
+        if not others and head["names"] != made.names:
             raise ValueError(
                 f"{loop.out} is of another model or optimizer: their leaves are others; give the run's own"
             )
-        else:
-            scalars = {name: (a, b) for name, (a, b) in both.items() if a != b}
-            names = differing(head["names"], then["leaves"], now["leaves"])
-            places = [a if a == b else f"{a} (now {b})" for a, b in zip(head["on"], made.devices, strict=True)]
-            devices = differing(places, then["devices"], now["devices"])
-        wrong = [name for name, total in now["batch"].items() if then["batch"].get(name) != total]
-        total = len(head["names"]), len(head["on"])
-        return Replayed(at, since, tuple(compared), others, tuple(wrong), scalars, tuple(names), tuple(devices),
-                        tolerance, total)  # fmt: skip
+        compared.append(at)
+        same = lambda a, b: a == b or (bool(others) and np.isclose(a, b, rtol=tolerance, atol=1e-30))
+        differing = lambda names, kind: [n for n, a, b in zip(names, then[kind], now[kind], strict=True) if a != b]
+        places = [a if a == b else f"{a} (now {b})" for a, b in zip(head["on"], made.devices, strict=not others)]
+        return Replayed(
+            at,
+            since,
+            tuple(compared),
+            others,
+            tuple(name for name, total in now["batch"].items() if then["batch"].get(name) != total),
+            {name: pair for name, pair in scalars.items() if not same(*pair)},
+            tuple([] if others else differing(head["names"], "leaves")),
+            tuple([] if others else differing(places, "devices")),
+            tolerance,
+            (len(head["names"]), len(head["on"])),
+        )
 
     found = compare(since, {}, {}) if since in recorded else None
     batches = Input(step, training(trainer.data, loop.rows, loop.seed, since, position, step.part), 0)

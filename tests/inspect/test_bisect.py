@@ -7,8 +7,6 @@ import inspect
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.verify import Bisected, meeting, sides
+from jaxpar.inspect.verify import Bisected, sides
 from jaxpar.inspect.verify.cut import CutLoss
 from jaxpar.localise.tensor import primitives, sums
 from jaxpar.slicing import program
@@ -316,31 +314,35 @@ def met(process: str) -> tuple[jp.Model, Any]:
     return jp.Model(draws, loss), {"x": rows_batch()["x"]}
 
 
-def test_two_processes_meet_in_a_folder(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", OTHER, str(tmp_path / "meet"), "other"]
+def test_two_processes_meet(tmp_path: Path) -> None:
+    here, path = Path(__file__).parent, tmp_path / "meet"
+    command = [sys.executable, "-c", OTHER, str(path), "other"]
     with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         model, batch = met("this")
-        found = jp.bisect(model, None, tmp_path / "meet", batch)
+        found = jp.bisect(model, None, path, batch)
         said, errors = other.communicate()
     assert (found.primitive, found.backward) == ("mul", False), str(found)
     assert line(met, "x = jnp.tanh(x) *") in found.line, str(found)
     assert said.strip() == str(found), errors
-    with pytest.raises(ValueError, match=r"two processes have met in .*meet'; use a new folder"):
+    path.write_text("127.0.0.1 1 00\n")  # of a process that was killed while it waited
+    with pytest.raises(ValueError, match=r"nobody waits at .*meet' any more .*; use a new path"):
+        jp.bisect(model, None, path, batch)
+
+
+GONE = """
+import os, sys
+from pathlib import Path
+from jaxpar.inspect.verify.meeting import _linked
+_linked(Path(sys.argv[1]))[1].recv()
+os._exit(9)
+"""
+
+
+def test_a_process_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    model, batch = met("this")
+    with (
+        subprocess.Popen([sys.executable, "-c", GONE, str(tmp_path / "meet")]),
+        pytest.raises(ValueError, match=r"the process met at .* has failed or is gone; see what it says"),
+    ):
         jp.bisect(model, None, tmp_path / "meet", batch)
-
-
-def test_a_process_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was waited for half an hour. While it touches its file it is only slow."""
-    monkeypatch.setattr(meeting, "_SILENCE", 1)
-    code = "import pathlib, sys, time\nwhile True: pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "first")]) as other:
-        while not (tmp_path / "first").exists():
-            time.sleep(0.01)
-        killer = threading.Timer(2.5, other.kill)
-        killer.start()
-        model, batch = met("this")
-        with pytest.raises(ValueError, match=r"the other process of .* has been there, and gone for 1 s; begin again"):
-            jp.bisect(model, None, tmp_path, batch)
-        assert not killer.is_alive()
-    assert "gone for 1 s" in (tmp_path / "failed").read_text()
+    assert not (tmp_path / "meet").exists()

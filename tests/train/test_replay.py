@@ -235,24 +235,33 @@ def test_a_flipped_bit_of_a_replica_ends_the_run_by_its_leaf_and_device(what: st
     assert [line["step"] for _, line in digests_of(tmp_path)] == [2]
 
 
+@pytest.mark.parametrize("at", [4, 3])  # a recorded step, and one between two
 @pytest.mark.parametrize("what", ["params", "optimizer", "gradient"])
-def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, at: int, tmp_path: Path) -> None:
     options, clean = dict[str, Any](), dict[str, Any]()
     if what == "gradient":
         made = trainer(tmp_path, strategy="fsdp", mesh=MESH).step
         spec = next(x.sharding.spec for x in jax.tree.leaves(made.abstract_state().params) if len(x.shape) == 3)
         options, clean = (
-            {"optimizer": optax.chain(flips_gradient(at, 2, made.mesh, spec), optax.adamw(1e-2))} for at in (4, 0)
+            {"optimizer": optax.chain(flips_gradient(step, 2, made.mesh, spec), optax.adamw(1e-2))} for step in (at, 0)
         )
-    run(tmp_path, None if what == "gradient" else flips(what, 4, 2), keep=1, save_every=6, **options)
+    run(tmp_path, None if what == "gradient" else flips(what, at, 2), keep=1, save_every=6, **options)
     found = again(tmp_path, 6, **clean)
     assert (found.ok, found.step, found.compared) == (False, 4, (2, 4))
-    assert found.devices == ("device 2 of process 0",)
-    of = {"params": {"params/layers"}, "optimizer": {"optimizer/0/mu/layers"}}
-    moved = {"params/layers", "optimizer/1/0/mu/layers", "optimizer/1/0/nu/layers"}
-    assert {*found.leaves} == of.get(what, moved)
     assert "DIFFERS; 1 recorded steps before it are the same" in str(found)
     assert json.loads(json.dumps(dataclasses.asdict(found)))["step"] == 4
+    moved = {"params/layers", "optimizer/1/0/mu/layers", "optimizer/1/0/nu/layers"}
+    of = {"params": {"params/layers"}, "optimizer": {"optimizer/0/mu/layers"}, "gradient": moved}[what]
+    if at == 3 and what == "optimizer":  # whose next update has moved the leaf itself, which no forward has read
+        of |= {"params/layers"}
+    elif at == 3:  # a forward of all devices has read it
+        assert len(found.leaves) == 6
+        assert len(found.devices) == 4
+        assert "it began in one of the steps 3 to 4: where each is recorded (record=1), " in str(found)
+        assert ("loss" in found.scalars) == (what == "gradient")  # whose flipped bit is higher
+        return
+    assert found.devices == ("device 2 of process 0",)
+    assert {*found.leaves} == of
 
 
 def test_a_device_that_is_always_wrong_is_found_by_turning_the_others(tmp_path: Path) -> None:

@@ -38,65 +38,23 @@ class Nonfinite:
       step: the number of the step, from 1.
       what: "forward", "backward", "mean" (the loss's count is zero), "sum" (blocks are finite, and their sum is not),
         or "" where the replay is finite.
+      says: in words.
       fault: the equation, of the first block that is not finite; None for a sum, and where every equation by itself is
         finite.
       blocks: (microbatch, replica) of each block that is not finite, in the order of their rows.
-      rank: that of the first such block: its replica's place along the mesh axes that share rows.
-      rows: those of that block which bring it each by itself, as numbers of the global batch; None where they cannot be
-        told apart, as the loss takes all rows.
-      block_rows: the numbers of all rows of that block.
-      of: what the sum is of: "the loss", or "the gradients of" a parameter.
-      of_blocks: how many blocks there are.
+      rows: those of the first such block which bring it each by itself, as numbers of the global batch; None where they
+        cannot be told apart, as the loss takes all rows.
     """
 
     step: int
     what: str
+    says: str
     fault: Fault | None = None
     blocks: tuple[tuple[int, int], ...] = ()
-    rank: str = ""
     rows: tuple[int, ...] | None = None
-    block_rows: range = range(0)
-    of: str = ""
-    of_blocks: int = 1
 
     def __str__(self) -> str:
-        if not self.what:
-            return (
-                f"step {self.step}, computed again block by block, is finite: what spoils it is rounding in a fused "
-                "kernel or a sum over ranks, or a device; try step.check_replicas(state)"
-            )
-        if self.what == "sum":
-            return (
-                f"step {self.step}: every block is finite, and the sum of {self.of} over all, or its square, overflows"
-            )
-        phase = {"forward": "the loss", "backward": "the gradient, of a finite loss,", "mean": "the loss's mean"}
-        fault = (
-            self.fault or "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
-        )
-        lines = [f"step {self.step}: {phase[self.what]} is not finite: {fault}"]
-        if self.what == "mean":
-            return f"{lines[0]}\n  the count of the loss is 0 over all rows: give no batch that is masked throughout"
-        microbatch, replica = self.blocks[0]
-        many = f"{len(self.blocks)} of {self.of_blocks} blocks are not finite"
-        if self.rows is None:
-            lines.append(f"microbatch {microbatch}, of all ranks together, as the loss takes all rows; {many}")
-            return "\n  ".join(lines)
-        place = f"microbatch {microbatch}, rank {replica}{f' ({self.rank})' if self.rank else ''}"
-        lines.append(f"{place}, {_rows(self.block_rows)} of the batch; {many}")
-        if self.fault is not None and self.fault.brought is None:
-            lines.append(self._whose())
-        return "\n  ".join(lines)
-
-    def _whose(self) -> str:
-        """Whether the batch or the parameters bring it."""
-        assert self.rows is not None
-        if not self.rows:
-            return "no row brings it by itself"
-        if len(self.rows) < len(self.block_rows) or len(self.blocks) < self.of_blocks:
-            return f"the batch brings it: {_rows(self.rows)}{', each' * (len(self.rows) > 1)} by itself"
-        return (
-            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
-        )
+        return f"step {self.step}: {self.says}"
 
 
 def _rows(numbers: Sequence[int]) -> str:
@@ -190,13 +148,15 @@ class Replay:
             if (i, r + 1) not in blocks and not self.step.strategy.deferred_batch_norm:
                 held = new  # of the next microbatch
         if bad:
-            alone = lambda args: not np.isfinite(float(self._total(*args)[0]))
-            return self.explained("forward", lambda *args: self.total(*args)[0], bad, len(blocks), alone)
+            forward, of_block = lambda *args: self.total(*args)[0], lambda args: self._total(*args)[0]
+            return self.explained("forward", forward, of_block, bad, len(blocks))
         if not counts:
             divided = lambda *args: self.total(*args)[0] / self.total(*args)[1]
-            return Nonfinite(self.number, "mean", self.searched(divided, self.inputs(*blocks[0])))
+            fault = self.searched(divided, self.inputs(*blocks[0]))
+            says = f"the loss's mean is not finite: {fault}\n  the count of the loss is 0 over all rows: give no batch "
+            return Nonfinite(self.number, "mean", f"{says}that is masked throughout", fault)
         if not np.isfinite(totals):
-            return Nonfinite(self.number, "sum", of="the loss")
+            return self.overflows("the loss")
         self.loss = float(totals) / counts
         seed = jax.device_put(np.float32(self.scale / counts), self.device)
         sums: list[Any] = [0.0] * len(self.tuned)
@@ -207,42 +167,54 @@ class Replay:
             dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.tuned]
             sums = [total + g.astype(dtype) for total, g, dtype in zip(sums, grads, dtypes, strict=True)]
         if bad:
-            backward = functools.partial(self.gradients, seed)
-            alone = lambda args: not all_finite(of_block(args))
-            return self.explained("backward", backward, bad, len(blocks), alone)
+            return self.explained("backward", functools.partial(self.gradients, seed), of_block, bad, len(blocks))
         unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
         self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
         if not np.isfinite(float(optax.tree.norm(unscaled))):
             size = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
-            largest = max(self.grads, key=size)
-            return Nonfinite(self.number, "sum", of=f"the gradients of {largest}")
-        return Nonfinite(self.number, "")
+            return self.overflows(f"the gradients of {max(self.grads, key=size)}")
+        says = (
+            "computed again block by block, it is finite: what spoils it is rounding in a fused kernel or a sum over "
+            "ranks, or a device; try step.check_replicas(state)"
+        )
+        return Nonfinite(self.number, "", says)
+
+    def overflows(self, of: str) -> Nonfinite:
+        """What sums over blocks do."""
+        says = f"every block is finite, and the sum of {of} over all, or its square, overflows"
+        return Nonfinite(self.number, "sum", says)
 
     def explained(
-        self,
-        what: str,
-        fun: Callable[..., Any],
-        bad: list[tuple[int, int]],
-        many: int,
-        alone: Callable[[Any], bool],
+        self, what: str, fun: Callable[..., Any], of_block: Callable[[Any], Any], bad: list[tuple[int, int]], many: int
     ) -> Nonfinite:
         """The equation in the first block that is not finite, and the rows that bring it."""
-        i, r = bad[0]
-        args = self.inputs(i, r)
-        fault = self.searched(fun, args)
-        said = Nonfinite(self.number, what, fault, tuple(bad), self.rank(r), of_blocks=many)
+        (i, r), args = bad[0], self.inputs(*bad[0])
+        fault, of = self.searched(fun, args), f"{len(bad)} of {many} blocks are not finite"
+        begins = "the loss" if what == "forward" else "the gradient, of a finite loss,"
+        each = "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
         if self.coupled:
-            return said
+            says = f"{begins} is not finite: {fault or each}\n  microbatch {i}, of all ranks together, as the loss"
+            return Nonfinite(self.number, what, f"{says} takes all rows; {of}", fault, tuple(bad))
         params, variables, rows, key = args
-        begin = (r * self.m + i) * self.each
-        repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row], x.shape))
-        by_itself = [begin + row for row in range(self.each) if alone((params, variables, repeated(row), key))]
+        numbers = range(begin := (r * self.m + i) * self.each, begin + self.each)
+        repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row - begin], x.shape))
+        own = [row for row in numbers if not all_finite(of_block((params, variables, repeated(row), key)))]
         shared = [f"batch leaf {name_of(path)}/" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
         in_row = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(shared))
         if fault is not None and (brought := fault.brought) is not None and in_row(brought.name):
             place = (begin + brought.place[0], *brought.place[1:])  # of the whole batch
             fault = replace(fault, brought=replace(brought, place=place))
-        return replace(said, fault=fault, rows=tuple(by_itself), block_rows=range(begin, begin + self.each))
+        whose = (
+            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
+        )
+        if not own:
+            whose = "no row brings it by itself"
+        elif len(own) < self.each or len(bad) < many:
+            whose = f"the batch brings it: {_rows(own)}{', each' * (len(own) > 1)} by itself"
+        lines = [f"{begins} is not finite: {fault or each}"]
+        lines.append(f"microbatch {i}, rank {r}{self.rank(r)}, {_rows(numbers)} of the batch; {of}")
+        lines += [whose] * (fault is not None and fault.brought is None)
+        return Nonfinite(self.number, what, "\n  ".join(lines), fault, tuple(bad), tuple(own))
 
     def searched(self, fun: Callable[..., Any], args: Any) -> Fault | None:
         """See `search.search`; inputs by the names that the user knows."""
@@ -264,14 +236,14 @@ class Replay:
         return self.params, self.reads[i, r], jax.device_put(rows, self.device), keys
 
     def rank(self, replica: int) -> str:
-        """A replica's place along the axes that share rows, and of several processes its own: "data=1, fsdp=3"."""
+        """A replica's place along the axes that share rows, and of several processes its own: " (data=1, fsdp=3)"."""
         axes, mesh = self.step.tracing.axes, self.step.mesh
         at = dict(zip(axes, map(int, np.unravel_index(replica, tuple(axes.values()))), strict=True)) if axes else {}
         said = [f"{axis}={place}" for axis, place in at.items()]
         if jax.process_count() > 1:
             device = mesh.devices[tuple(at.get(axis, 0) for axis in mesh.axis_names)]
             said.append(f"process {device.process_index}")
-        return ", ".join(said)
+        return f" ({', '.join(said)})" if said else ""
 
 
 def _by_row(batch: Any, fun: Callable[[Any], Any]) -> Any:

@@ -1,32 +1,26 @@
 """Which equation of a program makes the first NaN or infinity that reaches its results.
 
-The program runs once more, an equation at a time, and every value that is not finite has a cause: the equation that
-made it of finite ones, or the input that held it. Calls and branches are entered; a loop runs as a whole first, and is
-entered where its results are not finite. What no result needs is dropped, so that it takes the memory of the program
-itself.
+The program runs once more, an equation at a time (`program/evaluation.py`), and every value that is not finite has a
+cause: the equation that made it of finite ones, or the input that held it. A loop is entered where its results are not
+finite.
 
 A mask's -inf is no fault: an infinity that stands in the program is followed without blame, until a NaN is made of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ...model.paths import name_of
-from ...program import jaxpr as jx
 from ...program import primitives
-from ...program.filter_primitives import without_filter_primitives
-from ...program.walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, scan_parts
+from ...program.evaluation import CLOSED_OVER, WRITTEN, Evaluation, bound, is_backward, line_of, scope_of
+from ...program.walk import called, opened
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class Fault:
         return "\n  ".join(lines)
 
 
-STANDING = "standing"  # the cause of an infinity that is written in the program
+STANDING = "standing"  # the cause of an infinity that is written in the program, as a mask is
 Cause = Fault | Brought | str | None
 
 
@@ -143,131 +137,51 @@ def trace_nonfinite(fun: Callable[..., Any], *args: Any) -> Fault | None:
 
 def search(fun: Callable[..., Any], names: Sequence[str], *args: Any) -> Fault | None:
     """See `trace_nonfinite`; `names` are those of the leaves of `args`."""
-    args = jax.tree.map(jnp.asarray, args)
-    flat, _ = jx.trace(without_filter_primitives(fun), *args)
-    walk, program = _Walk(), jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
-    ins = [_entering(x, name) for x, name in zip(jax.tree.leaves(args), names, strict=True)]
-    cause = _foremost([v.cause for v in walk.run(program, [*map(_closed_over, flat.consts), *ins])])
+    cause = _foremost([v.cause for v in _Causes().of(fun, names, *jax.tree.map(jnp.asarray, args))])
     if cause is None or isinstance(cause, Fault):
         return cause
     brought = cause if isinstance(cause, Brought) else None  # what the program returns as it came, or as it is written
     return Fault("return", "", "", (), "a result", brought.value if brought else "inf", (), (), False, brought)
 
 
-class _Walk:
-    """Runs programs an equation at a time, and keeps of each value that is not finite its cause."""
+class _Causes(Evaluation):
+    """Keeps of each value that is not finite its cause."""
 
     def __init__(self) -> None:
-        self._sites: list[Any] = []  # the equations whose programs are being run, outermost first
-        self._loops: list[tuple[str, int, int | None]] = []
+        super().__init__(lambda outs: not all(map(_finite, outs)))
         self._met = 0  # faults
 
-    def run(self, program: Any, ins: Sequence[Held]) -> list[Held]:
-        """The results of a program, open or closed."""
-        jaxpr, consts = opened(program)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(_closed_over, consts), *ins), strict=True))
-        last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
-        last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
-        read = lambda atom: _written(atom.val) if is_literal(atom) else env[atom]
-        for at, eqn in enumerate(jaxpr.eqns):
-            outs = self._results(eqn, list(map(read, eqn.invars)))
-            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v in last)
-            for v in {v for v in eqn.invars if not is_literal(v) and last[v] == at}:
-                del env[v]
-        return list(map(read, jaxpr.outvars))
+    def given(self, x: Any, name: str) -> Held:
+        if _finite(x):
+            return Held(x, None, name)
+        stands = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
+        return Held(x, STANDING if stands else Brought(name, *_first(x)), name)
 
-    def _results(self, eqn: Any, ins: Sequence[Held]) -> list[Held]:
-        name, inner = eqn.primitive.name, None
-        if name in (*CALLS, *REMATS, *CUSTOM):
-            inner = called(eqn)
-        elif name == "cond":
-            branches, (index, *ins) = eqn.params["branches"], ins
-            inner = branches[int(np.clip(int(index.x), 0, len(branches) - 1))]
-        if inner is not None:
-            with self._at(eqn):
-                return self.run(inner, ins)
-        outs = self._bound(eqn, [v.x for v in ins])
-        causes: list[Cause] = [None] * len(outs)
-        if not all(map(_finite, outs)):
-            loop = {"scan": self._scan, "while": self._while}.get(name)
-            if loop is not None:
-                with self._at(eqn):
-                    causes = loop(eqn, ins)
-            pairs = enumerate(zip(outs, causes, strict=True))
-            causes = [None if _finite(x) else (within or self._cause(eqn, ins, at, x)) for at, (x, within) in pairs]
-        makers = [(*self._sites, *_makers(eqn, at)) for at in range(len(outs))]
-        return [Held(x, cause, maker) for x, cause, maker in zip(outs, causes, makers, strict=True)]
+    def made(self, x: Any, at: int | None, ins: Sequence[Held], within: Sequence[Held] = ()) -> Held:
+        if at is None:
+            return Held(x, None if _finite(x) else ins[0].cause, ins[0].maker)
+        cause = None if _finite(x) else _foremost([v.cause for v in within]) or self._cause(ins, at, x)
+        return Held(x, cause, (*self.sites[:-1], *_makers(self.sites[-1], at)))
 
-    @staticmethod
-    def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-        with eqn.ctx.manager:
-            return jx.bind(eqn, values)
-
-    # -- what holds a program ------------------------------------------------------------------------------------------
-
-    def _scan(self, eqn: Any, ins: Sequence[Held]) -> list[Cause]:
-        parts = scan_parts(eqn)
-        n, k = len(parts.consts), len(parts.carry)
-        carry, ys = list(ins[n : n + k]), [list[Cause]() for _ in parts.ys]
-        whole = jax.jit(jec.jaxpr_as_fun(parts.body))
-        numbers = range(parts.length)
-        for number in reversed(numbers) if parts.reverse else numbers:
-            xs = [_entering(lax.dynamic_index_in_dim(v.x, number, 0, False), v.maker, v.cause) for v in ins[n + k :]]
-            outs = self._iteration(eqn, whole, parts.body, [*ins[:n], *carry, *xs], number, parts.length)
-            carry = outs[:k]
-            for causes, out in zip(ys, outs[k:], strict=True):
-                causes.append(out.cause)
-        return [*(v.cause for v in carry), *(_foremost(causes) for causes in ys)]
-
-    def _while(self, eqn: Any, ins: Sequence[Held]) -> list[Cause]:
-        n = eqn.params["cond_nconsts"]
-        k = n + eqn.params["body_nconsts"]
-        goes_on, whole = (jax.jit(jec.jaxpr_as_fun(eqn.params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
-        carry, number = list(ins[k:]), 0
-        while bool(goes_on(*(v.x for v in (*ins[:n], *carry)))[0]):
-            carry = self._iteration(eqn, whole, eqn.params["body_jaxpr"], [*ins[n:k], *carry], number, None)
-            number += 1
-        return [v.cause for v in carry]
-
-    def _iteration(
-        self, eqn: Any, whole: Any, body: Any, ins: list[Held], number: int, length: int | None
-    ) -> list[Held]:
-        """The results of an iteration, which is run an equation at a time where they are not finite."""
-        outs = whole(*(v.x for v in ins))
-        if all(map(_finite, outs)):
-            return [Held(x, None, (*self._sites,)) for x in outs]
-        self._loops.append((_line_of([*self._sites, eqn]), number, length))
-        held = self.run(body, ins)
-        self._loops.pop()
-        return held
-
-    @contextlib.contextmanager
-    def _at(self, eqn: Any) -> Iterator[None]:
-        self._sites.append(eqn)
-        yield
-        self._sites.pop()
-
-    # -- who is at fault -----------------------------------------------------------------------------------------------
-
-    def _cause(self, eqn: Any, ins: Sequence[Held], at: int, out: jax.Array) -> Cause:
+    def _cause(self, ins: Sequence[Held], at: int, out: jax.Array) -> Cause:
         """The cause of a result that is not finite, of an equation whose own programs tell none."""
-        spoilt = [v for v in ins if v.cause is not None]
+        eqn, spoilt = self.sites[-1], [v for v in ins if v.cause is not None]
         if not spoilt:
-            return self._fault(eqn, ins, out)
+            return self._fault(ins, out)
         worst = [v for v in spoilt if _has_nan(v.x)]
         cause = _foremost([v.cause for v in worst or spoilt])
         if not worst:  # infinities: a mask's -inf, say, must not hide an overflow beside it
-            mended = self._bound(eqn, [_mended(v.x) if v.cause is not None else v.x for v in ins])[at]
+            mended = bound(eqn, [_mended(v.x) if v.cause is not None else v.x for v in ins])[at]
             if not _finite(mended) and (cause == STANDING or not _mends(out, mended)):
-                return self._fault(eqn, ins, out)
+                return self._fault(ins, out)
         known = primitives.of(eqn)
         if isinstance(cause, Brought) and not (known.moves or known.view):  # what only moves it has not read it yet
-            return self._fault(eqn, ins, out, cause)
+            return self._fault(ins, out, cause)
         if cause == STANDING and _has_nan(out):
-            return self._fault(eqn, ins, out)
+            return self._fault(ins, out)
         return cause
 
-    def _fault(self, eqn: Any, ins: Sequence[Held], out: jax.Array, brought: Brought | None = None) -> Fault:
+    def _fault(self, ins: Sequence[Held], out: jax.Array, brought: Brought | None = None) -> Fault:
         value, place = _first(out)
         operands = []
         for v in ins:
@@ -275,18 +189,16 @@ class _Walk:
                 low, high = _range(v.x)
                 facing = np.asarray(v.x[place]).item() if v.x.shape == out.shape else None
                 operands.append(Operand(_kind(v.x), low, high, facing, _said(v.maker)))
-        stacks = [str(site.source_info.name_stack) for site in (*self._sites, eqn)]
-        scope = "/".join(part for stack in stacks if (part := _scope(stack)))
         fault = Fault(
-            eqn.primitive.name,
-            _line_of([*self._sites, eqn]),
-            scope,
-            tuple(self._loops),
+            self.sites[-1].primitive.name,
+            line_of(self.sites),
+            scope_of(self.sites),
+            self.loops,
             _kind(out),
             value,
             place,
             tuple(operands),
-            any("transpose(" in stack for stack in stacks),
+            is_backward(self.sites),
             brought,
             self._met,
         )
@@ -300,17 +212,10 @@ def _foremost(causes: Sequence[Cause]) -> Cause:
     return min((cause for cause in causes if cause is not None), key=rank, default=None)
 
 
-def _line_of(eqns: Sequence[Any]) -> str:
-    """The user's line of the last of some equations, each in a program of the one before; of what a library wraps in
-    `jit`, which knows none, that of the call.
-    """
-    return next((line for eqn in reversed(eqns) if (line := jx.user_line(eqn))), "")
-
-
 def _said(maker: tuple[Any, ...] | str) -> str:
     if isinstance(maker, str):
         return maker
-    return maker[-1].primitive.name + (f" at {line}" if (line := _line_of(maker)) else "")
+    return maker[-1].primitive.name + (f" at {line}" if (line := line_of(maker)) else "")
 
 
 def _makers(eqn: Any, at: int) -> tuple[Any, ...]:
@@ -321,32 +226,6 @@ def _makers(eqn: Any, at: int) -> tuple[Any, ...]:
             if jaxpr.outvars[at] in other.outvars:
                 return (eqn, *_makers(other, other.outvars.index(jaxpr.outvars[at])))
     return (eqn,)
-
-
-def _scope(stack: str) -> str:
-    """A name stack without what JAX's transformations add: "transpose(jvp(mlp))/up" is "mlp/up"."""
-    names = re.sub(r"\b(?:jvp|transpose|vmap)(?=\()|[()]|\brematted_computation\b|\bcheckpoint\b", "", stack)
-    return "/".join(filter(None, names.split("/")))
-
-
-def _written(x: Any) -> Held:
-    return Held(x, None if _finite(x) else STANDING, "written in the program")
-
-
-def _closed_over(x: Any) -> Held:
-    held = _entering(x, "an array that the function closes over")
-    # An infinity was written there, as a mask is.
-    return replace(held, cause=STANDING) if held.cause and not _has_nan(x) else held
-
-
-def _entering(x: Any, maker: Any, cause: Cause = None) -> Held:
-    """An input under its name, or a part of a value that has a cause."""
-    if _finite(x):
-        return Held(x, None, maker)
-    return Held(x, cause if cause is not None else Brought(maker, *_first(x)), maker)
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def _inexact(x: Any) -> bool:
@@ -371,7 +250,7 @@ _mends = jax.jit(lambda out, mended: (jnp.isfinite(mended) & ~jnp.isfinite(out))
 def _first(x: jax.Array) -> tuple[str, tuple[int, ...]]:
     """The first element that is not finite, in words, and its place."""
     at = int(jnp.argmin(jnp.isfinite(x).ravel()))
-    number = complex(np.asarray(x.ravel()[at]).item())
+    number = complex(jnp.ravel(x)[at].item())
     said = "nan" if np.isnan(number) else "-inf" if number.real == -np.inf else "inf"
     return said, tuple(map(int, np.unravel_index(at, jnp.shape(x))))
 

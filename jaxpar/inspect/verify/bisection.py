@@ -6,9 +6,9 @@ iterations, and then within its body.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 
 from ...model.model import Model
 from ...program import jaxpr as jx
+from ...program.evaluation import scope_of
 from ...program.walk import scan_parts
 from ...strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
-from .differences import TOLERANCE, differences
+from .differences import TOLERANCE, Furthest, furthest
 from .losses import beside
 from .meeting import Meeting
 from .sides import OneDevice, UnderStrategy
@@ -44,8 +45,8 @@ def bisect(
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
       a, b: strategies, which may differ in precision; None is one device, plainly, as in `jp.verify`. `b` may also be a
-        loss of one's own: see `losses.py`. Or a `Path`, a new folder in which another process, with another jax or
-        on another machine, meets this one by the same call with its own `a`; each has then the two of them compared.
+        loss of one's own: see `losses.py`. Or a `Path`, a new file by which another process, with another jax or on
+        another machine, finds this one with the same call and its own `a`; each has then the two of them compared.
       key: the key of the initial values; `jax.random.key(0)` if None.
       mesh_b: the devices of `b`, where they are others, or the same ones in another order: the same strategy on both
         tells two devices apart. None: those of `a`.
@@ -75,7 +76,8 @@ def bisect(
     given = [(a, mesh), *([] if isinstance(b, Path) else [(b, mesh if mesh_b is None else mesh_b)])]
     steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
-    like = next((step for step in steps if step is not None), single)
+    lowest = lambda side: max(TOLERANCE[name] for name in side.dtypes)
+    like = max([step for step in steps if step is not None] or [single], key=lowest)
     here = lambda on: next((d for d in _devices(on) if d.process_index == jax.process_index()), jax.local_devices()[0])
     sides = [step or OneDevice(like, here(on)) for step, (_, on) in zip(steps, given, strict=True)]
     said = ["one device" if one is None else str(one) for one, _ in given]
@@ -99,14 +101,12 @@ def _named(side: UnderStrategy | OneDevice) -> str:
 
 
 class _Search:
-    """Halves a cut loss between two sides, as they are `said`; `like` is one of them, or has their blocks of rows."""
+    """Halves a cut loss between two sides, as they are `said`; `like` has the lower of their precisions."""
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy, said: Sequence[str]):
-        self.cut, self.sides, self.told = cut, sides, dict[Site | None, _Told]()
+        self.cut, self.sides, self.told = cut, sides, dict[Site | None, Furthest]()
         self.a, self.b = said
-        own = [side for side in sides if isinstance(side, UnderStrategy)]
-        lowest = max(own, key=lambda side: max(TOLERANCE[name] for name in side.dtypes), default=like)
-        self.plain = OneDevice(lowest, jax.local_devices()[0])
+        self.plain = OneDevice(like, jax.local_devices()[0])
         self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
         self.tolerance = max(TOLERANCE[name] for name in self.low)
         # Of the same precision: other last bits would decide which of several largest elements is the maximum.
@@ -135,8 +135,10 @@ class _Search:
 
     def named(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
         """What `Bisected` has of it."""
-        of, eqn_of = self.told[site], (eqn.primitive.name, jx.user_line(eqn), str(eqn.source_info.name_stack))
-        return Bisected(self.a, self.b, *eqn_of, iteration, of.backward, of.what, of.error, of.allowed, len(self.told))
+        told, backward = self.told[site], self.told[site].leaf is not None
+        of = eqn.primitive.name, jx.user_line(eqn), scope_of([eqn])
+        far = told.what, told.error, told.allowed
+        return Bisected(self.a, self.b, *of, iteration, backward, *far, len(self.told))
 
     def first(self, places: Sequence[int], site: Callable[[int], Site]) -> int | None:
         """The first place at which the sides differ, of which all after it do as well; None where not even the last."""
@@ -153,39 +155,11 @@ class _Search:
         if site not in self.told:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to say of the loss has been said of it
-                ours, theirs = (side(site) for side in self.sides)
-                self.told[site] = told = self.judged(ours, theirs, (0.0, None))
+                judged = functools.partial(furthest, *(side(site) for side in self.sides), self.tolerance)
+                told = judged(values_only=self.values_only)
                 if self.mixed and told.allowed < told.error < float("inf"):
-                    self.told[site] = self.judged(ours, theirs, self.plain.rounding(site, self.low))
+                    told = judged(self.plain.rounding(site, self.low), self.values_only)
+            self.told[site] = told
+            # What is behind a cut makes its gradients NaN, whatever it is cut after.
+            self.values_only |= told.leaf is None and not np.isfinite(told.error)
         return self.told[site].error > self.told[site].allowed
-
-    def judged(self, ours: Any, theirs: Any, rounding: tuple[float, list[float] | None]) -> _Told:
-        """What differs most, where rounding may move the loss and the gradients so far."""
-        (loss, grads), (other, others) = ours, theirs
-        if not np.isfinite([loss, other]).any():
-            raise ValueError("the loss is not finite on either side, so that nothing differs; try step.trace_nonfinite")
-        if not np.isfinite([loss, other]).all():
-            self.values_only = True  # what is behind a cut makes its gradients NaN, whatever it is cut after
-            return _Told("the value", float("inf"), self.tolerance, False)
-        allowed = max(self.tolerance, rounding[0] / max(abs(other), 1e-30))
-        error = abs(loss - other) / max(abs(other), 1e-30)
-        if error > allowed or self.values_only:
-            return _Told("the value", error, allowed, False)
-        if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, others)):
-            raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
-        terms = None if rounding[1] is None else [x / self.tolerance for x in rounding[1]]
-        leaves = zip(*(differences("gradient", grads, others, one) for one in (None, terms)), strict=True)
-        worst = max((min(pair, key=lambda d: d.error) for pair in leaves), key=lambda d: d.error)
-        if worst.error > self.tolerance:
-            return _Told(f"the gradient of {worst.path}", worst.error, self.tolerance, True)
-        return _Told("the value", error, allowed, False)
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What differs most at a cut, how far, how far it may, and whether it is a gradient."""
-
-    what: str
-    error: float
-    allowed: float
-    backward: bool

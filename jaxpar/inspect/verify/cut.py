@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ...model.batches import rows_of
-from ...model.model import Mean, Model, is_replicated
+from ...model.model import Mean, Model, is_replicated, row_axes
 from ...program import jaxpr as jx
 from ...program.walk import is_literal, scan_parts
 
@@ -45,7 +45,7 @@ class CutLoss:
         self.grows = dict[Any, tuple[int, int] | None]()
         self._seen: Sequence[Any] = ()
         stateful = lambda params, variables, batch, key: self._loss(params, variables, batch, key)
-        plain = lambda params, batch, key: self._loss(params, batch, key)
+        plain = lambda params, batch, key: self._loss(params, {}, batch, key)[0]
         same: Any = lambda tree: tree
         self.model = dataclasses.replace(
             model,
@@ -111,9 +111,10 @@ class CutLoss:
                 floats = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in x.outvars]
                 self.sizes[*at, number] = [of if known else None for of, known in zip(found, floats, strict=True)]
 
-    def _loss(self, *args: Any) -> Any:
-        """What takes the place of the model's loss."""
-        flat, tree = jx.trace(self.inner.loss, *args)
+    def _loss(self, *args: Any) -> tuple[Mean, Any]:
+        """What takes the place of the model's loss, and its new variables."""
+        inner = lambda *args: self.inner.call(*args, row_axes())
+        flat, out = jx.trace(inner, *args)
         eqns = jx.live(flat.eqns, flat.outvars)  # after each with rows, something with rows is read
         names = [eqn.primitive.name for eqn in without_casts(self._seen)]
         if names and names != [eqn.primitive.name for eqn in without_casts(eqns)]:
@@ -122,60 +123,50 @@ class CutLoss:
             )
         self._seen = eqns
         if self.site is None:
-            return self.inner.loss(*args)
+            sums, new = inner(*args)
+            return sums["loss"], new
+        cut = _Run(self, (), self.site)
         ins = [*flat.consts, *jax.tree.leaves(args)]
-        cut = _Run(self, self.site)
-        outs = cut.run(eqns, (*flat.constvars, *flat.invars), flat.outvars, ins, self.site[0], ())
-        value = jax.tree.unflatten(jax.tree.structure(tree), outs)
-        new: Sequence[Any] = ()
-        if self.inner.stateful:
-            value, *new = value
-        value = value[0] if isinstance(value, tuple) else value
-        total = jnp.asarray(value.total if isinstance(value, Mean) else value, jnp.float32)
+        outs = cut.run(eqns, (*flat.constvars, *flat.invars), flat.outvars, ins)
+        sums, new = jax.tree.unflatten(jax.tree.structure(out), outs)
+        total = sums["loss"].total
         # Before the first equation there is nothing to compare, and the number is 0 on both sides. What is not finite
         # behind the cut is none of its business.
         behind = jnp.where(jnp.isfinite(total), 0 * total, 0)
-        found = Mean(cut.number + behind, jnp.float32(max(cut.rows, 1)))
-        return (found, *new) if self.inner.stateful else found
+        return Mean(cut.number + behind, jnp.float32(max(cut.rows, 1))), new
 
 
 class _Run:
-    """One evaluation of a program, which makes `number` of what is alive after a site, of so many `rows`."""
+    """One evaluation of a program, that of the loss or of a scan `at` a place in it, which makes `number` of what is
+    alive after a site, of so many `rows`.
+    """
 
-    def __init__(self, cut: CutLoss, site: Site):
-        self.cut, self.site = cut, site
+    def __init__(self, cut: CutLoss, at: Site, site: Site):
+        self.cut, self.at, self.site = cut, at, site
         self.number: Any = jnp.float32(0)
         self.rows = 0
 
-    def run(
-        self, eqns: Sequence[Any], invars: Any, outvars: Any, ins: Sequence[Any], stop: int | None, at: Site
-    ) -> list[Any]:
-        """The results of some equations, cut after number `stop`; `at` is where the program is, in a scan its place."""
+    def run(self, eqns: Sequence[Any], invars: Any, outvars: Any, ins: Sequence[Any]) -> list[Any]:
+        """The results of some equations."""
         env = dict(zip(invars, ins, strict=True))
         read = lambda atom: atom.val if is_literal(atom) else env[atom]
-        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not is_literal(v)}
-        last |= {v: len(eqns) for v in outvars if not is_literal(v)}
         sizes: dict[Any, tuple[int, int] | None] = {}
         uncast: dict[Any, Any] = {}
         number = -1
         for i, eqn in enumerate(eqns):
-            values = list(map(read, eqn.invars))
-            if cast := eqn.primitive.name in _CASTS:
-                (x,), (y,) = eqn.invars, eqn.outvars
-                if not is_literal(x) and jnp.issubdtype(y.aval.dtype, jnp.floating):
-                    sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
-            else:
-                number += 1
-                sizes.update(zip(eqn.outvars, self.cut.sizes[*at, number], strict=True))
+            values, cast = list(map(read, eqn.invars)), eqn.primitive.name in _CASTS
+            number += not cast
+            here = not cast and number == self.site[0]
             with jx.source_info_of(eqn):
-                if not cast and not at and number == stop and len(self.site) > 1:
-                    outs = self.scan(eqn, values)
-                else:
-                    outs = jx.bind(eqn, values)
+                outs = self.scan(eqn, values) if here and len(self.site) > 1 else jx.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
-            if not cast and number == stop and (at or len(self.site) == 1):
-                alive = {uncast.get(v, v): v for v, known in sizes.items() if known and last.get(v, -1) > i}
-                for v in alive.values():  # of a value and its casts, which one side has alone, one
+            if not cast:
+                sizes.update(zip(eqn.outvars, self.cut.sizes[*self.at, number], strict=True))
+            elif not is_literal(x := eqn.invars[0]) and jnp.issubdtype((y := eqn.outvars[0]).aval.dtype, jnp.floating):
+                sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
+            if here and len(self.site) == 1:  # of a value and its casts, which one side has alone, one
+                alive = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
+                for v in alive.values():
                     self.add(env[v], *sizes[v])  # type: ignore[misc]
         return list(map(read, outvars))
 
@@ -189,14 +180,13 @@ class _Run:
     def scan(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """A scan that makes the number in one of its iterations."""
         place, iteration, stop = self.site
-        parts = scan_parts(eqn)
+        parts, body = scan_parts(eqn), body_of(eqn)
         n, k = len(parts.consts), len(parts.carry)
-        body = body_of(eqn)
 
         def step(carry: Any, xs: Any) -> Any:
-            inner = _Run(self.cut, self.site)
+            inner = _Run(self.cut, (place,), (stop,))
             values = [*body.consts, *ins[:n], *carry, *xs]
-            outs = inner.run(body.eqns, (*body.constvars, *body.invars), body.outvars, values, stop, (place,))
+            outs = inner.run(body.eqns, (*body.constvars, *body.invars), body.outvars, values)
             self.rows = inner.rows
             return outs[:k], (outs[k:], inner.number)
 

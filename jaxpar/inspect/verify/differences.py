@@ -78,6 +78,47 @@ def differences(kind: str, ours: Any, theirs: Any, terms: Sequence[float] | None
     return found
 
 
+@dataclass(frozen=True)
+class Furthest:
+    """What of a loss and its gradients is furthest from another's: the value, or the gradient of the `leaf` of this
+    number; how far, and how far it may be.
+    """
+
+    what: str
+    error: float
+    allowed: float
+    leaf: int | None
+
+
+def furthest(
+    ours: tuple[float, Any],
+    theirs: tuple[float, Any],
+    tolerance: float,
+    rounding: Sequence[float] = (0.0,),
+    values_only: bool = False,
+) -> Furthest:
+    """Compares losses, and where these agree gradients; `rounding` may move the loss and each of these so far.
+
+    Raises ValueError where neither is finite.
+    """
+    (loss, grads), (other, others) = ours, theirs
+    if not np.isfinite([loss, other]).any():
+        raise ValueError("the loss is not finite on either side, so that nothing differs; try step.trace_nonfinite")
+    allowed = max(tolerance, rounding[0] / max(abs(other), 1e-30))
+    error = abs(loss - other) / max(abs(other), 1e-30) if np.isfinite([loss, other]).all() else float("inf")
+    if error > allowed or values_only:
+        return Furthest("the value", error, allowed, None)
+    if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, others)):
+        raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
+    terms = [x / tolerance for x in rounding[1:]] or None
+    leaves = zip(*(differences("gradient", grads, others, one) for one in (None, terms)), strict=True)
+    nearest = [min(pair, key=lambda d: d.error) for pair in leaves]
+    worst = max(range(len(nearest)), key=lambda leaf: nearest[leaf].error)
+    if (far := nearest[worst]).error > tolerance:
+        return Furthest(f"the gradient of {far.path}", far.error, tolerance, worst)
+    return Furthest("the value", error, allowed, None)
+
+
 def _real(x: Any) -> np.ndarray:
     """float64; of complex numbers, real and imaginary parts."""
     x = np.asarray(x)

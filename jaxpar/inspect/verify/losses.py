@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,12 +19,11 @@ import numpy as np
 
 from ...cpu_compiler import cpu_options
 from ...model.model import Mean, Model, is_replicated
-from ...program import jaxpr as jx
-from ...program.walk import is_literal, scan_parts
+from ...program.evaluation import Evaluation, is_backward, line_of, scope_of
 from ...step.gradients import block_key
 from ...strategy import as_strategy
 from .bisected import Bisected
-from .differences import TOLERANCE, differences
+from .differences import TOLERANCE, furthest
 from .reference import Reference
 
 _TAKEN = "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, optimizers part"
@@ -47,31 +46,26 @@ def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -
     ours, theirs = _own(model), _objective(loss, name, model)
     args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
     tolerance = max(TOLERANCE[one] for one in Reference(model, as_strategy("single"), 1).low(batch))
-    (a, grads), (b, others) = (_compiled(one, args) for one in (ours, theirs))
-    places = [i for i, x in enumerate(jax.tree.leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    error = abs(a - b) / max(abs(a), 1e-30)
-    error = error if np.isfinite([a, b]).all() else float("inf") if np.isfinite(a) != np.isfinite(b) else 0.0
-    found, what, out = error, "the value", 0
-    if error <= tolerance:
-        leaves = differences("gradient", _floats(others), _floats(grads))
-        worst = max(range(len(leaves)), key=lambda i: leaves[i].error)
-        found, what, out = leaves[worst].error, f"the gradient of {leaves[worst].path}", 1 + places[worst]
+    compiled = [_compiled(one, args) for one in (ours, theirs)]
+    told = furthest(compiled[1], compiled[0], tolerance)
     said = "the model's own loss", name
-    if found <= tolerance:
+    if told.error <= told.allowed:
         return Bisected(*said, "", "", "", None, False, "", 0.0, tolerance, 1)
-    one, two = (_Evaluated(program, args) for program in (ours, theirs))
+    places = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    out = 0 if told.leaf is None else places[told.leaf]  # among the results of a value and its gradients
+    one, two = (_Results(program, args) for program in (ours, theirs))
     at, there = one.first_apart(two, out, tolerance), two.first_apart(one, out, tolerance)
     if (first := at or there) is None:
         raise ValueError(
-            f"{name} and the model's own loss differ as compiled, {what} by {found:.2g}, and agree equation by "
-            "equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
+            f"{name} and the model's own loss differ as compiled, {told.what} by {told.error:.2g}, and agree equation "
+            "by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
         )
     other = f"in {name}: {there}" if there and at else f"this is of {name if there else said[0]}: the other has it all"
     common, count = sum(two.are_aligned(one, tolerance)), len(two.results)
     apart = f"{other}\n  {common} of {count} results of {name} are, by value, among the model's own {len(one.results)}"
     return Bisected(
-        *said, first.eqn.primitive.name, jx.user_line(first.eqn), str(first.eqn.source_info.name_stack),
-        first.iteration, out > 0, what, found, tolerance, 1, apart,
+        *said, first.sites[-1].primitive.name, line_of(first.sites), scope_of(first.sites), first.iteration, out > 0,
+        told.what, told.error, tolerance, 1, apart,
     )  # fmt: skip
 
 
@@ -109,53 +103,54 @@ def _own(model: Model) -> Callable[..., jax.Array]:
 
 def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[float, Any]:
     value, grads = jax.jit(jax.value_and_grad(loss, allow_int=True), compiler_options=cpu_options())(*args)
-    return float(value), jax.tree.map(np.asarray, grads)
+    floats = lambda x: np.asarray(x) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+    return float(value), jax.tree.map(floats, grads)
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A value that was computed: by which equation (None: it was given), backwards or not, of which others; or an
-    iteration's part of another.
+    """A value `x`, while it is held: by which equations it was computed, outermost first (none: it was given), of which
+    others, with its `numbers`; or an iteration's part of another.
     """
 
-    eqn: Any
+    x: Any
+    number: int
+    sites: tuple[Any, ...]
     iteration: int | None
-    backward: bool
     operands: tuple[int, ...]
     size: int
     numbers: np.ndarray
-    is_part: bool
+    is_part: bool = False
 
     def __str__(self) -> str:
-        at = f"{self.eqn.primitive.name} at {jx.user_line(self.eqn) or 'no line of the program'}"
+        at = f"{self.sites[-1].primitive.name} at {line_of(self.sites) or 'no line of the program'}"
         return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
 
 
-class _Evaluated:
-    """Value and gradients of a loss, every result with its numbers; a result is held until it is last read."""
+class _Results(Evaluation):
+    """Value and gradients of a loss, every result with its numbers."""
 
     def __init__(self, loss: Callable[..., jax.Array], args: Sequence[Any]):
-        flat, _ = jx.trace(jax.value_and_grad(loss, allow_int=True), *args, remats=True)
-        eqns = jx.live(flat.eqns, flat.outvars)
+        super().__init__(lambda outs: True)
         self.results: list[_Result] = []
-        self.backward = 0  # equations that are transposed, and that the current one is or is in
-        ins = [(x, self._note(x, None, None, ())) for x in (*flat.consts, *jax.tree.leaves(args))]
-        env = dict(zip((*flat.constvars, *flat.invars), ins, strict=True))
-        self.outs = [number for _, number in self._run(eqns, env, flat.outvars, None)]
+        self.outs = self.of(jax.value_and_grad(loss, allow_int=True), [""] * len(jax.tree.leaves(args)), *args)
 
-    def first_apart(self, other: _Evaluated, out: int, tolerance: float) -> _Result | None:
+    def given(self, x: Any, name: str) -> _Result:
+        return self._noted(x, (), ())
+
+    def made(self, x: Any, at: int | None, ins: Sequence[_Result], within: Sequence[_Result] = ()) -> _Result:
+        return self._noted(x, self.sites, within or ins, is_part=at is None)
+
+    def first_apart(self, other: _Results, out: int, tolerance: float) -> _Result | None:
         """The first equation before an output that makes what the other has not, of operands that it has."""
         aligned = self.are_aligned(other, tolerance, forwards=out > 0)
-        todo, seen, found = [self.outs[out]], set[int](), list[int]()
-        while todo:
-            if (number := todo.pop()) not in seen and not aligned[number]:
-                seen.add(number)
-                loose = [operand for operand in self.results[number].operands if not aligned[operand]]
-                todo += loose
-                found += [] if loose else [number]
-        return self.results[min(found)] if found else None
+        first: list[int | None] = []  # before each result
+        for result, known in zip(self.results, aligned, strict=True):
+            before = [at for i in result.operands if (at := first[i]) is not None]
+            first.append(None if known else min(before, default=result.number))
+        return None if (at := first[self.outs[out].number]) is None else self.results[at]
 
-    def are_aligned(self, other: _Evaluated, tolerance: float, forwards: bool = False) -> list[bool]:
+    def are_aligned(self, other: _Results, tolerance: float, forwards: bool = False) -> list[bool]:
         """Of each result whether it was given, or the other has it too, or that of which it is a part; or, where
         `forwards` says that the losses agree, whether it is one of the forward.
         """
@@ -167,63 +162,18 @@ class _Evaluated:
         for result in self.results:
             among = stacked.get(result.size, np.full((1, 3), np.inf))
             near = np.abs(among - result.numbers) <= 3 * tolerance * max(result.numbers[0], 1e-30)
-            known = result.eqn is None or (forwards and not result.backward) or bool(near.all(1).any())
+            known = not result.sites or (forwards and not is_backward(result.sites)) or bool(near.all(1).any())
             aligned.append(known or (result.is_part and aligned[result.operands[0]]))
         return aligned
 
-    def _run(
-        self, eqns: Sequence[Any], env: dict[Any, tuple[Any, int]], outvars: Sequence[Any], iteration: int | None
-    ) -> list[tuple[Any, int]]:
-        """The values of some variables and the numbers of their results."""
-        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not is_literal(v)}
-        last |= {v: len(eqns) for v in outvars if not is_literal(v)}
-        read = lambda atom: (atom.val, self._note(atom.val, None, None, ())) if is_literal(atom) else env[atom]
-        for i, eqn in enumerate(eqns):
-            ins = list(map(read, eqn.invars))
-            self.backward += (transposed := "transpose(" in str(eqn.source_info.name_stack))
-            if eqn.primitive.name == "scan":
-                made = self._scan(eqn, ins)
-            else:
-                numbers = tuple(number for _, number in ins)
-                made = [(x, self._note(x, eqn, iteration, numbers)) for x in jx.bind(eqn, [x for x, _ in ins])]
-            self.backward -= transposed
-            env.update(zip(eqn.outvars, made, strict=True))
-            for v in {v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v) and last.get(v, -1) <= i}:
-                env.pop(v, None)
-        return list(map(read, outvars))
-
-    def _scan(self, eqn: Any, ins: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        parts, body = scan_parts(eqn), jx.flatten(scan_parts(eqn).body, remats=True)
-        n, k = len(parts.consts), len(parts.carry)
-        consts = [(x, self._note(x, None, None, ())) for x in body.consts]
-        carry, stacks = list(ins[n : n + k]), [list[Any]() for _ in body.outvars[k:]]
-        for iteration in reversed(range(parts.length)) if parts.reverse else range(parts.length):
-            xs = [
-                (x[iteration], self._note(x[iteration], eqn, iteration, (number,), True)) for x, number in ins[n + k :]
-            ]
-            env = dict(zip((*body.constvars, *body.invars), (*consts, *ins[:n], *carry, *xs), strict=True))
-            outs = self._run(body.eqns, env, body.outvars, iteration)
-            carry = outs[:k]
-            for stack, out in zip(stacks, outs[k:], strict=True):
-                stack.append(out)
-        ys = []
-        for stack in stacks:
-            values = jnp.stack([x for x, _ in (reversed(stack) if parts.reverse else stack)])
-            ys.append((values, self._note(values, eqn, None, tuple(number for _, number in stack))))
-        return [*carry, *ys]
-
-    def _note(self, x: Any, eqn: Any, iteration: int | None, operands: tuple[int, ...], is_part: bool = False) -> int:
-        """The number of a result; its own numbers are the same whatever its shape is."""
-        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        values = np.asarray(x).ravel()
+    def _noted(self, x: Any, sites: tuple[Any, ...], of: Sequence[_Result], is_part: bool = False) -> _Result:
+        """A result; its numbers are the same whatever its shape is."""
+        key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
+        values = np.asarray(jax.random.key_data(x) if key else x).ravel()
         values = np.where(np.isfinite(values), values, 1e4).astype(np.float64)
         places = np.arange(values.size)
         numbers = [np.sqrt((values**2).sum()), values @ np.cos(places + 1), values @ np.cos(0.37 * places**1.5)]
-        backward = self.backward > 0
-        self.results.append(_Result(eqn, iteration, backward, operands, values.size, np.array(numbers), is_part))
-        return len(self.results) - 1
-
-
-def _floats(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+        iteration, operands = self.loops[-1][1] if self.loops else None, tuple(one.number for one in of)
+        made = _Result(x, len(self.results), sites, iteration, operands, values.size, np.array(numbers), is_part)
+        self.results.append(replace(made, x=None))
+        return made

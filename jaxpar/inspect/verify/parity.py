@@ -136,8 +136,12 @@ def verify(
         found = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
         if any(d.error > tolerance for d in found):  # they may be what is left where large terms cancel
             shown("one device: its rounding, where terms cancel")
-            rounding = reference.rounding(optimizer, key, batch, steps, max(EPSILON[dtype] for dtype in low))
-            terms = [[MARGIN * x / tolerance for x in leaves] for leaves in rounding]
+            epsilon = max(EPSILON[dtype] for dtype in low)
+            runs = (
+                lambda *nudge: reference.value_and_grad(key, batch, *nudge)[1],
+                lambda *nudge: reference.train(optimizer, key, batch, steps, *nudge),
+            )
+            terms = [[MARGIN * x / tolerance for x in reference.rounding(run, epsilon)] for run in runs]
             again = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
             found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
         close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))

@@ -122,16 +122,14 @@ class Reference:
         steps: int,
         nudge: float = 0.0,
         sample: int = 0,
-        done: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Parameters after some steps on one batch; `done()` is called after each."""
+        """Parameters after some steps on one batch."""
         params, variables = self._start(key, nudge, sample)
         tuned, update = self._tuned(optimizer)
         state = tuned.init(_trained(params))
         for step in range(steps):
             (loss, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
             params, state = update(grads, state, params, loss)
-            done()
         return params
 
     def _tuned(self, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
@@ -151,30 +149,15 @@ class Reference:
         tuned, update, _ = self._updates[id(optimizer)]
         return tuned, update
 
-    def rounding(
-        self,
-        optimizer: optax.GradientTransformation,
-        key: jax.Array,
-        batch: Any,
-        steps: int,
-        epsilon: float,
-        done: Callable[[], None] = lambda: None,
-    ) -> tuple[list[float], list[float]]:
-        """How far one device's own gradients, and its parameters after some steps, move for another rounding.
-
-        The largest change of an element, leaf by leaf, in some runs whose initial values are changed at random by up
-        to `epsilon`, relatively: in the last bit. Where large terms cancel, nothing but their last bits is left.
+    def rounding(self, run: Callable[[float, int], Any], epsilon: float) -> list[float]:
+        """How far the leaves of what `run(nudge, sample)` makes move for another rounding: the largest change of an
+        element, in some runs whose initial values are changed at random by up to `epsilon`, relatively: in the last
+        bit. Where large terms cancel, nothing but their last bits is left.
         """
-        changed: list[list[float]] = []
-        _, grads = self.value_and_grad(key, batch)
-        params = self.train(optimizer, key, batch, steps)
-        for sample in range(_SAMPLES):
-            _, other = self.value_and_grad(key, batch, epsilon, sample)
-            after = self.train(optimizer, key, batch, steps, epsilon, sample, done)
-            changed.append([_change(a, b) for a, b in _pairs(other, grads) + _pairs(after, params)])
-        largest = [max(over) for over in zip(*changed, strict=True)]
-        n = len(jax.tree.leaves(grads))
-        return largest[:n], largest[n:]
+        plain = jax.tree.leaves(run(0.0, 0))
+        others = (jax.tree.leaves(run(epsilon, sample)) for sample in range(_SAMPLES))
+        changed = [list(map(_change, plain, other)) for other in others]
+        return [max(over) for over in zip(*changed, strict=True)]
 
     def _start(self, key: jax.Array, nudge: float, sample: int) -> tuple[Any, Any]:
         """Master parameters and variables, the parameters changed by up to `nudge`, relatively."""
@@ -189,10 +172,6 @@ class Reference:
             for k, x in zip(keys, leaves, strict=True)
         ]
         return jax.tree.unflatten(tree, moved), variables
-
-
-def _pairs(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
-    return list(zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
 
 
 def _change(a: jax.Array, b: jax.Array) -> float:

@@ -1,6 +1,7 @@
 """What is bisected: loss and gradients of a cut loss, as a strategy on some devices has them, and as one device has."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,6 @@ from ..nonfinite.replay import whole
 from .cut import CutLoss, Site
 from .differences import EPSILON, MARGIN, dtypes_of
 from .reference import Reference
-
-_NUDGES = 3  # of the initial values: a small leaf's noise may be small by chance in one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +49,13 @@ class OneDevice:
 
     like: UnderStrategy
     device: jax.Device
-
-    @property
-    def dtypes(self) -> list[str]:
-        """None of its own."""
-        return []
+    dtypes: Sequence[str] = ()  # none of its own
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
         """Loss, and gradients as NumPy arrays, of the loss cut at a site."""
         with jax.default_device(self.device):
-            return self._run(self.reference(site))
+            loss, grads = self.reference(site).value_and_grad(self.like.key, self.like.batch)
+            return float(loss), jax.tree.map(np.asarray, grads)
 
     def reference(self, site: Site | None = None) -> Reference:
         """What computes them."""
@@ -67,21 +63,9 @@ class OneDevice:
         step = make_train_step(model, None, self.like.strategy, self.like.mesh)
         return Reference(model, step.strategy, step.replicas)
 
-    def rounding(self, site: Site | None, low: list[str]) -> tuple[float, list[float]]:
-        """How far rounding in these precisions may move the loss and each gradient's elements: a multiple of what some
-        initial values do that are changed in their last bits.
-        """
+    def rounding(self, site: Site | None, low: list[str]) -> list[float]:
+        """How far rounding in these precisions may move the loss and each gradient's elements."""
         with jax.default_device(self.device):
-            reference, epsilon = self.reference(site), max(EPSILON[name] for name in low)
-            loss, grads = self._run(reference)
-            changed = [self._run(reference, epsilon, sample) for sample in range(_NUDGES)]
-        largest = lambda x, *others: max(float(np.nan_to_num(np.abs(x - y), posinf=0).max(initial=0)) for y in others)
-        with np.errstate(invalid="ignore"):
-            leaves = [
-                largest(*leaf) for leaf in zip(*map(jax.tree.leaves, (grads, *(g for _, g in changed))), strict=True)
-            ]
-            return MARGIN * largest(loss, *(x for x, _ in changed)), [MARGIN * x for x in leaves]
-
-    def _run(self, reference: Reference, *nudge: Any) -> tuple[float, Any]:
-        loss, grads = reference.value_and_grad(self.like.key, self.like.batch, *nudge)
-        return float(loss), jax.tree.map(np.asarray, grads)
+            reference = self.reference(site)
+            run = lambda *nudge: reference.value_and_grad(self.like.key, self.like.batch, *nudge)
+            return [MARGIN * x for x in reference.rounding(run, max(EPSILON[name] for name in low))]
