@@ -37,6 +37,11 @@ FIRST = (
         "context=4,attention=ring",
     ),  # cut where the patches become one dim; of two ranks each has a row of them
     ("patches", "context=2,attention=ulysses"),
+    ("class_token", "context=4,data=2,attention=ring"),
+    ("bert", "context=4,attention=usp,tensor=2"),
+    ("gpt2_of_odd_length", "context=4,data=2,attention=ring"),
+    ("t5_translator", "context=4,fsdp=2,attention=ring"),
+    ("states_by_number", "context=4,data=2,attention=ring"),
     ("decays", "context=4,data=2"),
     ("picked", "context=4,fsdp=2,zero=1"),
 )
@@ -52,6 +57,8 @@ SCANNED = (
     "spelled_out",
     "decays",
     "padded",
+    "bert",
+    "gpt2_of_odd_length",
     "capped",
     "sinks",
 )
@@ -320,8 +327,6 @@ def test_what_mixes_positions_is_named(what: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "length", "said"),
     [
-        ("gpt2", "context=2,attention=gather", 15, r"context=2 .* 15 positions .*; use 16 positions"),
-        ("gpt2", "context=4,attention=ring", 12, r"use 16 positions"),
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
         ("mixture", "context=2,tensor=2,attention=usp", 16, "no divisor of it divides 2 query and 1 key heads of a"),
