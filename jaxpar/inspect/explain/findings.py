@@ -107,7 +107,7 @@ def _not_written(step: Step, costs: Costs) -> Iterator[str]:
         seconds = estimated_seconds({}, 4 * forward + 7 * backward, hardware)
         yield (
             f"kernels=fused: a device makes no scores in its attention, {size(forward)} a step, which would pass its "
-            f"memory 4 times forward and 7 times backward: {1e3 * seconds:,.2f} ms of a step, as predicted for "
+            f"memory 4 times forward and 7 times backward: {1e3 * seconds:.3g} ms of a step, as predicted for "
             f"{hardware.kind}."
         )
 
