@@ -140,7 +140,7 @@ def _heads(params: Any, x: jax.Array) -> list[jax.Array]:
     return [(x @ params[name]).reshape(*x.shape[:2], HEADS, -1) for name in ("query", "key", "value")]
 
 
-def _functions(attend: Callable[..., jax.Array]) -> jp.Model:
+def _functions(attend: Callable[..., jax.Array], length: int = LENGTH) -> jp.Model:
     """A decoder in plain JAX, whose layers are scanned: `attend(params, q, k, v, batch)` on [B, T, H, h]."""
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -152,10 +152,10 @@ def _functions(attend: Callable[..., jax.Array]) -> jp.Model:
             x = x + attend(params, *_heads(own, x), batch).reshape(x.shape) @ own["out"]
             return x + jnp.tanh(x @ own["up"]) @ own["down"], None
 
-        tokens = batch["tokens"]
+        tokens = batch["tokens"][:, : length + 1]
         x, _ = jax.lax.scan(layer, params["table"][tokens[:, :-1]], {name: params[name] for name in LAYER})
         logits, targets = (x @ params["head"])[:, :-1], tokens[:, 1:-1]  # one position fewer than went in
-        found = weighed(logits, targets, batch["mask"][:, 1:])
+        found = weighed(logits, targets, batch["mask"][:, 1:length])
         right = (logits.argmax(-1) == targets).mean()
         return jp.Mean(found.total + 0.1 * found.count * jnp.square(params["head"]).sum(), found.count), {
             "right": right
@@ -206,6 +206,35 @@ def padded() -> jp.Model:
         return nn.dot_product_attention(q, k, v, bias=bias, **dropout)
 
     return _functions(attend)
+
+
+def bert() -> jp.Model:
+    """As transformers writes it, of 15 positions: padding, weights that are dropped, and a number for each head."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        counts = batch["document"][:, : k.shape[1]] < 2
+        bias = jax.lax.select(counts, jnp.zeros(counts.shape), jnp.full(counts.shape, jnp.finfo(q.dtype).min))
+        dropout = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.2, "deterministic": False}
+        weights = nn.dot_product_attention_weights(q, k, bias=bias[:, None, None], **dropout)
+        weights = jnp.einsum("...hqk,h->...hqk", weights, params["bias"][0])
+        return jnp.einsum("...hqk,...khd->...qhd", weights, v)
+
+    return _functions(attend, length=LENGTH - 1)
+
+
+def gpt2_of_odd_length() -> jp.Model:
+    """As transformers writes it: a slice of a longer mask becomes a bias; 13 positions, of which two ranks have half a
+    chunk fewer than the others, and eight have none of some chunks.
+    """
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        length = q.shape[1]
+        mask = nn.make_causal_mask(jnp.ones((1, 32), bool), dtype=bool)
+        mask = jax.lax.dynamic_slice(mask, (0, 0, 0, 0), (1, 1, length, length))
+        bias = jax.lax.select(mask, jnp.zeros(mask.shape), jnp.full(mask.shape, jnp.finfo(q.dtype).min))
+        return nn.dot_product_attention(q, k, v, bias=bias)
+
+    return _functions(attend, length=13)
 
 
 def capped() -> jp.Model:
@@ -395,6 +424,55 @@ def patches() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def class_token() -> jp.Model:
+    """As ViT: a token before all patches, 17 positions in two layers; what becomes of it is what counts."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (2, 2, 3, DIM))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        sides = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(batch["image"], params["patch"], (2, 2), "VALID", dimension_numbers=sides)
+        first = jnp.broadcast_to(params["bias"].reshape(1, 1, DIM), (len(x), 1, DIM))
+        x = jnp.concatenate([first, x.reshape(len(x), -1, DIM)], 1)
+        for _ in range(2):
+            x = x + nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
+            x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        return weighed(x[:, 0] @ params["head"], batch["tokens"][:, 0], batch["mask"][:, 0])
+
+    return jp.Model(init=init, loss=loss)
+
+
+def t5_translator() -> jp.Model:
+    """As T5: tables of distances for an encoder, whose keys are padded, and a decoder; cross attention; 27 and 15
+    positions.
+    """
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        source, tokens = batch["source"][:, :27], batch["tokens"][:, : LENGTH - 1]
+        padding = jnp.where(source > 5, 0, -1e10)[:, None, None]
+
+        def attended(x: jax.Array, memory: jax.Array, bias: jax.Array) -> jax.Array:
+            q, (_, k, v) = _heads(params, x)[0], _heads(params, memory)
+            weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) + bias)
+            return x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ params["out"]
+
+        def table(n: int, both: bool) -> jax.Array:
+            away = jnp.arange(n) - jnp.arange(n)[:, None]
+            side, far = (away > 0) * 4 * both, jnp.abs(away) if both else jnp.maximum(-away, 0)
+            large = 2 + (jnp.log(far / 2 + 1e-6) * 2).astype(jnp.int32)
+            buckets = side + jnp.where(far < 2, far, jnp.minimum(large, 3))
+            return params["bias"][buckets].transpose(2, 0, 1)[None]
+
+        memory, x = params["table"][source], params["table"][tokens]
+        memory = attended(memory, memory, table(27, both=True) + padding)
+        later = jnp.where(nn.make_causal_mask(tokens), 0, -1e10)
+        x = attended(attended(x, x, table(LENGTH - 1, both=False) + later), memory, padding)
+        return weighed(x @ params["head"], batch["tokens"][:, 1:LENGTH], batch["mask"][:, 1:])
+
+    return jp.Model(init=_draws, loss=loss)
+
+
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
@@ -420,6 +498,27 @@ def states() -> jp.Model:
         scan = jax.vmap(lambda h, given: jax.lax.scan(back, h, given, reverse=True))
         last, x = scan(jnp.ones_like(x[:, 0]), (jax.nn.sigmoid(x @ params["up"]), x))
         return weighed((x + last[:, None] / 8) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=_draws, loss=loss)
+
+
+def states_by_number() -> jp.Model:
+    """Mamba's, whose loop is over numbers of positions, by which it picks decays, inputs and what reads the state."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :-1]]
+        time, key_, query = jax.nn.softplus(x @ params["up"]), x @ params["key"][:, :8], x @ params["query"][:, :8]
+        decay = jnp.exp(jnp.einsum("btd,dn->btdn", time, -jnp.exp(params["value"][:, :8])))
+        added = jnp.einsum("btd,btn,btd->bdnt", time, key_, x)
+
+        def select(h: jax.Array, i: jax.Array) -> Any:
+            h = decay[:, i] * h + added[..., i]
+            return h, jnp.einsum("bdn,bn->bd", h, query[:, i])
+
+        _, ys = jax.lax.scan(select, jnp.zeros((len(x), DIM, 8)), jnp.arange(x.shape[1]))
+        x = x + ys.swapaxes(0, 1)
+        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
 
     return jp.Model(init=_draws, loss=loss)
 
@@ -477,6 +576,8 @@ MODELS = {
         translator,
         alibi,
         padded,
+        bert,
+        gpt2_of_odd_length,
         capped,
         sinks,
         t5,
@@ -490,7 +591,10 @@ MODELS = {
         neighbours,
         streams,
         patches,
+        class_token,
+        t5_translator,
         states,
+        states_by_number,
         decays,
         picked,
         mixture,
@@ -511,7 +615,12 @@ KERNELS = (
     "neighbours",
     "streams",
     "patches",
+    "class_token",
+    "t5_translator",
+    "bert",
+    "gpt2_of_odd_length",
     "states",
+    "states_by_number",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ...layout.leaves import PAD_FROM
 from ...machines import hosts_of, leaves_host
@@ -30,6 +31,8 @@ from ..compiled.kernels import Choice, Executable, Operation, Start, While
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import in_flight, of_server, of_step
+from ..predict.efficiency import estimated_seconds
+from ..targets.hardware import of_device_kind
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
@@ -61,6 +64,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         *_prefetched(step, batch),
         *_in_8_bits(step, closed),
         *_remarks(step, traced.program, found, known, moved),
+        *_not_written(step, costs),
         *unasked,
         *_elsewhere(step, batch),
     ]
@@ -83,6 +87,29 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         values=step.chosen,
         remarks=tuple(remarks),
     )
+
+
+def _not_written(step: Step, costs: Costs) -> Iterator[str]:
+    """What `kernels=fused` saves. Spelled out, a product writes scores, a softmax reads them and writes weights, a
+    product reads these; backward weights are read, their cotangents written, both read, the scores' written, and read
+    for queries and for keys. At least: XLA has some of them in float32.
+    """
+    hardware = of_device_kind(step.mesh.devices.flat[0].device_kind)
+    runs = [(cost.executions or 1, one) for cost in costs for one in cost.kernel.products]
+    if step.strategy.kernels != "fused" or hardware is None or hardware.memory_bandwidth is None:
+        return
+    made = {"attention": 0, "attention backward": 0}
+    for times, one in runs:
+        if one.kind in made:
+            made[one.kind] += times * one.batch * one.m * one.n * jnp.dtype(one.dtype).itemsize
+    forward, backward = made.values()
+    if forward:
+        seconds = estimated_seconds({}, 4 * forward + 7 * backward, hardware)
+        yield (
+            f"kernels=fused: a device makes no scores in its attention, {size(forward)} a step, which would pass its "
+            f"memory 4 times forward and 7 times backward: at least {1e3 * seconds:.3g} ms of a step, as predicted for "
+            f"{hardware.kind}."
+        )
 
 
 def _across(mesh: jax.sharding.Mesh, programs: Sequence[Executable], closed: Ledger) -> frozenset[tuple[str, ...]]:

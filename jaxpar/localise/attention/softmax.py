@@ -45,13 +45,25 @@ def weights_of(atom: Any, scope: Scope) -> Weights | None:
     if eqn is None:
         return None
     found = _beside_sinks(eqn, scope) if eqn.primitive.name == "slice" else _softmax(eqn, scope)
-    if found is not None or not (moves(eqn) or eqn.primitive.name in ("mul", "div", "select_n")):
+    scales = eqn.primitive.name in ("mul", "div", "select_n") or scaled_by_dims(eqn)
+    if found is not None or not (moves(eqn) or scales):
         return found
     for i, x in enumerate(eqn.invars):
-        found = weights_of(x, scope) if moves(eqn) or x.aval.shape == atom.aval.shape else None
+        same = math.prod(x.aval.shape) == math.prod(atom.aval.shape)
+        found = weights_of(x, scope) if moves(eqn) or same else None
         if found is not None and (moves(eqn) or chain_to(found.scores, scope)):
             return replace(found, after=(*found.after, (eqn, i)))
     return None
+
+
+def scaled_by_dims(eqn: Any) -> bool:
+    """Whether an equation multiplies each number of an operand by one of the other, which has some of its dims: a
+    product that sums nothing, as of weights and a number for each head (transformers' `head_mask`).
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (summed, _), (shared, _) = eqn.params["dimension_numbers"]
+    return not summed and len(shared) in {len(x.aval.shape) for x in eqn.invars}
 
 
 def _beside_sinks(eqn: Any, scope: Scope) -> Weights | None:

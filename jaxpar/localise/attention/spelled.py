@@ -29,7 +29,7 @@ from ...program import primitives
 from ...program.walk import CALLS, CUSTOM, called
 from .hidden import HIDING, Constant, Hindered, Scope, Table, describe, number_of
 from .replayed import bias_of, replayed
-from .softmax import Dim, Names, Weights, chain_to, moved, moves, weights_of
+from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weights_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
     """Every attention of a program, not of those that it holds."""
     found = []
     for eqn in scope.eqns:
-        if eqn.primitive.name != "dot_general":
+        if eqn.primitive.name != "dot_general" or scaled_by_dims(eqn):
             continue
         for side in (0, 1):
             try:
@@ -351,6 +351,12 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, noted: Spel
                 raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
             if eqn.primitive.name == "select_n" and replace(scores, names=of_p).put(eqn, operand) != 0:
                 raise Hindered(eqn, "takes other numbers than 0 for some weights")
+            if scaled_by_dims(eqn):
+                _, shared = _numbers(eqn)
+                rest = [dims for d, dims in enumerate(of_p) if d not in shared[operand]]
+                of_p = (*(of_p[d] for d in shared[operand]), *rest)
+                if _is_one(eqn.invars[1 - operand], scope, eqn):
+                    continue
             beside.append(Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does"))
 
     query, key, value = product.invars[1 - at], product.invars[at], last.invars[1 - side]
@@ -413,6 +419,14 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, noted: Spel
         return out.reshape(result.shape).astype(result.dtype)
 
     return SpelledAttention(last, (query, key, value, *read), run, ", ".join(which) or "all keys", weights.scores.aval)
+
+
+def _is_one(atom: Any, scope: Scope, reader: Any) -> bool:
+    """Whether all numbers of an array are 1, as those of a mask of heads that nobody gave."""
+    try:
+        return number_of(describe(atom, tuple("b" for _ in atom.aval.shape), scope, reader), reader) == 1
+    except Hindered:
+        return False
 
 
 def _is_keys(product: Any, chain: Sequence[tuple[Any, int]], weights: Weights) -> bool:

@@ -152,24 +152,21 @@ def choose(
         return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
     # A rank that has all keys computes hidden ones as well, where their scores are others.
     halved = next((call.line for call in scored if call.options.causal), "")
-    ring = not schedule and all(n % (2 * ranks) == 0 for call in free for n in (call.query[1], call.key[1]))
-    if not mixed and not (halved and ring) and all(q % ranks == 0 == k % ranks for q, k in heads):
+    if not mixed and (schedule or not halved) and all(q % ranks == 0 == k % ranks for q, k in heads):
         return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
     if schedule:
         return AttentionMode(
             "gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
         )
-    if ring and (halved or mixed):
+    if halved or mixed:
         why = f"of the causal scores that {halved} makes others of, it leaves out those of hidden keys"
         return AttentionMode("ring", f"what {mixed} makes of scores is of all heads" if mixed else why)
-    if ring:
-        why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
-        around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
-        if shares < around:
-            why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"
-            return AttentionMode("usp", why, group)
-        return AttentionMode("ring", why)
-    return AttentionMode("gather", f"{2 * ranks} chunks, as a ring needs, do not divide {free[0].query[1]} positions")
+    why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
+    around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
+    if shares < around:
+        why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"
+        return AttentionMode("usp", why, group)
+    return AttentionMode("ring", why)
 
 
 def _sent(call: Call, ranks: int, tensor: int, group: int) -> int:

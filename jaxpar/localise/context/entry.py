@@ -39,7 +39,7 @@ class FirstSplit:
 
 
 def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int, parts: int) -> dict[int, FirstSplit]:
-    """The equations where a split into `parts` begins, by `id`. ValueError: none, or these do not divide positions."""
+    """The equations where a split into `parts` begins, by `id`. Raises ValueError where there is none."""
     weights = jx.depends(flat.eqns, flat.invars[:leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
     found: dict[int, FirstSplit] = {}
@@ -53,17 +53,8 @@ def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int, parts
         if len(eqn.invars) == len(sides) == 2:
             patches = eqn.primitive.name == "conv_general_dilated" and sides == ["fed", "weight"]
             start = _patches(eqn, flat, parts) if patches else _start(eqn, sides)
-        if start is None:
-            continue
-        shape = start.eqn.outvars[0].aval.shape
-        length = shape[start.dim]
-        if length % parts:
-            raise ValueError(
-                f"context={ranks} has {parts} chunks of a sequence, which do not divide the {length} positions of "
-                f"{list(shape)} ({jx.where(eqn)}); use {length + -length % parts} positions, padded and masked out of "
-                "the loss"
-            )
-        found[id(start.eqn)] = start
+        if start is not None:
+            found[id(start.eqn)] = start
     if not found:
         raise ValueError(
             f"context={ranks} splits sequences, and the loss looks up no ids [rows, positions] of the batch in a "
@@ -99,8 +90,10 @@ def _patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
     if not (channels_last and side_by_side(eqn, across)) or p["batch_group_count"] > 1:
         return None
     tokens = math.prod(shape[:-1])
-    if len(across) == 1 or shape[1] % parts == 0:
+    if shape[1] % parts == 0:
         return FirstSplit(eqn, 0, 1, tokens)
+    if len(across) == 1:
+        return FirstSplit(eqn, None, 1, tokens)
     same = {out}
     for other in flat.eqns:
         if any(not jx.is_literal(v) and v in same for v in other.invars):

@@ -144,17 +144,22 @@ class ContextLocaliser(Localiser):
         """The part of a split value, with `nothing` where it has no position, or another chunk has the same."""
         assert x.dim is not None
         dim = self.split(x.dim)
-        n = x.shape[dim] // dim.rows
-        if dim.overlap == 0 and self.size(n) * self.ranks == n:
+        if (inside := self.there(x.shape[dim] // dim.rows, dim)) is None:
             return x.value
+        inside = jnp.tile(inside, dim.rows)
+        inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != dim])
+        return jnp.where(inside, x.value, jnp.full_like(x.value, nothing))
+
+    def there(self, n: int, dim: Split) -> jax.Array | None:
+        """Which positions of n that a rank has are no others' as well, nor beyond the end; None: all are its own."""
+        if dim.overlap == 0 and self.size(n) * self.ranks == n:
+            return None
         inside = self._places(n, dim.overlap) < n
         if dim.overlap > 0:  # what follows is the next chunk's, but behind the last
             chunk, parts = self.chunk(n, dim.overlap), self.mode.parts(self.ranks)
             own = jnp.arange(chunk + dim.overlap) < chunk
             inside &= jnp.concatenate([own | (at == parts - 1) for at in self.chunks()])
-        inside = jnp.tile(inside, dim.rows)
-        inside = jnp.expand_dims(inside, [d for d in range(len(x.shape)) if d != dim])
-        return jnp.where(inside, x.value, jnp.full_like(x.value, nothing))
+        return inside
 
     def total(self, value: jax.Array) -> jax.Array:
         """The sum of what ranks have."""

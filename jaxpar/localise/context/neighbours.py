@@ -318,9 +318,53 @@ def _scan(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
     parts = jx.scan_parts(eqn)
     steps = inputs[len(parts.consts) + len(parts.carry) :]
+    if (found := _picking(work, eqn, inputs)) is not None:
+        return found
     if not any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
         return TENSOR["scan"](work, eqn, inputs)
     return _recurrence(work, eqn, inputs) if diagonal(parts) else None
+
+
+def _picking(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """A scan over step numbers, whose body picks a position by them, `a[:, i]`, as a scan over these positions; None
+    where that is not all that becomes of what is split.
+    """
+    parts, flat = jx.scan_parts(eqn), jx.flatten(jx.scan_parts(eqn).body)
+    n, k, every = len(parts.consts), len(parts.carry), np.arange(parts.length)
+    numbers = [v for v, x in zip(flat.invars[n + k :], inputs[n + k :], strict=True)
+               if np.array_equal(every, constant(x))]  # fmt: skip
+    split = {v: (i, x.dim) for i, (v, x) in enumerate(zip(flat.invars, inputs, strict=True)) if x.dim is not None}
+    picks = [one for one in flat.eqns if any(not jx.is_literal(v) and v in split for v in one.invars)]
+
+    def by_number(one: Any) -> bool:
+        if one.primitive.name != "dynamic_slice" or one.invars[0] not in split:
+            return False
+        dim, sizes = split[one.invars[0]][1], one.params["slice_sizes"]
+        cut = [d for d, m in enumerate(one.invars[0].aval.shape) if sizes[d] != m]
+        made = jx.needed(flat.eqns, [at := one.invars[1 + dim]])
+        if cut != [dim] or sizes[dim] != 1 or jx.free(made, [at]) != numbers[:1]:
+            return False
+        with jax.ensure_compile_time_eval():
+            return np.array_equal(every, jax.vmap(jx.run(made, numbers[:1], [at]))(jnp.asarray(every))[0])
+
+    if not numbers or not picks or not all(map(by_number, picks)):
+        return None
+    rest = [one for one in flat.eqns if one not in picks]
+    body = jx.run(rest, (*flat.invars, *(one.outvars[0] for one in picks)), flat.outvars)
+
+    def anew(*values: jax.Array) -> list[jax.Array]:
+        def step(carry: Any, xs: Any) -> Any:
+            steps, picked = xs
+            outs = body(*values[:n], *carry, *steps, *picked)
+            return outs[:k], outs[k:]
+
+        along = [split[one.invars[0]] for one in picks]
+        picked = [jnp.expand_dims(jnp.moveaxis(values[i], dim, 0), dim + 1) for i, dim in along]
+        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+        last, ys = lax.scan(step, list(values[n : n + k]), (list(values[n + k :]), picked), **options)
+        return [*last, *ys]
+
+    return [(x.value, x.dim) for x in work.run(jx.trace(anew, *map(jx.type_of, eqn.invars))[0], inputs)]
 
 
 def _recurrence(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:

@@ -27,15 +27,16 @@ def placed(
     dim: int,
     at: np.ndarray,
     fill: jax.Array | None = None,
+    out: Split | None = None,
 ) -> Found | None:
-    """The positions `at` of values one after the other along a dim, split; -1: `fill`, or zeros. None where a value is
-    split along another dim.
+    """The positions `at` of values one after the other along a dim, split as `out` says, or in chunks of their own; -1:
+    `fill`, or zeros. None where a value is split along another dim.
 
     Raises ValueError where ranks that are not in one layer at one time would have to meet, unless all may be gathered.
     """
     if any(x.dim not in (None, dim) for x in inputs):
         return None
-    out, first, held = Split(dim), 0, []
+    out, first, held = out or Split(dim), 0, []
     for x in inputs:
         n = x.shape[dim]
         here = np.tile(np.arange(n), (work.ranks, 1)) if x.dim is None else work.held(n, work.split(x.dim))
@@ -61,12 +62,12 @@ def placed(
     return [(value if fill is None else jnp.where(mine(value, wanted >= 0, dim), value, fill), out)]
 
 
-def regular(work: ContextLocaliser, eqn: Any, x: LocalValue, dim: int) -> LocalValue:
-    """The same, split along a dim in chunks of its own."""
-    if x.dim is not None and work.split(x.dim).how == Split(dim).how:
+def laid(work: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split) -> LocalValue:
+    """The same, split in this way."""
+    if x.dim is not None and work.split(x.dim).how == dim.how:
         return x
-    found = placed(work, eqn, [x], dim, np.arange(x.shape[dim]))
-    return LocalValue(*found[0], x.shape) if found else LocalValue(work.part(x, Split(dim)), Split(dim), x.shape)
+    found = placed(work, eqn, [x], int(dim), np.arange(x.shape[dim]), out=dim) if x.dim is not None else None
+    return LocalValue(*found[0], x.shape) if found else LocalValue(work.part(x, dim), dim, x.shape)
 
 
 def mine(value: jax.Array, mask: np.ndarray, dim: int) -> jax.Array:
@@ -84,7 +85,7 @@ def written(
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Found | None:
     """`join` of x and of the position of y that `at` has for each of its own; x as it is where that is -1."""
-    value = regular(work, eqn, x, dim).value
+    value = laid(work, eqn, x, Split(dim)).value
     if (found := placed(work, eqn, [y], dim, at)) is None:
         return None
     ((more, out),) = found

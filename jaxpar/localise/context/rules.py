@@ -3,6 +3,7 @@
 Equations that leave positions apart, as their factors say, have the rules of `tensor`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
-from .places import constant, placed
+from .places import constant, laid, placed
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
@@ -159,28 +160,34 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     options, kernel = options_of(eqn), kernels.of(eqn)
     if options is None or kernel is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
         return None
-    if work.rows > 1 or work.overlap:
+    if work.rows > 1:
         return None
+    # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
+    local = lambda fun, *dims: kernels.local_kernel(fun, *dims) if work.tensor > 1 else fun
     plain = not (options.causal or options.segments or options.masked or options.function)
     if plain and all(x.dim is None for x in inputs[1:3]):  # as of frames, which every rank encodes: nothing is sent
-        fun, values = kernel.fun, [work.part(inputs[0], 1), *map(work.whole, inputs[1:3])]
-        return [((kernels.local_kernel(fun, (2, 2, 2), 2) if work.tensor > 1 else fun)(*values), 1)]
-    if any(n % work.mode.parts(work.ranks) for n in (inputs[0].shape[1], inputs[1].shape[1])):
-        return None
+        return [(local(kernel.fun, (2, 2, 2), 2)(inputs[0].value, *map(work.whole, inputs[1:3])), inputs[0].dim)]
+    (query, key), of = inputs[:2], Split(1)
+    t, s = query.shape[1], key.shape[1]
+    values = [laid(work, eqn, x, of).value for x in inputs[:3]]
     if options.function is not None:
         function, group = options.function, work.mode.sharing(work.ranks)
         operands = zip(inputs[3:], function.dims("t"), strict=True)
-        values = [work.part(x, 1) for x in inputs[:3]]
-        values += [work.whole(x) if d is None or group > 1 else work.part(x, d) for x, d in operands]
-        fun = functools.partial(attend_scored, options, work.mode)
-        return [((kernels.local_kernel(fun, *function.heads()) if work.tensor > 1 else fun)(*values), 1)]
-    values = [work.part(x, 1) for x in inputs[: 3 + options.segments]]
-    masks = inputs[3 + options.segments :]
-    values += [work.part(x, 2) if x.shape[2] > 1 else work.whole(x) for x in masks]
-    fun = functools.partial(attend, options, work.mode)
-    heads = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks))
-    # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
-    return [((kernels.local_kernel(fun, heads, 2) if work.tensor > 1 else fun)(*values), 1)]
+        values += [work.whole(x) if d is None or group > 1 else work.part(x, Split(d)) for x, d in operands]
+        fun, dims = functools.partial(attend_scored, options, work.mode, (t, s)), function.heads()
+    else:
+        ids, masks = [work.part(x, of) for x in inputs[3 : 3 + options.segments]], inputs[3 + options.segments :]
+        if (there := work.there(s, of)) is not None and not options.causal:  # which hides what is beyond the end
+            own = ids or [jnp.zeros(x.shape[:2], jnp.int32) for x in values[:2]]
+            ids = [own[0], jnp.where(there, own[-1], jnp.iinfo(own[-1].dtype).min)]
+            options = dataclasses.replace(options, segments=2)
+        masks = [work.part(x, Split(2)) if x.shape[2] > 1 else work.whole(x) for x in masks]
+        values += [*ids, *(beyond(x, 3, work.size(s) * work.ranks) if x.shape[3] > 1 else x for x in masks)]
+        fun = functools.partial(attend, options, work.mode)
+        dims = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks)), 2
+    assert query.dim is not None
+    out = laid(work, eqn, LocalValue(local(fun, *dims)(*values), of, query.shape), work.split(query.dim))
+    return [(out.value, out.dim)]
 
 
 def attend(
@@ -206,10 +213,16 @@ def attend(
 
 
 def attend_scored(
-    options: AttentionOptions, mode: AttentionMode, query: jax.Array, key: jax.Array, value: jax.Array, *read: Any
+    options: AttentionOptions,
+    mode: AttentionMode,
+    lengths: tuple[int, int],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *read: Any,
 ) -> jax.Array:
     """The same by a function of scores. Its operands have all keys and heads, in the user's order, and this rank's
-    queries, or all where ranks share heads.
+    queries, or all where ranks share heads. Of queries and keys there are no more than `lengths`.
     """
     function, ranks = options.function, lax.axis_size(AXIS)
     group, (heads, groups) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
@@ -218,11 +231,10 @@ def attend_scored(
     def changed(side: str, change: Callable[[jax.Array, int], jax.Array]) -> list[jax.Array]:
         return [x if d is None else change(x, d) for x, d in zip(operands, function.dims(side), strict=True)]
 
-    if mode.order == "zigzag":
-        operands = changed("s", lambda x, d: to_zigzag(x, ring, d))
+    ordered = lambda x, d: to_zigzag(x, ring, d) if mode.order == "zigzag" else x
+    operands = changed("s", lambda x, d: ordered(beyond(x, d, ranks * key.shape[1]), d))
     if group > 1:
-        if mode.order == "zigzag":
-            operands = changed("t", lambda x, d: to_zigzag(x, ring, d))
+        operands = changed("t", lambda x, d: ordered(beyond(x, d, ranks * query.shape[1]), d))
         mine = max(groups // group, 1)  # of the key heads; and of each the query heads that are this rank's
         each, length = heads // group // mine, group * query.shape[1]
         parts = {
@@ -234,10 +246,15 @@ def attend_scored(
             operands = changed(side, lambda x, d, i=first, n=n: lax.dynamic_slice_in_dim(x, i, n, d))
 
     def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        rounds = Rounds.of(q, k, AXIS, options.causal, None, None, mode.order, group, function)
+        rounds = Rounds.of(q, k, AXIS, options.causal, None, None, mode.order, group, function, lengths)
         return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
 
     return exchanged(among, query, key, value, axis=AXIS, group=group, order=mode.order)
+
+
+def beyond(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """What has positions along a dim, so many of them, of which the last is repeated."""
+    return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)], "edge")
 
 
 Sides = dict[int, int]  # dim -> which operand's positions it has

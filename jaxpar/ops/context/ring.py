@@ -19,6 +19,7 @@ Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/val
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -67,8 +68,15 @@ def ring_attention(
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
-    ids = [all_gather(x[None], axis) for x in (segment_ids, kv_segment_ids) if x is not None]  # [c, b, t/c or s/c]
+    ids = ids_of_all(axis, segment_ids, kv_segment_ids)
     return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
+
+
+def ids_of_all(axis: Axes, *ids: jax.Array | None) -> list[jax.Array]:
+    """[ranks, b, t/c] of each that is there [b, t/c]; gathered at once, since two gathers would meet in no order."""
+    there = [x for x in ids if x is not None]
+    ends = [*itertools.accumulate(x.shape[1] for x in there)]
+    return jnp.split(all_gather(jnp.concatenate(there, 1)[None], axis), ends[:-1], 2) if there else []
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

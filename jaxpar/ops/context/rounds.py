@@ -31,7 +31,8 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 class Rounds:
     """What is static in a call: the hops, and which rectangle of each block counts. Neighbours on the ring are `apart`
     ranks of the axis from each other: more than one where that many share the heads of a block. With a
-    `function` of scores, `causal` only says which blocks can be left out: those of keys later than all queries.
+    `function` of scores, `causal` only says which blocks can be left out: those of keys later than all queries. Of
+    queries and keys there are `lengths`, where ranks have more: the last one again.
     """
 
     axis: Axes
@@ -45,6 +46,7 @@ class Rounds:
     order: Order
     apart: int = 1
     function: ScoreFunction | None = None
+    lengths: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -58,13 +60,15 @@ class Rounds:
         order: Order,
         apart: int = 1,
         function: ScoreFunction | None = None,
+        lengths: tuple[int, int] | None = None,
     ) -> Self:
         """Those of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks on a ring."""
         c, (t, s) = count(axis) // apart, (x.shape[1] for x in (q, k))
         window = None if window is None or window >= c * t else window
         hops = ring_hops(t, c, window) if order == "plain" else c - 1
         scale = None if scale is None else float(scale)
-        return cls(axis, c, t, s, hops, causal, window, scale, order, apart, function)
+        lengths = None if lengths == (c * t, c * s) else lengths
+        return cls(axis, c, t, s, hops, causal, window, scale, order, apart, function, lengths)
 
     @property
     def blocks(self) -> Any:
@@ -100,7 +104,12 @@ class Rounds:
                 "s": rectangle.of_keys(places(self.keys, whose), 0),
             }
             if self.function is not None:
-                return replace(rectangle, replay=scored.ScoreBlock(self.function, at, ids, whose * self.keys + key))
+                there = None
+                if self.lengths is not None:
+                    there = at["s"] < self.lengths[1]
+                    at = {side: jnp.minimum(x, n - 1) for (side, x), n in zip(at.items(), self.lengths, strict=True)}
+                block = scored.ScoreBlock(self.function, at, ids, whose * self.keys + key, there)
+                return replace(rectangle, replay=block)
             seen = None
             if self.window is not None and in_kernel is None:
                 seen = (at["t"][:, None] - at["s"] < self.window)[None]

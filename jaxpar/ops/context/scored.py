@@ -229,13 +229,15 @@ def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
 @dataclass(frozen=True)
 class ScoreBlock:
     """A score function and what it needs in a rectangle: the places of its queries and keys, all operands, whose heads
-    are a rank's and whose keys are those of all ranks, and which of these keys is the rectangle's first.
+    are a rank's and whose keys are those of all ranks, which of these keys is the rectangle's first, and which of its
+    keys are keys at all; None: all.
     """
 
     function: ScoreFunction
     places: Mapping[str, jax.Array]
     operands: tuple[jax.Array, ...]
     first: jax.Array | int
+    keys: jax.Array | None = None
 
     @property
     def sink(self) -> jax.Array | None:
@@ -265,7 +267,8 @@ class ScoreBlock:
         """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
         dots = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k).astype(dtype_of_sums(q)), k.astype(dtype_of_sums(q)))
         places, operands = self._cut(r, first, dots.shape, floats)
-        return self.function.scores(dots, places, operands[: len(self.function.scores.operands)])
+        scores = self.function.scores(dots, places, operands[: len(self.function.scores.operands)])
+        return scores if self.keys is None else jnp.where(self.keys, scores, -jnp.inf)
 
     def weights(self, r: Rectangle, first: jax.Array | int, weights: jax.Array, *floats: jax.Array) -> jax.Array:
         """What values are multiplied by, of a softmax, or of what it is a multiple of."""

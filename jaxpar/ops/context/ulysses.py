@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...collectives.nccl import all_gather, all_to_all
+from ...collectives.nccl import all_to_all
 from ...collectives.ranks import Axes, count, spanned
 from ..attention import attention, check_inputs
 from .order import Order, check_order, from_zigzag, to_zigzag
-from .ring import by_rounds
+from .ring import by_rounds, ids_of_all
 from .rounds import Rounds
 
 
@@ -60,10 +60,11 @@ def ulysses_attention(
             f"{c} ranks do not divide {heads} query heads; use ring_attention or gather_attention, or fewer ranks"
         )
     restored = lambda x: from_zigzag(x, c) if order == "zigzag" else x
-    segment_ids, kv_segment_ids = (
-        None if x is None else restored(all_gather(x, axis, 1)) for x in (segment_ids, kv_segment_ids)
+    whole = lambda x: restored(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1))
+    ids = dict(
+        zip(("segment_ids", "kv_segment_ids"), map(whole, ids_of_all(axis, segment_ids, kv_segment_ids)), strict=False)
     )
-    among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    among = functools.partial(attention, **ids)
     among = functools.partial(among, causal=causal, window=window, scale=scale)
     return exchanged(among, q, k, v, axis=axis, group=c, order=order)
 
@@ -116,11 +117,11 @@ def usp_attention(
         )
 
     def by_groups(ids: jax.Array) -> jax.Array:
-        every = all_gather(ids[None], axis).reshape(c // group, group, *ids.shape)
-        every = jnp.moveaxis(every, 1, 2).reshape(c // group, len(ids), -1)
+        every = ids.reshape(c // group, group, *ids.shape[1:])
+        every = jnp.moveaxis(every, 1, 2).reshape(c // group, ids.shape[1], -1)
         return jax.vmap(lambda x: from_zigzag(x, group))(every) if order == "zigzag" else every
 
-    ids = [by_groups(x) for x in (segment_ids, kv_segment_ids) if x is not None]
+    ids = map(by_groups, ids_of_all(axis, segment_ids, kv_segment_ids))
 
     def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order, group), q, k, v, *ids)
