@@ -67,6 +67,19 @@ def test_rows_that_a_loss_couples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ddp and one device part at gather, its result, at " in str(found)
 
 
+def centred(params: Any, batch: Any, key: Any) -> jax.Array:
+    h = jnp.tanh(batch["x"] @ params["w"])
+    mean = h.mean(0)  # of the rows of this block
+    return jnp.square(h - mean).mean()
+
+
+def test_what_sums_rows_is_named_and_not_what_reads_the_sum() -> None:
+    model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, centred, rows="independent")
+    found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
+    assert (found.primitive, found.backward) == ("reduce_sum", False), str(found)
+    assert line(centred, "mean = h.mean(0)") in found.line
+
+
 def test_what_agrees_has_no_equation() -> None:
     model = jp.Model(
         lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()

@@ -220,6 +220,19 @@ def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
     assert fault.primitive == "div"
 
 
+def test_the_forward_value_that_a_backward_divides_by_is_named() -> None:
+    """It comes out of the forward's loop, stacked: what made it there is named, and not the loop."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        layer = lambda x, w: (x / jnp.exp(w), None)
+        return jax.lax.scan(layer, x, jnp.array([-80.0, -80.0]))[0].sum()  # of zeros; backwards 1 / e^-160 overflows
+
+    fault = jp.trace_nonfinite(jax.grad(loss), jnp.zeros(2))
+    assert fault is not None
+    assert (fault.primitive, fault.value, fault.backward, len(fault.loops)) == ("div", "inf", True, 1), str(fault)
+    assert fault.operands[1].maker.startswith("exp at "), str(fault)
+
+
 def test_branches_and_closed_over_arrays() -> None:
     held = jnp.array([1.0, jnp.nan])
     fault = jp.trace_nonfinite(lambda x: (x * held).sum(), jnp.ones(2))
