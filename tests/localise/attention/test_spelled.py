@@ -167,6 +167,12 @@ def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(jnp.where(seen, scores(q, k), LEAST)), v)
 
 
+def a_mask_of_heads_that_nobody_gave(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As transformers writes BERT: this product was taken for that with values."""
+    weights = jnp.einsum("...hqk,h->...hqk", soft(scores(q, k)), jnp.ones((2, H))[1])
+    return weighed(weights, v)
+
+
 def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(scores(q, k)), v)
 
@@ -195,6 +201,7 @@ TAKEN: dict[Spelling, str] = {
     rematerialised: "causal",
     in_a_loop: "causal",
     segments: "causal, segments",
+    a_mask_of_heads_that_nobody_gave: "all keys",
     all_keys: "all keys",
 }
 
