@@ -490,7 +490,7 @@ def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.A
         dims = [1, 1, 1, *(queries if mode.sharing(ranks) == 1 else [None] * len(queries))]
         specs = tuple(P() if d is None else P(*[None] * d, "context") for d in dims)
         values = [ordered(to_zigzag, x, d) for x, d in zip(values, dims, strict=True)]
-        local = functools.partial(attend_scored, options, mode)
+        local = functools.partial(attend_scored, options, mode, (values[0].shape[1], values[1].shape[1]))
         every = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
         return ordered(from_zigzag, every(*values), 1)
 
