@@ -178,8 +178,8 @@ def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     else:
         ids, masks = [work.part(x, of) for x in inputs[3 : 3 + options.segments]], inputs[3 + options.segments :]
         if (there := work.there(s, of)) is not None and not options.causal:  # which hides what is beyond the end
-            own = ids or [jnp.zeros(x.shape[:2], jnp.int32) for x in values[:2]]
-            ids = [own[0], jnp.where(there, own[-1], jnp.iinfo(own[-1].dtype).min)]
+            own = [x.astype(jnp.int32) for x in ids] or [jnp.zeros(x.shape[:2], jnp.int32) for x in values[:2]]
+            ids = [own[0], jnp.where(there, own[-1], jnp.iinfo(jnp.int32).min)]
             options = dataclasses.replace(options, segments=2)
         masks = [work.part(x, Split(2)) if x.shape[2] > 1 else work.whole(x) for x in masks]
         values += [*ids, *(beyond(x, 3, work.size(s) * work.ranks) if x.shape[3] > 1 else x for x in masks)]

@@ -167,6 +167,12 @@ def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(jnp.where(seen, scores(q, k), LEAST)), v)
 
 
+def a_mask_of_heads_that_nobody_gave(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As transformers writes BERT: this product was taken for that with values."""
+    weights = jnp.einsum("...hqk,h->...hqk", soft(scores(q, k)), jnp.ones((2, H))[1])
+    return weighed(weights, v)
+
+
 def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(scores(q, k)), v)
 
@@ -195,6 +201,7 @@ TAKEN: dict[Spelling, str] = {
     rematerialised: "causal",
     in_a_loop: "causal",
     segments: "causal, segments",
+    a_mask_of_heads_that_nobody_gave: "all keys",
     all_keys: "all keys",
 }
 
@@ -483,7 +490,7 @@ def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.A
         dims = [1, 1, 1, *(queries if mode.sharing(ranks) == 1 else [None] * len(queries))]
         specs = tuple(P() if d is None else P(*[None] * d, "context") for d in dims)
         values = [ordered(to_zigzag, x, d) for x, d in zip(values, dims, strict=True)]
-        local = functools.partial(attend_scored, options, mode)
+        local = functools.partial(attend_scored, options, mode, (values[0].shape[1], values[1].shape[1]))
         every = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
         return ordered(from_zigzag, every(*values), 1)
 
