@@ -160,14 +160,15 @@ class Streams:
         self, fun: Any, place: Stored, given: Any, carried: Any, scalars: Any, begins: Sequence[Any] = ()
     ) -> list[Any]:
         """`fun(blocks of what is given and carried, scalars, their shape)` of all blocks, in the place of what is
-        carried: arrays as `place` has them, and on the host what `begins`, of these dtypes.
+        carried: arrays as `place` has them, or on the host what `begins`, of these dtypes.
 
         Every device has its own shard; nothing is communicated.
         """
 
         def local(given: Any, carried: Sequence[Any], scalars: Any) -> list[Any]:
             begun = [jax.device_put(lax.empty(given.shape, dtype), HOST) for dtype in begins]
-            return _over_blocks(lambda blocks, shape: fun(blocks, scalars, shape), given, [*carried, *begun])
+            of = lambda blocks, shape: fun(blocks, scalars, shape)
+            return _over_blocks(of, given, [*carried, *begun], reads=not begins)
 
         ins, spec = (place.spec, place.spec, PartitionSpec()), place.spec
         mapped = jax.shard_map(local, mesh=self.layout.mesh, in_specs=ins, out_specs=spec, check_vma=False)
@@ -179,14 +180,18 @@ def kept(applied: Any, new: Any, old: Any) -> Any:
     return new if applied is None else jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
 
-def _over_blocks(fun: Callable[[list[Any], Any], list[Any]], given: Any, carried: Sequence[Any]) -> list[Any]:
-    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried."""
+def _over_blocks(
+    fun: Callable[[list[Any], Any], list[Any]], given: Any, carried: Sequence[Any], reads: bool
+) -> list[Any]:
+    """`fun` of blocks of arrays of one shape, what is given and what is carried, in the place of what is carried, which
+    without `reads` begins.
+    """
     blocks = Blocks.of(given.shape, max(x.dtype.itemsize for x in (given, *carried)))
-    fetched = lambda x, number: blocks.take(x, number) if is_on_host(x) else None
+    fetched = lambda x, number: blocks.take(x, number) if reads and is_on_host(x) else None
 
     def updated(number: Any, carried: Sequence[Any], ahead: Sequence[Any]) -> list[Any]:
         old = [blocks.take(x, number) if y is None else y for x, y in zip(carried, ahead, strict=True)]
-        return fun([blocks.take(given, number), *old], blocks.block)
+        return fun([blocks.take(given, number), *(old if reads else [])], blocks.block)
 
     def body(number: Any, state: Any) -> Any:
         ahead, after = [], []
