@@ -113,7 +113,7 @@ class CutLoss:
 
     def _loss(self, *args: Any) -> tuple[Mean, Any]:
         """What takes the place of the model's loss, and its new variables."""
-        inner = lambda *args: self.inner.call(*args, row_axes())
+        inner = lambda *args: self.inner.call(*args, rows=row_axes())
         flat, out = jx.trace(inner, *args)
         eqns = jx.live(flat.eqns, flat.outvars)  # after each with rows, something with rows is read
         names = [eqn.primitive.name for eqn in without_casts(self._seen)]
@@ -152,19 +152,19 @@ class _Run:
         read = lambda atom: atom.val if is_literal(atom) else env[atom]
         sizes: dict[Any, tuple[int, int] | None] = {}
         uncast: dict[Any, Any] = {}
-        number = -1
+        number, stop, enters = -1, self.site[0], len(self.site) > 1
         for i, eqn in enumerate(eqns):
             values, cast = list(map(read, eqn.invars)), eqn.primitive.name in _CASTS
             number += not cast
-            here = not cast and number == self.site[0]
+            here = not cast and number == stop
             with jx.source_info_of(eqn):
-                outs = self.scan(eqn, values) if here and len(self.site) > 1 else jx.bind(eqn, values)
+                outs = self.scan(eqn, values) if here and enters else jx.bind(eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
             if not cast:
                 sizes.update(zip(eqn.outvars, self.cut.sizes[*self.at, number], strict=True))
             elif not is_literal(x := eqn.invars[0]) and jnp.issubdtype((y := eqn.outvars[0]).aval.dtype, jnp.floating):
                 sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
-            if here and len(self.site) == 1:  # of a value and its casts, which one side has alone, one
+            if here and not enters:  # of a value and its casts, which one side has alone, one
                 alive = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
                 for v in alive.values():
                     self.add(env[v], *sizes[v])  # type: ignore[misc]

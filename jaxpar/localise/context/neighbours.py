@@ -331,8 +331,8 @@ def _picking(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> 
     """
     parts, flat = jx.scan_parts(eqn), jx.flatten(jx.scan_parts(eqn).body)
     n, k, every = len(parts.consts), len(parts.carry), np.arange(parts.length)
-    numbers = [v for v, x in zip(flat.invars[n + k :], inputs[n + k :], strict=True)
-               if np.array_equal(every, constant(x))]  # fmt: skip
+    known = zip(flat.invars[n + k :], map(constant, inputs[n + k :]), strict=True)
+    numbers = [v for v, at in known if at is not None and np.array_equal(every, at)]
     split = {v: (i, x.dim) for i, (v, x) in enumerate(zip(flat.invars, inputs, strict=True)) if x.dim is not None}
     picks = [one for one in flat.eqns if any(not jx.is_literal(v) and v in split for v in one.invars)]
 
