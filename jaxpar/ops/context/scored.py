@@ -171,8 +171,9 @@ def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str,
             if factor.params is not None and label is not None:
                 n = len(places[label.side])
                 local = lambda shape, d, n=n: (*shape[:d], n, *shape[d + 1 :])
-                for name, sizes in factor.params(local).items():  # what other factors have cut stays so
-                    changes[name] = tuple(map(min, sizes, changes.get(name, sizes)))
+                for name, sizes in factor.params(local).items():  # what other factors have changed stays so
+                    both = zip(sizes, params[name], changes.get(name, sizes), strict=True)
+                    changes[name] = tuple(before if size == whole else size for size, whole, before in both)
     return jx.bind(eqn, values, **changes)[0]
 
 
