@@ -237,6 +237,17 @@ def gpt2_of_odd_length() -> jp.Model:
     return _functions(attend, length=13)
 
 
+def lengths() -> jp.Model:
+    """Of 13 positions as many as a row's length says, by `where`: ranks that share heads replay it on 14 or 16."""
+
+    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+        seen = jnp.arange(k.shape[1]) <= batch["tokens"][:, :1] % 13
+        return _plain(jnp.where(seen[:, None, None], scores, -1e9), v)
+
+    return _functions(attend, length=13)
+
+
 def capped() -> jp.Model:
     """As Gemma 2: scores below a cap that is learned here, a window, grouped queries; its mask is made once."""
 
@@ -578,6 +589,7 @@ MODELS = {
         padded,
         bert,
         gpt2_of_odd_length,
+        lengths,
         capped,
         sinks,
         t5,
@@ -619,6 +631,7 @@ KERNELS = (
     "t5_translator",
     "bert",
     "gpt2_of_odd_length",
+    "lengths",
     "states",
     "states_by_number",
     "mixture",

@@ -39,7 +39,7 @@ FIRST = (
     ("patches", "context=2,attention=ulysses"),
     ("class_token", "context=4,data=2,attention=ring"),
     ("bert", "context=4,attention=usp,tensor=2"),
-    ("bert", "context=2,data=4,attention=ulysses"),
+    ("lengths", "context=2,data=4,attention=ulysses"),
     ("gpt2_of_odd_length", "context=4,data=2,attention=ring"),
     ("t5_translator", "context=4,fsdp=2,attention=ring"),
     ("states_by_number", "context=4,data=2,attention=ring"),
@@ -60,6 +60,7 @@ SCANNED = (
     "padded",
     "bert",
     "gpt2_of_odd_length",
+    "lengths",
     "capped",
     "sinks",
 )
