@@ -97,7 +97,11 @@ def _over_rows(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], kept: Seque
     """
     parts = jx.scan_parts(eqn)
     n, k, (body, _) = len(parts.consts), len(parts.carry), jx.opened(parts.body)
-    program, other = _at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None
+    try:
+        program, other = _at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None
+    except NotImplementedError as error:  # of what has no rule for vmap, as a ragged_dot whose groups differ
+        note = Note.at(eqn, f"a loop over rows that jax cannot run for all of them at once: {error}", False)
+        return [coupled(ins, note)] * len(eqn.outvars)
     consts, start = r.constants(program.consts, other.consts if other is not None else ()), ins[n : n + k]
     made = [next((e for e in body.eqns if v in e.outvars), eqn) for v in body.outvars[:k]]
     added = [_adds(body, v, e) for v, e in zip(body.invars[n:], made, strict=False)]

@@ -772,6 +772,21 @@ def test_a_derivative_that_calls_its_function() -> None:
     assert traced(of(lambda w, batch: jnp.square(softmax(batch["x"] @ w)).mean())) == []
 
 
+def test_a_loop_over_rows_that_jax_does_not_batch_is_a_warning() -> None:
+    """A mixture's product row by row: vmap of `ragged_dot` was a raw NotImplementedError."""
+
+    def loss(w: jax.Array, batch: Batch) -> jax.Array:
+        def of_row(x_D: jax.Array) -> jax.Array:
+            sizes = jnp.bincount((x_D[:1] > 0).astype(int), length=2)
+            return jnp.square(jax.lax.ragged_dot(x_D[None], jnp.stack([w, -w]), sizes)).mean()
+
+        return jax.lax.map(of_row, batch["x"]).mean()
+
+    (message,) = traced(of(loss))
+    assert "may couple rows" in message
+    assert "a loop over rows that jax cannot run for all of them at once: ragged_dot" in message
+
+
 def test_an_end_without_rows() -> None:
     """Where a block has no more rows than are left out, this was a ZeroDivisionError."""
 
