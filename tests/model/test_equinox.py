@@ -44,6 +44,7 @@ def one_device(stacked: bool, dropout: float) -> OneDevice:
     ],
 )
 @pytest.mark.xdist_group("equinox")
+@pytest.mark.slow
 def test_parity(stacked: bool, dropout: float, strategy: str) -> None:
     parsed, one = jp.Strategy.parse(strategy), one_device(stacked, dropout)
     step = jp.make_train_step(one.model, SGD, parsed, mesh=jax.devices()[:4])

@@ -41,6 +41,7 @@ def one_device(dropout: float, stacked: bool) -> OneDevice:
     ],
 )
 @pytest.mark.xdist_group("haiku")
+@pytest.mark.slow
 def test_parity(dropout: float, stacked: bool, strategy: str) -> None:
     parsed, one = jp.Strategy.parse(strategy), one_device(dropout, stacked)
     step = jp.make_train_step(one.model, SGD, parsed, mesh=jax.devices()[:4])

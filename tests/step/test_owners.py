@@ -226,6 +226,7 @@ def assert_same(found: Any, optimizer: str, model: str = "layers") -> None:
     ("optimizer", "strategy", "devices", "model"),
     [*SOME, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in OTHERS)],
 )
+@pytest.mark.slow
 def test_parity(optimizer: str, strategy: str, devices: int, model: str) -> None:
     """Five steps; gradients of Muon are clipped by their global norm."""
     first, found, owned = trained(optimizer, strategy, devices, model)
@@ -282,6 +283,7 @@ def test_factors_at_rest() -> None:
     assert check(step, BATCH).ok
 
 
+@pytest.mark.slow
 def test_stages_keep_the_factors_of_their_layers() -> None:
     """Where each rank has whole matrices nothing of theirs is sent; factors of all layers lay on every rank. The two
     loops' matrices, which all ranks have, are divided among them.
@@ -295,6 +297,7 @@ def test_stages_keep_the_factors_of_their_layers() -> None:
     assert check(step, BATCH).ok
 
 
+@pytest.mark.slow
 def test_who_owns_what() -> None:
     """Six layers of two stacks and three of two loops on 8 devices: 18 matrices, and no device has more than three."""
     step = step_of("muon", "fsdp")
@@ -312,6 +315,7 @@ def test_who_owns_what() -> None:
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
 
 
+@pytest.mark.slow
 def test_replicas_divide_matrices() -> None:
     """Six layers of two stacks and three of two loops on two replicas of four: each replica has nine or ten, a loop's
     third on the second. Factors of layers lie with their replica, whole with their owner if there are as many.

@@ -236,6 +236,7 @@ def assert_close(found: Tree, expected: Tree) -> None:
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.battery), "zero3"])
 @pytest.mark.parametrize("make", PACKAGES, ids=lambda make: make.__name__)
+@pytest.mark.slow
 def test_trains_as_on_one_device(
     make: Callable[[pytest.MonkeyPatch], Package], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
