@@ -5,6 +5,7 @@ is. Calls and branches are entered; a loop runs as a whole first, and is entered
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, scan_parts
 WRITTEN, CLOSED_OVER = "written in the program", "an array that the function closes over"
 
 
-class Evaluation:
+class Evaluation(ABC):
     """Runs programs; its reader says what a value is held as: an array `x`, beside what is known of it. Each is held
     until it is last read, so that a run takes the memory of the program itself.
 
@@ -38,15 +39,15 @@ class Evaluation:
         self.sites: tuple[Any, ...] = ()
         self.loops: tuple[tuple[str, int, int | None], ...] = ()
 
+    @abstractmethod
     def given(self, x: Any, name: str) -> Any:
         """What enters the program."""
-        raise NotImplementedError
 
+    @abstractmethod
     def made(self, x: Any, at: int | None, ins: Sequence[Any], within: Sequence[Any] = ()) -> Any:
         """Result number `at` of the equation at `sites`, of its operands; of a loop that was entered, of what its
         iterations have made of it. None: the part of an operand that an iteration reads.
         """
-        raise NotImplementedError
 
     def of(self, fun: Callable[..., Any], names: Sequence[str], *args: Any) -> list[Any]:
         """The results of `fun(*args)`; `names` are those of the leaves of `args`."""
