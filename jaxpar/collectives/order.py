@@ -30,7 +30,6 @@ from jax.sharding import Mesh
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
-from ..program.walk import called
 
 Token = jax.Array  # int32 scalar, always 0
 
@@ -104,7 +103,8 @@ def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[
             if eqn.primitive.name in PRIMITIVES:
                 token, outs = _collective(eqn, values, token)
             elif jx.communicates([eqn], PRIMITIVES):
-                token, outs = _INSIDE.get(eqn.primitive.name, _collective)(eqn, values, token)
+                within = eqn.primitive.name in _INSIDE
+                token, outs = jx.rerun(eqn, values, _run, token) if within else _collective(eqn, values, token)
             else:
                 outs = jx.bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -129,47 +129,8 @@ def _is_full(x: jax.Array) -> bool:
     return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _scan(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
-    parts = jx.scan_parts(eqn)
-    n, k = len(parts.consts), len(parts.carry)
-
-    def body(carry: Any, xs: Any) -> Any:
-        token, outs = _run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
-        return (token, outs[:k]), outs[k:]
-
-    (token, carry), ys = lax.scan(
-        body,
-        (token, list(values[n : n + k])),
-        list(values[n + k :]),
-        length=parts.length,
-        reverse=parts.reverse,
-        unroll=eqn.params["unroll"],
-    )
-    return token, [*carry, *ys]
-
-
-def _while(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
-    """An iteration ends before the next condition is looked at, so that the condition's token need not go on."""
-    n, k = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    of_cond, of_body, init = values[:n], values[n : n + k], values[n + k :]
-    condition = lambda carry: _run(eqn.params["cond_jaxpr"], [*of_cond, *carry[1]], carry[0])[1][0]
-    body = lambda carry: _run(eqn.params["body_jaxpr"], [*of_body, *carry[1]], carry[0])
-    return lax.while_loop(condition, body, (token, list(init)))
-
-
-def _cond(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
-    index, *rest = values
-    branches = [lambda token, *rest, b=branch: _run(b, rest, token) for branch in eqn.params["branches"]]
-    return lax.switch(index, branches, token, *rest)
-
-
-_INSIDE: dict[str, Callable[[Any, Sequence[Any], Token], tuple[Token, list[Any]]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    # Calls, also of functions whose derivatives, which are their own, have been taken.
-    **dict.fromkeys((*jx.CALLS, *jx.REMATS, *jx.CUSTOM), lambda eqn, values, token: _run(called(eqn), values, token)),
-}
+# Calls are also those of functions whose derivatives, which are their own, have been taken.
+_INSIDE = ("scan", "while", "cond", *jx.CALLS, *jx.REMATS, *jx.CUSTOM)
 
 
 class _Last(threading.local):

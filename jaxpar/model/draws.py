@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,8 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
         closed, out = jax.make_jaxpr(fun, return_shape=True)(key)
         if jx.opened(closed)[0].effects:
             return fun(key)
-        return jax.tree.unflatten(jax.tree.structure(out), map(_value, _evaluated(closed, [key], {})))
+        flat = jx.flatten(closed, calls=_is_late)
+        return jax.tree.unflatten(jax.tree.structure(out), map(_value, _evaluated(flat, [key])))
 
     return run
 
@@ -68,16 +69,12 @@ class _Kind(NamedTuple):
         return not self.ends or [*members] == [*range(self.layers)]
 
 
-def _evaluated(closed: Any, args: Sequence[Any], ends: Mapping[int, _Layer]) -> list[Any]:
-    """The results of a program with equal draws together; `ends` are those that are stacked later, by position. Rows of
-    batches are as they are.
-    """
-    jaxpr, consts = jx.opened(closed)
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
+    """The results of a program with equal draws together. Rows of batches are as they are."""
+    env: dict[Any, Any] = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *args), strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]  # of its dtype when it is stacked
-    layers = _layers(jaxpr, ends)
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    for group in _groups(jaxpr, layers):
+    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    for group in _groups(flat):
         eqn, *others = group
         if not others and (row := _row(eqn, made)):
             env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
@@ -88,14 +85,11 @@ def _evaluated(closed: Any, args: Sequence[Any], ends: Mapping[int, _Layer]) -> 
                 outs = _together(eqn, values)
             elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
                 outs = [[_stacked(values[0])]]
-            elif _is_late(eqn):
-                inner = {at: layers[v] for at, v in enumerate(eqn.outvars) if v in layers}
-                outs = [_evaluated(eqn.params["jaxpr"], [*map(_value, values[0])], inner)]
             else:
                 outs = [jx.bind(eqn, [*map(_value, values[0])])]
         for one, results in zip(group, outs, strict=True):
             env.update(zip(one.outvars, results, strict=True))
-    return [v.val if jx.is_literal(v) else env[v] for v in jaxpr.outvars]
+    return [v.val if jx.is_literal(v) else env[v] for v in flat.outvars]
 
 
 def _is_late(eqn: Any) -> bool:
@@ -152,16 +146,16 @@ def _stacked(column: Sequence[Any]) -> Any:
     return of if numbers == [*range(len(of))] else of[np.array(numbers)]
 
 
-def _groups(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[list[Any]]:
+def _groups(flat: jx.Flat) -> list[list[Any]]:
     """The equations in an order in which they can run, those that run as one together."""
-    kinds = _kinds(jaxpr, layers)
+    kinds = _kinds(flat.eqns)
     last: dict[_Kind, int] = {}  # keys that are split one after another have large draws one after another
     groups: dict[tuple[int, Any], list[tuple[int, Any]]] = {}
     for _ in range(2):
         groups.clear()
         # Of a variable one more than those that it follows from, if one is drawn: counts of draws are constants.
-        level: dict[Any, int] = collections.defaultdict(int, dict.fromkeys(jaxpr.invars, 1))
-        for eqn, (kind, layer) in zip(jaxpr.eqns, kinds, strict=True):
+        level: dict[Any, int] = collections.defaultdict(int, dict.fromkeys(flat.invars, 1))
+        for eqn, (kind, layer) in zip(flat.eqns, kinds, strict=True):
             after = max((level[v] for v in eqn.invars if not jx.is_literal(v)), default=0)
             at = after + 1 if after or kind else 0
             if kind and kind.ends:
@@ -177,10 +171,10 @@ def _groups(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[list[Any]]:
     return ordered
 
 
-def _layers(jaxpr: Any, ends: Mapping[int, _Layer]) -> dict[Any, _Layer]:
-    """The variables that become layers of a stack, here or after it, `ends` by position."""
-    found = {v: ends[at] for at, v in enumerate(jaxpr.outvars) if at in ends and not jx.is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
+def _layers(eqns: Sequence[Any]) -> dict[Any, _Layer]:
+    """The variables that become layers of a stack."""
+    found: dict[Any, _Layer] = {}
+    for eqn in reversed(eqns):
         given = [v for v in eqn.invars if not jx.is_literal(v)]
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
             (out,) = eqn.outvars
@@ -191,15 +185,15 @@ def _layers(jaxpr: Any, ends: Mapping[int, _Layer]) -> dict[Any, _Layer]:
     return found
 
 
-def _kinds(jaxpr: Any, layers: Mapping[Any, _Layer]) -> list[tuple[_Kind | None, int]]:
+def _kinds(eqns: Sequence[Any]) -> list[tuple[_Kind | None, int]]:
     """Of each equation what it has in common with equal draws, or with what follows from such element by element, None
     where it is neither; and its layer, 0 of small ones.
     """
-    drawn: set[Any] = set()
+    layers, drawn = _layers(eqns), set[Any]()
     kinds: list[tuple[_Kind | None, int]] = []
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         kind, number = None, 0
-        if not _is_late(eqn) and (what := _what(eqn, drawn)) is not None:
+        if (what := _what(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)
             ends = [layers[v] for v in eqn.outvars if v in layers]
             if sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL:

@@ -35,7 +35,7 @@ from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import F8, quantised
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES, axes_of
-from ..program.walk import opened, with_programs
+from ..program.walk import opened, replaced
 from ..strategy import Strategy
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
@@ -160,7 +160,7 @@ def in_bytes(jaxpr: Any, strategy: Strategy, sizes: Mapping[str, int]) -> Any:
 
     def equation(eqn: Any) -> Any:
         if eqn.primitive.name not in PRIMITIVES:
-            return with_programs(eqn, lambda inner: in_bytes(inner, strategy, sizes))
+            return eqn
         how, x = ways.get((eqn.primitive.name, "+".join(map(str, axes_of(eqn)))), "compute"), eqn.invars[0].aval
         weights = eqn.primitive.name == "all_gather" and eqn.params["tiled"]  # along their experts; tokens side by side
         if how == "compute" or weights or not _rounds(x.size, x.dtype):
@@ -171,7 +171,7 @@ def in_bytes(jaxpr: Any, strategy: Strategy, sizes: Mapping[str, int]) -> Any:
         return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
     program, consts = opened(jaxpr)
-    program = program.replace(eqns=list(map(equation, program.eqns)))
+    program = program.replace(eqns=replaced(program.eqns, equation))
     return jec.ClosedJaxpr(program, consts) if hasattr(jaxpr, "consts") else program
 
 

@@ -60,9 +60,9 @@ def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats:
     return flatten(closed, remats=remats), out
 
 
-def flatten(closed: Any, remats: Any = False) -> Flat:
-    """Inline every nested `jit`, and every rematerialised call that holds a scan (or all of them); leave out
-    constraints of shardings, but for those within loops.
+def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lambda eqn: True) -> Flat:
+    """Inline every nested `jit` (or those of which `calls` says so), and every rematerialised call that holds a scan
+    (or all of them); leave out constraints of shardings, but for those within loops.
     """
     constvars: list[Any] = []
     consts: list[Any] = []
@@ -80,7 +80,7 @@ def flatten(closed: Any, remats: Any = False) -> Flat:
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if (name in CALLS and (derived or kernels.of(eqn) is None)) or (
+            if (name in CALLS and calls(eqn) and (derived or kernels.of(eqn) is None)) or (
                 name in REMATS and ((remats(eqn) if callable(remats) else remats) or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(called(eqn))
@@ -163,6 +163,35 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
     """An equation's primitive on other values, with other parameters where `changes` says so."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[Any]]], state: Any = ()) -> Any:
+    """The results of a scan, while, cond or call whose programs `run(program, values, state)` runs, as `(state, outs)`:
+    what it returns too. The state, a tree, goes through all of them; a while's condition leaves it as it is.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        parts = scan_parts(eqn)
+        n, k = len(parts.consts), len(parts.carry)
+
+        def body(carry: Any, xs: Any) -> Any:
+            state, outs = run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
+            return (state, outs[:k]), outs[k:]
+
+        start, xs = (state, list(values[n : n + k])), list(values[n + k :])
+        how = {"length": parts.length, "reverse": parts.reverse, "unroll": params["unroll"]}
+        (state, carry), ys = jax.lax.scan(body, start, xs, **how)
+        return state, [*carry, *ys]
+    if name == "while":
+        n = params["cond_nconsts"]
+        k = n + params["body_nconsts"]
+        goes_on = lambda carry: run(params["cond_jaxpr"], [*values[:n], *carry[1]], carry[0])[1][0]
+        step = lambda carry: run(params["body_jaxpr"], [*values[n:k], *carry[1]], carry[0])
+        return jax.lax.while_loop(goes_on, step, (state, list(values[k:])))
+    if name == "cond":
+        branches = [lambda state, *values, b=branch: run(b, values, state) for branch in params["branches"]]
+        return jax.lax.switch(values[0], branches, state, *values[1:])
+    return run(called(eqn), values, state)
 
 
 def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:

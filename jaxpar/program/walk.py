@@ -40,6 +40,16 @@ def called(eqn: Any) -> Any:
     return next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
 
 
+def makers(eqn: Any, at: int) -> tuple[Any, ...]:
+    """An equation, and within the program that it calls the one that makes its result number `at`, down to the last."""
+    inner = called(eqn)
+    if inner is not None and len((jaxpr := opened(inner)[0]).outvars) == len(eqn.outvars):
+        for other in jaxpr.eqns:
+            if jaxpr.outvars[at] in other.outvars:
+                return (eqn, *makers(other, other.outvars.index(jaxpr.outvars[at])))
+    return (eqn,)
+
+
 def visit(
     eqns: Iterable[Any], into: Callable[[Any], bool] = lambda eqn: True, times: int = 1
 ) -> Iterator[tuple[Any, int]]:
@@ -55,8 +65,20 @@ def visit(
                 yield from visit(jaxpr.eqns, into, inside)
 
 
-def with_programs(eqn: Any, of: Callable[[Any], Any]) -> Any:
-    """An equation with what `of` makes of each open jaxpr that it holds: branches, bodies, calls."""
+def held(eqn: Any, into: Callable[[Any], bool] = lambda eqn: True, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Each program within an equation, at any depth, and how often it runs, as by `visit`."""
+    if into(eqn):
+        times *= eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for jaxpr in programs(eqn):
+            yield jaxpr, times
+            for inner in jaxpr.eqns:
+                yield from held(inner, into, times)
+
+
+def with_programs(eqn: Any, of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
+    """An equation with what `of` makes of each open jaxpr that it holds: branches, bodies, calls; and `constant` of
+    each array that these close over.
+    """
 
     def made(value: Any) -> Any:
         if type(value) is tuple:  # of branches, and no record
@@ -64,9 +86,15 @@ def with_programs(eqn: Any, of: Callable[[Any], Any]) -> Any:
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value
         jaxpr, consts = opened(value)
-        return jec.ClosedJaxpr(of(jaxpr), consts) if hasattr(value, "consts") else of(jaxpr)
+        return jec.ClosedJaxpr(of(jaxpr), list(map(constant, consts))) if hasattr(value, "consts") else of(jaxpr)
 
     return eqn.replace(params={name: made(x) for name, x in eqn.params.items()})
+
+
+def replaced(eqns: Iterable[Any], of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> list[Any]:
+    """What `of` makes of each equation, and then of those of the programs that this holds; `constant` as above."""
+    inside = lambda jaxpr: jaxpr.replace(eqns=replaced(jaxpr.eqns, of, constant))
+    return [with_programs(of(eqn), inside, constant) for eqn in eqns]
 
 
 @dataclass(frozen=True)

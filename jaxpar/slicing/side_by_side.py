@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
@@ -131,19 +130,14 @@ def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
 def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
-    body, consts = jx.opened(parts.body)
-    apart = _apart(eqn, [isinstance(x, _Each) for x in ins])[:k]
+    apart = _apart(eqn, [isinstance(x, _Each) for x in ins])
     spread = lambda x, on: x if isinstance(x, _Each) or not on else _Each([x] * groups)
 
-    def layer(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _run(body, consts, [*ins[:n], *carry, *xs], groups, layer=True)
-        return list(map(spread, outs[:k], apart)), outs[k:]
+    def layer(program: Any, values: Sequence[Any], state: Any) -> tuple[Any, list[Any]]:
+        outs = _run(*jx.opened(program), values, groups, layer=True)
+        return state, list(map(spread, outs, apart))
 
-    init = list(map(spread, ins[n : n + k], apart))
-    carry, ys = lax.scan(
-        layer, init, list(ins[n + k :]), length=parts.length, reverse=parts.reverse, unroll=eqn.params["unroll"]
-    )
-    return [*carry, *ys]
+    return jx.rerun(eqn, [*ins[:n], *map(spread, ins[n : n + k], apart), *ins[n + k :]], layer)[1]
 
 
 def _apart(eqn: Any, ins: list[bool]) -> list[bool]:

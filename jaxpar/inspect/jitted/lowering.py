@@ -15,7 +15,7 @@ import jax.extend.core as jec
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ...program.walk import is_literal, opened, visit
+from ...program.walk import is_literal, opened, replaced, visit
 from ..targets.devices import Target
 
 UNNAMED = "devices"  # the axis of a program of which no mesh is known
@@ -82,7 +82,7 @@ def on_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, M
     program, inputs, params = closed, jaxpr.invars, dict[str, Any]()
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in _JITS:  # what is jitted is what is compiled
         program, inputs, params = jaxpr.eqns[0].params["jaxpr"], jaxpr.eqns[0].invars, jaxpr.eqns[0].params
-    moved = to(program)
+    moved = to.program(program)
     known = dict(zip(jaxpr.constvars, map(_uncommitted, consts), strict=True)) if params else {}
 
     def step(*given: Any) -> Any:
@@ -111,7 +111,7 @@ def on_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, M
 
 
 class _Moved:
-    """Replaces meshes by those of a target's devices, in a sharding, a program, or a parameter that holds some.
+    """Replaces meshes by those of a target's devices, in a sharding, a program, or an equation's parameter.
 
     Args:
       whole: the mesh of the program, which gives the order of its devices; None where it names none.
@@ -146,15 +146,16 @@ class _Moved:
             case NamedSharding():
                 kind = value.memory_kind
                 return NamedSharding(self(value.mesh), value.spec, memory_kind=None if kind == "device" else kind)
-            case jec.ClosedJaxpr() if value.jaxpr is not value:  # newer jax has one class for both
-                jaxpr, consts = opened(value)
-                return jec.ClosedJaxpr(self(jaxpr), list(map(_uncommitted, consts)))
-            case jec.Jaxpr():
-                eqns = [eqn.replace(params={k: self(v) for k, v in eqn.params.items()}) for eqn in value.eqns]
-                return value.replace(eqns=eqns)
             case tuple() if type(value) is tuple:
                 return tuple(map(self, value))
         return value
+
+    def program(self, closed: Any) -> Any:
+        """A closed program, and those that it holds."""
+        jaxpr, consts = opened(closed)
+        moved = lambda eqn: eqn.replace(params={name: self(x) for name, x in eqn.params.items()})
+        jaxpr = jaxpr.replace(eqns=replaced(jaxpr.eqns, moved, _uncommitted))
+        return jec.ClosedJaxpr(jaxpr, list(map(_uncommitted, consts)))
 
     def placed(self, mesh: Any) -> Mesh:
         """A mesh, abstract or not, on the target's devices."""

@@ -20,7 +20,7 @@ import numpy as np
 from ...model.paths import name_of
 from ...program import primitives
 from ...program.evaluation import CLOSED_OVER, WRITTEN, Evaluation, bound, is_backward, line_of, scope_of
-from ...program.walk import called, opened
+from ...program.walk import makers
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _Causes(Evaluation):
         if at is None:
             return Held(x, None if _finite(x) else ins[0].cause, ins[0].maker)
         cause = None if _finite(x) else _foremost([v.cause for v in within]) or self._cause(ins, at, x)
-        return Held(x, cause, (*self.sites[:-1], *_makers(self.sites[-1], at)))
+        return Held(x, cause, (*self.sites[:-1], *makers(self.sites[-1], at)))
 
     def _cause(self, ins: Sequence[Held], at: int, out: jax.Array) -> Cause:
         """The cause of a result that is not finite, of an equation whose own programs tell none."""
@@ -216,16 +216,6 @@ def _said(maker: tuple[Any, ...] | str) -> str:
     if isinstance(maker, str):
         return maker
     return maker[-1].primitive.name + (f" at {line}" if (line := line_of(maker)) else "")
-
-
-def _makers(eqn: Any, at: int) -> tuple[Any, ...]:
-    """An equation, and within the program that it holds the one that makes its result number `at`."""
-    inner = called(eqn)
-    if inner is not None and len((jaxpr := opened(inner)[0]).outvars) == len(eqn.outvars):
-        for other in jaxpr.eqns:
-            if jaxpr.outvars[at] in other.outvars:
-                return (eqn, *_makers(other, other.outvars.index(jaxpr.outvars[at])))
-    return (eqn,)
 
 
 def _inexact(x: Any) -> bool:

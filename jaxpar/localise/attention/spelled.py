@@ -144,17 +144,8 @@ def _rewritten(eqn: Any, inner: Scope, values: Sequence[Any]) -> list[Any]:
         closed, consts = jx.opened(jax.make_jaxpr(run)(*values))
         assert not consts, "what is rematerialised closes over no array"
         return jx.bind(eqn, values, jaxpr=closed)
-    parts = jx.scan_parts(eqn)
-    n = len(inner.extra) + len(parts.consts)
-    more, carry, xs = values[:n], values[n : n + len(parts.carry)], values[n + len(parts.carry) :]
-
-    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        outs = run(*more, *carry, *xs)
-        return outs[: len(carry)], outs[len(carry) :]
-
-    how = {"length": parts.length, "reverse": parts.reverse, "unroll": eqn.params["unroll"]}
-    last, ys = jax.lax.scan(step, list(carry), list(xs), **how)
-    return [*last, *ys]
+    n = len(inner.extra)
+    return jx.rerun(eqn, values[n:], lambda _, found, state: (state, run(*values[:n], *found)))[1]
 
 
 def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:

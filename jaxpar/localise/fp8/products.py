@@ -1,7 +1,7 @@
 """Which products of a program are in FP8: of a layer's weights and what depends on the data."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from ...layout.families import families
 from ...program import jaxpr as jx
 from ...program.dims import NOTHING, Followed, Follower, source
 from ...program.primitives import PRODUCTS
-from ...program.walk import CUSTOM, programs, visit, with_programs
+from ...program.walk import CUSTOM, held, replaced, visit
 from ...strategy import Strategy
 from ...text import few
 from .product import ScaledProduct, product
@@ -48,7 +48,7 @@ def in_fp8(
             how = ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, strategy.fp8_scaling)
             made[id(eqn)] = _equation(eqn, how)
             there.add(path)
-    eqns = tuple(_replaced(eqn, made) for eqn in flat.eqns)
+    eqns = tuple(replaced(flat.eqns, lambda eqn: made.get(id(eqn), eqn)))
     lost = "this layout's program has no product of it and the data that could be followed"
     why = {path: one or ("" if path in there else lost) for path, one in why.items()}
     return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), why
@@ -60,7 +60,7 @@ def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but:
     views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
     scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
     custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
-    closed = {id(one) for eqn in custom for jaxpr in programs(eqn) for one, _ in visit(jaxpr.eqns)}
+    closed = {id(one) for eqn in custom for jaxpr, _ in held(eqn) for one in jaxpr.eqns}
     said: dict[str, str] = {}
     excepted = but.split(":") if but else []
     unmet = dict.fromkeys(excepted)
@@ -132,12 +132,3 @@ def _equation(eqn: Any, how: ScaledProduct) -> Any:
     flat, _ = jx.trace(partial(product, how), *(v.aval for v in eqn.invars))
     (made,) = flat.eqns
     return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-
-def _replaced(eqn: Any, made: Mapping[int, Any]) -> Any:
-    """An equation with those inside it that are `made` anew, by their ids."""
-    if id(eqn) in made:
-        return made[id(eqn)]
-    if not any(id(one) in made for one, _ in visit([eqn])):
-        return eqn
-    return with_programs(eqn, lambda jaxpr: jaxpr.replace(eqns=[_replaced(one, made) for one in jaxpr.eqns]))

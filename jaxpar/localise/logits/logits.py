@@ -11,8 +11,9 @@ It is the last rewriting: of the program of one device, whose logits are its own
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax import lax
 
 from ...ops.cross_entropy import CHUNK, HeadProduct, first, pieces
 from ...program import jaxpr as jx
-from ...program.walk import visit
+from ...program.walk import propagate, through, visit
 from ..context.split import Split
 from ..tensor.localiser import LocalValue
 from ..tensor.primitives import ELEMENTWISE, shape_of
@@ -58,7 +59,7 @@ def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) 
     found: dict[str, Logits] = {}
     least = {"whole": math.inf, "auto": LARGE / 4}.get(str(chunk), 0)
     leaf_vars, rest = flat.invars[:leaves], flat.invars[leaves:]
-    for region, holder in _held(flat.eqns, leaf_vars, rest, least):
+    for region, holder in _held(flat, leaves, least).values():
         found[region.place] = Logits(region.tokens, region.words, why=f"they are made within {holder}")
     for logits in [eqn.outvars[0] for eqn in flat.eqns if _is_large(eqn, least)]:
         eqn = next((e for e in flat.eqns if logits in e.outvars), None)  # with the names that the last loop has given
@@ -81,24 +82,28 @@ def _is_large(eqn: Any, least: float) -> bool:
     return eqn.primitive.name == "dot_general" and math.prod(shape_of(eqn)) > least
 
 
-def _held(
-    eqns: Iterable[Any], leaves: Iterable[Any], rest: Iterable[Any], least: float
-) -> "Iterator[tuple[_Region, str]]":
-    """The cross-entropies within equations of a program, which stay as they are, and what each is within."""
-    held = [eqn for eqn in eqns if eqn.primitive.name in _HOLDERS and any(_is_large(e, least) for e, _ in visit([eqn]))]
-    if not held:
-        return
-    of_leaves, of_rest = jx.depends(eqns, leaves), jx.depends(eqns, rest)
-    for eqn in held:
-        for sub in jec.jaxprs_in_params(eqn.params):
-            flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(sub)))
-            given = eqn.invars[len(eqn.invars) - len(flat.invars) :]  # without a branch's number
-            pairs = [*zip(given, flat.invars, strict=True)]
-            of = lambda known, pairs=pairs: [w for v, w in pairs if not jx.is_literal(v) and v in known]
-            inner = of(of_leaves), of(of_rest)
-            regions = (_Region.of(flat, e, *inner) for e in flat.eqns if _is_large(e, least))
-            yield from ((region, _HOLDERS[eqn.primitive.name]) for region in regions if region)
-            yield from _held(flat.eqns, *inner, least)
+def _held(flat: jx.Flat, leaves: int, least: float) -> "dict[str, tuple[_Region, str]]":
+    """The cross-entropies within equations of a program, which stay as they are, by their places, and what each is
+    within.
+    """
+    found: dict[str, tuple[_Region, str]] = {}
+
+    def inside(holder: str, program: Any, ins: list[frozenset[str]], _: Any) -> list[frozenset[str]]:
+        flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(program)))
+        of = lambda what: [v for v, on in zip(flat.invars, ins, strict=True) if what in on]
+        for eqn in flat.eqns if holder else ():
+            if _is_large(eqn, least) and (region := _Region.of(flat, eqn, of("leaf"), of("rest"))):
+                found[region.place] = region, holder
+        return through(program, ins, follow, frozenset())
+
+    def follow(eqn: Any, ins: list[frozenset[str]]) -> list[frozenset[str]]:
+        run = functools.partial(inside, _HOLDERS.get(eqn.primitive.name, ""))
+        return propagate(eqn, ins, run, frozenset.union) or [frozenset[str]().union(*ins)] * len(eqn.outvars)
+
+    if any(_is_large(e, least) for eqn in flat.eqns if eqn.primitive.name in _HOLDERS for e, _ in visit([eqn])):
+        sources = [frozenset(("leaf" if i < leaves else "rest",)) for i in range(len(flat.invars))]
+        through(jx.build(flat.eqns, flat.invars, flat.outvars), sources, follow, frozenset())
+    return found
 
 
 def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import OneDevice, check
 from flax import nnx
 from jax import lax
 from jax.extend.random import threefry_2x32
@@ -556,6 +557,60 @@ def test_two_layers_of_a_loop_are_one_function_of_scores() -> None:
     flat = spelled(jx.trace(twice, *arrays()[:3])[0], {}, replay=True).flat
     one, other = (call.options for call in calls(flat.eqns))
     assert one.function is other.function
+
+
+@functools.cache
+def model_of(fun: Spelling) -> jp.Model:
+    """One layer that attends by a spelling, over `T` of a batch's positions."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
+        names = ("query", "key", "value", "out")
+        head = {"table": draw(7, cells.VOCAB, H * D), "head": draw(8, H * D, cells.VOCAB)}
+        return head | {name: draw(i, H * D, H * D) for i, name in enumerate(names)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :T]]
+        q, k, v = ((x @ params[name]).reshape(B, T, H, D) for name in ("query", "key", "value"))
+        x = x + fun(q, k, v).reshape(x.shape) @ params["out"]
+        return cells.weighed(x @ params["head"], batch["tokens"][:, 1 : T + 1], batch["mask"][:, :T])
+
+    return jp.Model(init=init, loss=loss)
+
+
+@functools.cache
+def on_one_device(fun: Spelling) -> tuple[Any, Any, Any]:
+    """Of its model the first gradients, and what training makes of it."""
+    one = OneDevice(model_of(fun))
+    return one.first, *one.train(cells.SGD, cells.batch_of(B), 1, cells.STEPS)
+
+
+WAYS = ("ring", "ulysses", "usp", "gather")
+
+
+@pytest.mark.parametrize(
+    ("fun", "ways"),
+    [
+        (window_by_what_it_hides, WAYS[:1]),
+        (padding, WAYS[1:2]),
+        *(pytest.param(fun, WAYS, marks=pytest.mark.battery) for fun in dict.fromkeys((*TAKEN, *REPLAYED))),
+    ],
+    ids=lambda x: named(x) if callable(x) else "+".join(x),
+)
+def test_every_spelling_by_every_way_at_an_odd_length(
+    fun: Spelling, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """13 positions on four ranks: gradients and what is trained, and in a ring no scores of all positions."""
+    monkeypatch.setattr(sys.modules[__name__], "T", 13)
+    batch = cells.batch_of(B)
+    for way in ways:
+        step = jp.make_train_step(model_of(fun), cells.SGD, f"context=4,attention={way}", jax.devices()[:4])
+        check(step, model_of(fun), on_one_device(fun)[0], batch, cells.STEPS, *on_one_device(fun)[1:])
+        if way == "ring":
+            (mapped,) = (e for e, _ in visit(step.trace(batch).jaxpr.eqns) if e.primitive.name == "shard_map")
+            inside = jx.opened(mapped.params["jaxpr"])[0].eqns
+            shapes = {v.aval.shape for eqn, _ in visit(inside) for v in eqn.outvars}
+            assert not [shape for shape in shapes if sum(shape.count(n) for n in (T, 16)) > 1]
 
 
 def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
