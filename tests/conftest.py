@@ -51,12 +51,12 @@ import pytest  # noqa: E402
 
 from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 
-SAMPLE = 4  # of the cells of each test, `make test` runs one in so many
+SAMPLE = 6  # of the cells of each test, `make test` runs one in so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
-    parser.addoption("--sample", action="store_true", help="of the cells of each test one in four, in their order")
+    parser.addoption("--sample", action="store_true", help="of the cells of each test one in six, in their order")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

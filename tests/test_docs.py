@@ -66,7 +66,18 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=name)
+# Pages whose programs take ten seconds and more: left to CI.
+LONG = ("equinox-haiku", "finetune", "losses", "memory", "nonfinite", "optimizers", "own", "profiling")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.stem in LONG else [])
+        for page in PAGES
+        if "```python" in page.read_text()
+    ],
+)
 def test_snippets_print_what_the_page_shows(page: Path) -> None:
     """The snippets of a page are one program; a `text` block after one is what it prints."""
     for package in ("equinox", "haiku"):
