@@ -99,7 +99,7 @@ def traced(what: str, why: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{what} places a value on a mesh by a PartitionSpec{_place(error)}: a model sees no mesh, as the strategy "
-            "says where values live; leave it out, or build the model without shardings"
+            "says where values live; leave it out, or build the model with None for each PartitionSpec, P(None) as well"
         ) from error
     except Exception as error:
         _note_place(error, what)

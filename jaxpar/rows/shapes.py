@@ -38,8 +38,9 @@ def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
 def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
     reshapes = name == "reshape" and eqn.params["dimensions"] is None
-    if x.kind == "whole" and reshapes:  # of dims that become one, or several, all differ where one does
-        groups = blocks(shapes(eqn)[0], shape_of(eqn))
+    if x.kind == "whole" and (reshapes or name == "tile"):
+        shape = shapes(eqn)[0]  # of dims that become one, or several, all differ where one does; copies are alike
+        groups = blocks(shape, shape_of(eqn)) if reshapes else [([d], [d]) for d, n in enumerate(shape) if n > 1]
         varies = frozenset(d for before, after in groups if x.varies.intersection(before) for d in after)
         return [replace(y, varies=varies) for y in generic(r, eqn, twin, ins)]
     if x.kind != "rows" or not (reshapes or any(to[d] is None for d in x.at.dims)):

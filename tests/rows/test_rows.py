@@ -369,6 +369,11 @@ def smoothed(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.where(batch["mask"] > 0, nats, 0).mean()
 
 
+def class_token(w: jax.Array, batch: Batch) -> jax.Array:
+    """One query for all rows, by `jnp.tile`: it was said to depend on a row's place."""
+    return jnp.square(batch["x"] @ w + jnp.tile(w[:1], (len(batch["x"]), 1))).mean()
+
+
 def attention(w: jax.Array, batch: Batch) -> jax.Array:
     x = jax.nn.one_hot(batch["tokens"], DIM) @ w
     x = jax.nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], is_causal=True)[:, :, 0]
@@ -564,6 +569,7 @@ APART = [
     by_row,
 ]
 APART += [
+    class_token,
     in_chunks,
     called_with_nothing,
     eigenvalues,
