@@ -123,7 +123,12 @@ def _layer(error: BaseException) -> str:
     class; "" outside of modules.
     """
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [x for found in frames for name, x in found.items() if name == "self" and _is_module(x)]
+    modules = [
+        x
+        for found in frames
+        for name, x in found.items()
+        if name == "self" and _is_module(x) and getattr(x, "scope", x) is not None  # Linen's are bound after __init__
+    ]
     if not modules:
         return ""
     inner, kind = modules[-1], type(modules[-1]).__name__
