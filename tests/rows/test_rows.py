@@ -374,6 +374,14 @@ def class_token(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(batch["x"] @ w + jnp.tile(w[:1], (len(batch["x"]), 1))).mean()
 
 
+def frames(w: jax.Array, batch: Batch) -> jax.Array:
+    """A convolution vmapped over axis 1, as SAVi's encoder is over time: it was said to take some of the rows."""
+    video = jnp.stack([batch["x"], 2 * batch["x"], batch["x"]], 1)[..., None]  # [rows, 3, features, 1]
+    kernel = w[:3, :4].reshape(3, 1, 4)
+    conv = lambda x: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.square(jax.vmap(conv, 1, 1)(video)[:, 0]).mean()
+
+
 def attention(w: jax.Array, batch: Batch) -> jax.Array:
     x = jax.nn.one_hot(batch["tokens"], DIM) @ w
     x = jax.nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], is_causal=True)[:, :, 0]
@@ -570,6 +578,7 @@ APART = [
 ]
 APART += [
     class_token,
+    frames,
     in_chunks,
     called_with_nothing,
     eigenvalues,
