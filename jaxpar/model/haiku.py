@@ -20,23 +20,24 @@ class HaikuApply:
     """What a Haiku loss calls in place of `transformed.apply`: parameters, state, keys and statistics are seen to.
 
     `apply(*args, **kwargs)` returns the function's output, with and without state. `apply.train` is False in
-    `evaluate`.
+    `evaluate`, where the key is always `jax.random.key(0)`: modules ask for one whatever their rate of dropout.
     """
 
     def __init__(self, hk: Any, transformed: Any, params: Any, state: Any, key: jax.Array | None):
-        self._hk, self._transformed, self._key, self._calls = hk, transformed, key, 0
+        self._hk, self._transformed, self._calls = hk, transformed, 0
+        self._key = jax.random.key(0) if key is None else key
         self.params, self.state, self.train = params, state, key is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; see the class."""
         if "rng" in kwargs:
             raise ValueError("apply(rng=...): leave it out; there is a key for each step and block of rows")
-        key = None if self._key is None else jax.random.fold_in(self._key, self._calls)
+        key = jax.random.fold_in(self._key, self._calls)
         self._calls += 1
         with self._hk.intercept_methods(_interceptor(self._hk, self.train)):
             return self._call(key, args, kwargs)
 
-    def _call(self, key: jax.Array | None, args: Any, kwargs: Any) -> Any:
+    def _call(self, key: jax.Array, args: Any, kwargs: Any) -> Any:
         if self.state is None:
             return self._transformed.apply(self.params, key, *args, **kwargs)
         out, self.state = self._transformed.apply(self.params, self.state, key, *args, **kwargs)
@@ -54,7 +55,7 @@ class HaikuApply:
 class _Creating(HaikuApply):
     """A `HaikuApply` that creates: each call may be of other arguments, and need what those before it did not."""
 
-    def _call(self, key: jax.Array | None, args: Any, kwargs: Any) -> Any:
+    def _call(self, key: jax.Array, args: Any, kwargs: Any) -> Any:
         made = self._transformed.init(key, *args, **kwargs)
         params, state = (made, None) if self.state is None else made
         self.params = _joined(params, self.params)
@@ -83,7 +84,7 @@ def from_haiku(
 
     State is kept as the calls leave it, and is the same on all replicas. `hk.BatchNorm` and Haiku's vector quantizers
     compute their statistics over the rows of all replicas. In `evaluate` they have `is_training=False` whatever the
-    loss asks for, and there is no rng: `apply.train` says whether there is dropout.
+    loss asks for, and the rng is that of `jax.random.key(0)`: ask `apply.train` before dropout.
 
     Raises ValueError where Haiku is not installed, or the arguments are not of these kinds.
     """

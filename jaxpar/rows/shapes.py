@@ -24,8 +24,14 @@ _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
     "tile": lambda e, x: [np.tile(x, [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=True)])],
     "split": lambda e, x: np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"]),
     "unstack": lambda e, x: [x.take(i, e.params["axis"]) for i in range(len(e.outvars))],
-    "reshape": lambda e, x: [reshaped(x, shapes(e)[0], shape_of(e))],
+    "reshape": lambda e, x: [_reshaped(e, x)],
 }
+
+
+def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
+    old = shapes(eqn)[0]
+    order = eqn.params["dimensions"] or range(x.ndim)  # `vmap` of a convolution takes dims in another order
+    return reshaped(x.transpose(order), tuple(old[d] for d in order), shape_of(eqn))
 
 
 def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
@@ -38,8 +44,9 @@ def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
 def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
     reshapes = name == "reshape" and eqn.params["dimensions"] is None
-    if x.kind == "whole" and reshapes:  # of dims that become one, or several, all differ where one does
-        groups = blocks(shapes(eqn)[0], shape_of(eqn))
+    if x.kind == "whole" and (reshapes or name == "tile"):
+        shape = shapes(eqn)[0]  # of dims that become one, or several, all differ where one does; copies are alike
+        groups = blocks(shape, shape_of(eqn)) if reshapes else [([d], [d]) for d, n in enumerate(shape) if n > 1]
         varies = frozenset(d for before, after in groups if x.varies.intersection(before) for d in after)
         return [replace(y, varies=varies) for y in generic(r, eqn, twin, ins)]
     if x.kind != "rows" or not (reshapes or any(to[d] is None for d in x.at.dims)):
@@ -120,5 +127,6 @@ def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
         return rows[0].plain(at=at[0]) if len({*at}) == 1 else others(eqn, ins)
     if any(x.keyed for x in ins):
         return Value()
-    pick = Note.at(eqn, "draws with a key that is the same in all blocks; use the key that the loss is given", False)
+    write = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"
+    pick = Note.at(eqn, f"draws with a key that is the same in all blocks; {write}", False)
     return [Value(varies=frozenset(range(len(shape_of(eqn, j)))), pick=pick) for j in range(len(eqn.outvars))]

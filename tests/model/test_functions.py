@@ -129,6 +129,19 @@ def test_other_errors_of_a_loss_stay_and_carry_the_batch() -> None:
     assert note in refused.value.__notes__
 
 
+def test_an_error_of_a_linen_module_that_is_not_made_yet_stays() -> None:
+    """SAVi's `nn.GRUCell()`, of an older Flax: "Can't access module paths on unbound modules" alone was read."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense()(x)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="features") as found:
+        jp.from_linen(Net(), lambda apply, batch: apply(batch["x"]).mean(), BATCH).create(jax.random.key(0))
+    assert any(note.endswith("in Net") for note in found.value.__notes__), found.value.__notes__
+
+
 def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:
     """It said that the loss asked the batch for 'W', which the batch had not either."""
     model = jp.Model(init=lambda key: {"w": jnp.ones((4, 4))}, loss=lambda p, b, k: (b["x"] @ p["W"]).mean())

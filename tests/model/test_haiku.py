@@ -60,6 +60,20 @@ def test_apply_comes_back() -> None:
     assert averages["batch_norm/~/mean_ema"]["counter"].tolist() == 1
 
 
+def test_a_key_is_there_in_evaluate() -> None:
+    """DeepMind's Perceiver asks for one whatever its rate of dropout: it was Haiku's own MissingRNGError."""
+
+    def forward(x: jax.Array, train: bool) -> jax.Array:
+        return hk.Linear(3)(hk.dropout(hk.next_rng_key(), 0.5 if train else 0.0, x))
+
+    loss = lambda apply, batch: jnp.square(apply(batch, apply.train)).mean()
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    step = jp.make_train_step(jp.from_haiku(hk.transform(forward), loss, x), SGD, "fsdp")
+    state = step.init(jax.random.key(0))
+    expected = jnp.square(step.model(state)(jax.random.key(1), x, False)).mean()
+    np.testing.assert_allclose(step.evaluate(state, x)["loss"], expected, rtol=1e-6)
+
+
 def test_calls_of_several_kinds_create_what_each_needs() -> None:
     """A second call, of other arguments, made parameters that the first had not; and its keys are others."""
 

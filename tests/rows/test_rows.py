@@ -87,6 +87,11 @@ def rank(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.maximum(0, 1 - margin).mean()
 
 
+def critic(w: jax.Array, batch: Batch) -> jax.Array:
+    """[rows, 1] less [rows], as in critics of SAC that others published: what mends it was not said."""
+    return jnp.square(batch["x"] @ w[:, :1] - batch["y"][:, 0]).mean()  # was each row to meet itself
+
+
 def balance(w: jax.Array, batch: Batch) -> jax.Array:
     gates = jax.nn.softmax(batch["x"] @ w)
     load = jax.nn.one_hot(gates.argmax(-1), WIDTH).mean(0)
@@ -303,7 +308,7 @@ COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixu
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
 COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean, pairs_of_the_next]
-COUPLED += [pairs_by_column, langevin, penalty_of_a_mean, normed_gradient, moving_average, running_sums]
+COUPLED += [pairs_by_column, langevin, penalty_of_a_mean, normed_gradient, moving_average, running_sums, critic]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
@@ -362,6 +367,19 @@ def smoothed(w: jax.Array, batch: Batch) -> jax.Array:
     labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], WIDTH), 0.1)
     nats = optax.softmax_cross_entropy(batch["x"] @ w, labels)
     return jnp.where(batch["mask"] > 0, nats, 0).mean()
+
+
+def class_token(w: jax.Array, batch: Batch) -> jax.Array:
+    """One query for all rows, by `jnp.tile`: it was said to depend on a row's place."""
+    return jnp.square(batch["x"] @ w + jnp.tile(w[:1], (len(batch["x"]), 1))).mean()
+
+
+def frames(w: jax.Array, batch: Batch) -> jax.Array:
+    """A convolution vmapped over axis 1, as SAVi's encoder is over time: it was said to take some of the rows."""
+    video = jnp.stack([batch["x"], 2 * batch["x"], batch["x"]], 1)[..., None]  # [rows, 3, features, 1]
+    kernel = w[:3, :4].reshape(3, 1, 4)
+    conv = lambda x: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.square(jax.vmap(conv, 1, 1)(video)[:, 0]).mean()
 
 
 def attention(w: jax.Array, batch: Batch) -> jax.Array:
@@ -559,6 +577,8 @@ APART = [
     by_row,
 ]
 APART += [
+    class_token,
+    frames,
     in_chunks,
     called_with_nothing,
     eigenvalues,

@@ -325,11 +325,13 @@ def _unmatched(key: str, shapes: _Shapes, known: set[str]) -> str:
 
 def _nothing(shapes: _Shapes, size: int) -> str:
     path = max(shapes, key=lambda path: math.prod(shapes[path]))
+    # The longest dim that `size` divides is no window, be a convolution's kernel [3, 3, in, out] or [out, in, 3, 3].
+    dim = max(range(-1, -len(shapes[path]) - 1, -1), key=lambda d: (shapes[path][d] % size == 0, shapes[path][d]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")
     return (
         f"tensor={size} splits no parameter, as no rule names one and no product follows another; the largest are "
-        f"{_largest(shapes)}.{fused} Say which dim to split, -1 for the output features of a kernel, -2 for its input "
-        f"features: rules={{{_end(path)!r}: -1}}"
+        f"{_largest(shapes)}.{fused} Say which dim to split, the output or the input features of a kernel, "
+        f"counted from the last: rules={{{_end(path)!r}: {dim}}}"
     )
 
 

@@ -201,3 +201,9 @@ def test_what_an_error_suggests_is_accepted() -> None:
     suggested = re.search(r"rules=({.*})", str(error.value))
     assert suggested is not None
     assert tensor_dims(leaves, 2, eval(suggested[1])) == {"layers/0/w[0]/down/kernel": 0}
+    conv: Leaves = [("conv/weight", (32, 16, 3, 3))]  # of Equinox, [out, in, window]: -1 was said, which is the window
+    with pytest.raises(ValueError, match="splits no parameter") as error:
+        tensor_dims(conv, 2, own={})
+    suggested = re.search(r"rules=({.*})", str(error.value))
+    assert suggested is not None
+    assert tensor_dims(conv, 2, eval(suggested[1])) == {"conv/weight": 0}
