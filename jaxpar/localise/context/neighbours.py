@@ -382,8 +382,8 @@ def _recurrence(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
         return None
     if (fits := work.size(parts.length) * work.ranks) != parts.length:
         raise ValueError(
-            f"context={work.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a multiple of "
-            f"{work.mode.parts(work.ranks)}; use {fits} positions, or tensor, fsdp or pipe for context"
+            f"context={work.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a multiple "
+            f"of {work.mode.parts(work.ranks)}; use {fits} positions, or tensor, fsdp or pipe for context"
         )
     body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
