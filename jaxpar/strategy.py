@@ -44,7 +44,9 @@ _CHOICES = {
     "sync": ("microbatch", "step"),
     "kernels": ("own", "fused"),
 }
-_OTHERS = {  # what a choice may be besides
+_OTHERS = {  # what a choice may be besides, or why it may not
+    "precision": " (mxfp8 and nvfp4 have kernels for B200 alone, and no B200 was there to prove them: see "
+    "docs/recipes/precision.md)",
     "remat": " or a jax.checkpoint policy",
     "stages": " or paths of modules, as in 'mid:up/0', or counts, as in '3:4'",
     "logits": " or a number of tokens",

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from ..inspect.plan.planner import plan
+from ..inspect.plan.planner import plan, planned_for
 from ..inspect.plan.ranking import Plan, summary
 from ..strategy import Strategy
 from ..text import WIDTH, amount
@@ -74,6 +74,7 @@ def main(options: PlanOptions) -> None:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+    planned_for(options.target)  # before the model is read
     if options.sweep:
         _sweep(options)
         return

@@ -398,3 +398,7 @@ def test_a_step_of_jaxpar_is_explained_as_it_explains_itself() -> None:
         jp.explain(step, batch, target="8xH100")
     with pytest.raises(ValueError, match="promises what its strategy says"):
         jp.check(step, batch, promises=jp.Promises())
+    with pytest.raises(ValueError, match="compiled for CPU has no asynchronous collectives"):  # it was a TypeError
+        jp.check(step, batch, overlap=True)
+    with pytest.raises(ValueError, match="overlap= is a promise of a strategy"):
+        jp.check(jnp.sin, batch, overlap=True)

@@ -129,6 +129,7 @@ def test_generation_draws_from_the_softmax_at_a_temperature() -> None:
     [
         ({"prompt": [1, 2]}, r"prompt has shape \[2\], needs \[rows, tokens\]"),
         ({"prompt": [[]]}, r"prompt has shape \[1, 0\], needs \[rows, tokens\] with one token or more"),
+        ({"prompt": [[1], [1, 2]]}, r"prompt has rows of 1 to 2 tokens; give one length"),
         ({"count": 0}, r"count=0 adds nothing; use 1 or more"),
         ({"window": 13}, r"window=13 must lie in 1 to 12, the model's context"),
     ],

@@ -204,6 +204,15 @@ def test_three_balance_losses_and_the_z_loss() -> None:
     np.testing.assert_allclose(even.balance, 1, rtol=1e-6)
 
 
+def test_numpy_arrays_are_taken() -> None:
+    """Of a module that is called outside of a step they were an AttributeError of jax."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: random.normal(size=shape).astype(np.float32)
+    weights = {"gate": draw(4, 8, 16), "up": draw(4, 8, 16), "down": draw(4, 16, 8)}
+    given = draw(2, 5, 8), draw(2, 5, 4), weights
+    np.testing.assert_array_equal(jp.experts(*given, k=2)[0], jp.experts(*jax.tree.map(jnp.asarray, given), k=2)[0])
+
+
 def test_bfloat16_rounds_each_leaf_by_its_own_scale() -> None:
     """All tokens to one expert: what 30 blocks add to its weights is added up in float32."""
     args, cotangent = given(1000, 8)

@@ -40,7 +40,7 @@ def hardware_of(step: Step) -> Hardware:
         raise ValueError(
             f"overlap: a program compiled for {device.platform.upper()} has no asynchronous collectives to read; "
             "compile for GPUs, which need not be there: make_train_step(..., mesh=target('16xH100').devices), with "
-            "target of jaxpar.inspect.targets"
+            "target of jaxpar.inspect.targets, or --target 16xH100"
         )
     if (known := of_device_kind(device.device_kind)) is None:
         raise ValueError(

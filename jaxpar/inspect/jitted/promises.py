@@ -11,6 +11,7 @@ from ..check import check as check_step
 from ..check.promises import SCALARS
 from ..check.proof import Finding, Proof
 from ..targets.devices import Target
+from ..targets.hardware import Hardware
 from .program import program_of
 from .report import JittedExplanation, explained
 
@@ -47,13 +48,18 @@ class Promises:
 
 
 def check(
-    fn: Any, *args: Any, promises: Promises | None = None, target: Target | str | None = None, mesh: Any = None
+    fn: Any,
+    *args: Any,
+    promises: Promises | None = None,
+    target: Target | str | None = None,
+    mesh: Any = None,
+    overlap: bool | Hardware = False,
 ) -> Proof:
     """Whether any program that `jax.jit` lowers keeps what its author promises. Nothing runs.
 
     Args:
       fn, args, target, mesh: as for `explain`. Of a step of `jp.make_train_step`, whose strategy promises, it is
-        `jaxpar.inspect.check.check(step, batch)`.
+        `jaxpar.inspect.check.check(step, batch, overlap=overlap)`.
       promises: what is promised; `Promises()` that nothing is gathered whole only to be cut anew.
 
     What is broken is named with its line or argument: print what is returned, or call its `require()`. Raises
@@ -63,7 +69,9 @@ def check(
     if isinstance(fn, Step):
         if promises is not None or len(args) != 1 or target is not None or mesh is not None:
             raise ValueError(f"{fn!r} promises what its strategy says, on its own mesh; give its batch alone")
-        return check_step(fn, *args)
+        return check_step(fn, *args, overlap=overlap)
+    if overlap:
+        raise ValueError("overlap= is a promise of a strategy, of a step of make_train_step; leave it out")
     program = program_of(fn, args, target, mesh)
     promises, found = promises or Promises(), explained(program)
     keys = [axis for _, axes in promises.collectives or () for axis in _axes(axes)]

@@ -92,16 +92,7 @@ def plan(
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
-    others = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
-    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({others})(?::[\dx]+)?", target)):
-        # Before a compiler is missed.
-        why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
-        raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
-    target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
-    if target.hardware.memory_bytes is None or not target.hardware.peaks:
-        raise ValueError(
-            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
-        )
+    target = planned_for(target, memory_bytes)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
@@ -119,6 +110,21 @@ def plan(
     return _Planner(model, target, batch, optimizer, rules, trainable, flops, length, cache).plan(
         chosen, top, precision, console
     )
+
+
+def planned_for(target: Target | str, memory_bytes: float | None = None) -> Target:
+    """The devices that `plan` compiles for. Raises as `plan` does for a target."""
+    others = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
+    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({others})(?::[\dx]+)?", target)):
+        # Before a compiler is missed.
+        why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
+        raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
+    target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
+    if target.hardware.memory_bytes is None or not target.hardware.peaks:
+        raise ValueError(
+            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
+        )
+    return target
 
 
 class _Planner:

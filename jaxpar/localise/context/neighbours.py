@@ -378,9 +378,13 @@ def _recurrence(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     consts, init, steps = inputs[:n], inputs[n : n + k], inputs[n + k :]
     if any(x.dim is not None for x in (*consts, *init)) or any(x.dim not in (None, 0) for x in steps):
         return None
-    whole = work.size(parts.length) * work.ranks == parts.length
-    if work.overlap or work.rows > 1 or not whole or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
+    if work.overlap or work.rows > 1 or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
         return None
+    if (fits := work.size(parts.length) * work.ranks) != parts.length:
+        raise ValueError(
+            f"context={work.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a multiple "
+            f"of {work.mode.parts(work.ranks)}; use {fits} positions, or tensor, fsdp or pipe for context"
+        )
     body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
 

@@ -88,6 +88,8 @@ def generate(
     `empty`, as `Llama` and `GPT` have them. Raises ValueError where there is no prompt, or nothing to add, or the
     window is larger than the model's context.
     """
+    if isinstance(prompt, list | tuple) and len(lengths := {np.size(row) for row in prompt}) > 1:
+        raise ValueError(f"prompt has rows of {min(lengths)} to {max(lengths)} tokens; give one length in a call")
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 2 or not prompt.size:
         raise ValueError(f"prompt has shape {list(prompt.shape)}, needs [rows, tokens] with one token or more")

@@ -114,7 +114,7 @@ def experts(
     count = _check(
         x, router_logits, weights, k, capacity, scores, bias, groups, group_limit, balance, drop, drop_within
     )
-    b, t, d = x.shape
+    x, (b, t, d) = jnp.asarray(x), x.shape
     logits = router_logits.astype(wide(router_logits.dtype))
     ids, gates, every = chosen(logits, k, scores, normalize, scale, bias, groups, group_limit or groups)
     counts = counted(ids, count)

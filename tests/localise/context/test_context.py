@@ -331,6 +331,7 @@ def test_what_mixes_positions_is_named(what: str) -> None:
     [
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
+        ("states", "context=2,attention=gather", 15, "splits the 15 positions of scan at .*; use 16 positions, or"),
         ("mixture", "context=2,tensor=2,attention=usp", 16, "no divisor of it divides 2 query and 1 key heads of a"),
         # In a collective-permute of XLA all devices meet, and of zb-h1 some are in other layers: it hung.
         ("llama_gqa", "context=2,pipe=2,microbatches=2,schedule=zb-h1,attention=ring", 16, "use attention='gather'"),

@@ -184,6 +184,7 @@ def test_paths_that_are_excepted_stay() -> None:
         why("ffn/dow")
     for text, why in (
         ("fp8,fp8_scaling=block", r"fp8_scaling='block' is unknown; .* row, tensor \(XLA has no kernel for blocks"),
+        ("mxfp8", r"precision='mxfp8' is unknown; .*\(mxfp8 and nvfp4 have kernels for B200 alone, .*precision.md\)"),
         ("bf16,fp8_scaling=tensor", r"precision='bf16' in .*fp8_scaling=tensor: .* use precision='fp8'"),
     ):
         with pytest.raises(ValueError, match=why):
