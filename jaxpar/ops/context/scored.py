@@ -314,9 +314,12 @@ def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequ
         now = jnp.maximum(most, scores.max(-1).reshape(most.shape))
         weights = jnp.exp(scores - _finite(now).reshape(b, groups, each, n, 1))
         kept = jnp.exp(most - _finite(now))
-        multiplied = r.replay.weights(r, first, weights, *floats)
+        # A softmax of no key is NaN, which a program may turn into 0; once a key is seen, nothing is left of either.
+        none, seen = (now == -jnp.inf).reshape(b, groups, each, n, 1), (most == -jnp.inf) & (now > -jnp.inf)
+        multiplied = r.replay.weights(r, first, jnp.where(none, jnp.nan, weights), *floats)
         new = jnp.einsum("bkgts,bskh->btkgh", multiplied, v.astype(weights.dtype)).reshape(sums.shape)
-        sums = sums * jnp.swapaxes(kept, 1, 2)[..., None] + new
+        kept_sums, seen = (jnp.swapaxes(x, 1, 2)[..., None] for x in (kept, seen))
+        sums = jnp.where(seen, 0, sums * kept_sums) + new
         return None, (sums, now, total * kept + weights.sum(-1).reshape(most.shape))
 
     outs = by_queries(r.queries, some, None)[1]
@@ -325,6 +328,7 @@ def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequ
 
 def finish(q: jax.Array, sums: jax.Array, most: jax.Array, total: jax.Array) -> tuple[jax.Array, Any]:
     """The result in the dtype of q, and m and l as backward needs them. As a softmax: NaN where no key is seen."""
+    total = jnp.where(total == 0, 1, total)  # `sums` are NaN there already, or what the program makes of it
     return (sums / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype), (_finite(most), total)
 
 

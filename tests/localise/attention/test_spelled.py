@@ -647,6 +647,8 @@ CELLS = (
     pytest.param("alibi", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
     pytest.param("capped", "fsdp=2,context=2,attention=ring,remat=layer", marks=pytest.mark.battery),
     ("sinks", "context=4,attention=ring"),
+    ("unseen", "context=4,attention=ring"),
+    ("unseen", "context=4,attention=ulysses"),
     pytest.param("t5", "context=4,attention=auto", marks=pytest.mark.battery),
     pytest.param("t5", "pipe=2,context=2,microbatches=2,schedule=zb-h1,attention=auto", marks=pytest.mark.battery),
     ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
