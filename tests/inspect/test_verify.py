@@ -102,3 +102,20 @@ def test_a_step_or_its_state_in_the_place_of_what_they_are_made_of() -> None:
     assert jp.verify(MODEL, step.strategy, BATCH, mesh=step.mesh, steps=1).ok
     with pytest.raises(ValueError, match=r"model is a TrainStep; make one with .*: verify\(model, strategy, batch\)"):
         jp.verify(step, "fsdp", BATCH)  # type: ignore[arg-type]
+
+
+def test_a_variable_gives_no_gradient_from_microbatch_to_microbatch() -> None:
+    """One device differentiated through what the microbatch before had left, which no step does."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.mean = nnx.Linear(8, 4, rngs=rngs), nnx.BatchStat(jnp.ones(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            h = self.up(x)
+            self.mean[...] = self.mean[...] + jp.all_rows(h).mean()
+            return h * self.mean[...]
+
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    model = jp.from_nnx(Scaled, lambda net, batch: jnp.square(net(batch["x"])).mean())
+    assert jp.verify(model, "data=2,microbatches=2", batch, mesh=jax.devices()[:2]).ok

@@ -46,6 +46,7 @@ class Reference:
         sums: list[Mean] = []
         drawn: bool | None = None  # whether the loss depends on its key: to be traced once, not for every microbatch
         for i in range(m):
+            variables = jax.lax.stop_gradient(variables)  # a microbatch gives none to the one before, in a step
 
             def rows(
                 x: Any, i: int = i
