@@ -125,6 +125,7 @@ def test_what_a_low_precision_does_beyond_its_rounding(fault: str) -> None:
     assert f"test_bisect.py:{before.__code__.co_firstlineno}:" in found.line, str(found)
 
 
+@pytest.mark.slow
 def test_a_value_and_its_cast_are_one() -> None:
     """After the square of a norm in float32, bfloat16 had both what it reads and its cast: half as much again."""
 
@@ -257,6 +258,7 @@ def draws(key: jax.Array) -> Any:
     return {"a": draw(0, 4, 6), "q": draw(1, 2, 6, 6), "v": draw(2, 2, 6, 6), "c": draw(3, 6, 5)}
 
 
+@pytest.mark.slow
 def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> None:
     model, batch = jp.Model(draws, by_scan), rows_batch()
     assert jp.bisect(model, None, by_hand(), batch).primitive == ""
@@ -327,6 +329,7 @@ def met(process: str) -> tuple[jp.Model, Any]:
     return jp.Model(draws, loss), {"x": rows_batch()["x"]}
 
 
+@pytest.mark.slow
 def test_two_processes_meet(tmp_path: Path) -> None:
     here, path = Path(__file__).parent, tmp_path / "meet"
     command = [sys.executable, "-c", OTHER, str(path), "other"]

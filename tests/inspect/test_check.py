@@ -407,6 +407,7 @@ def test_gpus_that_are_not_there(strategy: str, monkeypatch: pytest.MonkeyPatch)
     assert check(made("zero3", mesh=devices), BATCH).broken
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_one_layer_that_gpus_compilers_unroll() -> None:
     """Forward and backward are one program then, which gathers once: half of what is promised, once called MISSING."""

@@ -273,6 +273,7 @@ def test_loops_that_are_rolled_and_why_one_is_not(odd: bool) -> None:
     assert "layers/*  " in str(found)
 
 
+@pytest.mark.slow
 def test_an_update_that_has_to_move_leaves_is_explained() -> None:
     """LAMB looks at norms of the model's own leaves; 3 layers on 2 ranks are kept as 4, a leaf that XLA then gathers:
     "involuntary full rematerialization" in its log.

@@ -260,6 +260,7 @@ def test_a_second_shard_is_tried_where_shards_leave_the_host() -> None:
     assert hpz.sent - shared.sent == pytest.approx(once - seconds("all-reduce", 4 * weights // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_a_plan_says_what_a_slower_host_costs() -> None:
     """At half its bandwidth; and it refuses what its memory has no room for."""

@@ -65,6 +65,7 @@ def test_around_a_mixtures_pipeline_forwards_run_beside_backwards() -> None:
     assert names["expert=2"] - names["fsdp=2"] == {("1f1b-overlap", 2)}
 
 
+@pytest.mark.slow
 def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     """Two ranks share all heads: asked for, `usp` is `ulysses`, which `auto` chooses; a ring is another program."""
     ours = estimator("llama-tiny", rows=2)
@@ -89,6 +90,7 @@ def test_what_context_ranks_send_by_hand() -> None:
     assert sharded.params == pytest.approx(split.params / 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_experts_are_not_priced_as_dense() -> None:
     """Memory of experts and of all else, tokens to their experts and back, and no gradient over `expert`."""
     ours = estimator("mixtral-tiny", rows=4, capacity=1.25)

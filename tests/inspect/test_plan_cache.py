@@ -20,6 +20,7 @@ from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.make import TrainStep
 
 
+@pytest.mark.slow
 def test_search_compiles_the_best_few_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = a_plan(None, cache=tmp_path, top=2)
     assert len(found.lines) == 2
@@ -136,6 +137,7 @@ def test_a_search_that_ends_early_has_looked_around_its_best(monkeypatch: pytest
     assert {strategy.logits for strategy in asked} == {"auto"}  # none of these programs has chunks
 
 
+@pytest.mark.slow
 def test_of_a_family_the_next_is_likely_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-70B on 32 H100: eleven of 16 programs did not fit, the next of a family often as little as the first."""
     closed = Estimator(MODEL, ADAM, target := here(dataclasses.replace(H100, memory_bytes=60_000)), BATCH)

@@ -72,6 +72,7 @@ def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.Monkey
     assert all(error <= report.tolerance for path, error in allowed.items() if path != report.worst.path)
 
 
+@pytest.mark.slow
 def test_the_users_optimizer_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     """SGD alone was compared, and a pipeline was compiled in silence for minutes."""
     seen = []

@@ -154,6 +154,7 @@ class Vmapped(nn.Module):
         return nn.vmap(RowByRow, variable_axes=over, split_rngs={"params": False}, axis_name="rows")()(x_BD)
 
 
+@pytest.mark.slow
 def test_a_vmapped_batch_norm_is_over_all_rows() -> None:
     """Its own axis was replaced by that of the replicas: "vmap has mapped output but out_axes is None". With `tensor`,
     its mean kept the dim that it had before it lost one (IndexError).

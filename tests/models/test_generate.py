@@ -37,6 +37,7 @@ def test_generation_is_the_most_probable_token_after_token(window: int | None) -
     assert found.tolist() == expected
 
 
+@pytest.mark.slow
 def test_generation_on_eight_devices_is_that_of_one_and_traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = named("llama-tiny", dim=64, layers=2, dropout=0.5)
     step = jp.make_train_step(model.model, optax.sgd(0.1), "zero3")

@@ -142,6 +142,7 @@ def test_what_cannot_be_replayed_is_refused(recorded: Path, tmp_path: Path) -> N
         jp.Loop(record=2, on_nonfinite="rollback", out=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_has_each_digest_once(recorded: Path, tmp_path: Path) -> None:
     run(tmp_path, steps=4, save_every=2)
     run(tmp_path, save_every=2, resume=True)
