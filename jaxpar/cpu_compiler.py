@@ -69,9 +69,10 @@ def cpu_options(platform: str | None = None) -> dict[str, bool | int | str] | No
 def warn_unset() -> None:
     """Warns, once, where programs of the user's own may be wrong on CPU devices."""
     if is_unset():
+        why = "it started before jaxpar could set" if _TOO_LATE else "XLA_FLAGS was written anew after jaxpar had set"
         warnings.warn(
-            f"jax's CPU compiler (jaxlib {jaxlib.__version__}) can compute wrong numbers in silence, and started "
-            "before jaxpar could set the flag that prevents it. The steps of jaxpar are right; for a jit of your own "
+            f"jax's CPU compiler (jaxlib {jaxlib.__version__}) can compute wrong numbers in silence, and {why} the "
+            "flag that prevents it. The steps of jaxpar are right; for a jit of your own "
             f"import jaxpar before the first array, or set XLA_FLAGS={FLAG}",
             stacklevel=3,
         )

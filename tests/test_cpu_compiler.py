@@ -107,6 +107,14 @@ def test_a_release_that_is_right_gets_no_flag(monkeypatch: pytest.MonkeyPatch) -
     assert cpu_compiler.cpu_options("cpu") is None
 
 
+def test_flags_that_were_written_over_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a model's file that sets XLA_FLAGS for its own devices."""
+    monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    with pytest.warns(UserWarning, match="XLA_FLAGS was written anew after jaxpar had set the flag"):
+        cpu_compiler.warn_unset.__wrapped__()
+
+
 def test_options_are_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
     monkeypatch.delenv("XLA_FLAGS")
