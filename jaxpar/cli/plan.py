@@ -1,5 +1,6 @@
 """The command `jaxpar plan`."""
 
+import contextlib
 import json
 import os
 import sys
@@ -74,7 +75,8 @@ def main(options: PlanOptions) -> None:
         Strategy.parse(text)  # before anything that takes time
     if os.environ.get("JAX_PLATFORMS") is None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
-    planned_for(options.target)  # before the model is read
+    with contextlib.suppress(ImportError):  # of the compiler: `plan` says so, when nothing else is wrong
+        planned_for(options.target)  # before the model is read
     if options.sweep:
         _sweep(options)
         return

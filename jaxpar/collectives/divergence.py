@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES, axes_of
-from ..program.walk import held, propagate, through, visit
+from ..program.walk import propagate, through, visit
 from .order import is_token
 
 Axes = frozenset[str]
@@ -92,7 +92,7 @@ class _Walk:
         if (outs := propagate(eqn, given, run, frozenset.union)) is not None:
             return outs
         if jx.communicates([eqn], PRIMITIVES):
-            for program, _ in held(eqn):
+            for program in jx.programs(eqn):
                 self.run(program, [every] * len(program.invars), parted)
         return [every] * len(eqn.outvars)
 

@@ -129,7 +129,7 @@ def _is_full(x: jax.Array) -> bool:
     return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-# Calls are also those of functions whose derivatives, which are their own, have been taken.
+# What is gone into; of functions with derivatives of their own these have been taken.
 _INSIDE = ("scan", "while", "cond", *jx.CALLS, *jx.REMATS, *jx.CUSTOM)
 
 

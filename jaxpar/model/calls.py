@@ -99,7 +99,7 @@ def traced(what: str, why: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{what} places a value on a mesh by a PartitionSpec{_place(error)}: a model sees no mesh, as the strategy "
-            "says where values live; leave it out, or build the model with None for each PartitionSpec, P(None) as well"
+            "says where values live; leave it out, or build the model with None for each PartitionSpec, for P(None) too"
         ) from error
     except Exception as error:
         _note_place(error, what)
@@ -123,12 +123,8 @@ def _layer(error: BaseException) -> str:
     class; "" outside of modules.
     """
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [
-        x
-        for found in frames
-        for name, x in found.items()
-        if name == "self" and _is_module(x) and getattr(x, "scope", x) is not None  # Linen's are bound after __init__
-    ]
+    modules = [x for found in frames for name, x in found.items() if name == "self" and _is_module(x)]
+    modules = [x for x in modules if getattr(x, "scope", x) is not None]  # Linen's have a path when they are bound
     if not modules:
         return ""
     inner, kind = modules[-1], type(modules[-1]).__name__

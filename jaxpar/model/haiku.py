@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 
 from ..packages import needed
+from ..program import jaxpr as jx
 from .batches import example_shapes
 from .calls import check_call, reading
 from .model import Model, averaged_axes
@@ -20,7 +22,8 @@ class HaikuApply:
     """What a Haiku loss calls in place of `transformed.apply`: parameters, state, keys and statistics are seen to.
 
     `apply(*args, **kwargs)` returns the function's output, with and without state. `apply.train` is False in
-    `evaluate`, where the key is always `jax.random.key(0)`: modules ask for one whatever their rate of dropout.
+    `evaluate`, where there is a key for modules that ask for one whatever their rate of dropout, and nothing may
+    depend on it.
     """
 
     def __init__(self, hk: Any, transformed: Any, params: Any, state: Any, key: jax.Array | None):
@@ -34,8 +37,21 @@ class HaikuApply:
             raise ValueError("apply(rng=...): leave it out; there is a key for each step and block of rows")
         key = jax.random.fold_in(self._key, self._calls)
         self._calls += 1
+
+        def call(key: jax.Array) -> tuple[Any, Any]:
+            return self._call(key, args, kwargs), self.state
+
         with self._hk.intercept_methods(_interceptor(self._hk, self.train)):
-            return self._call(key, args, kwargs)
+            if self.train:
+                return call(key)[0]
+            closed, made = jax.make_jaxpr(call, return_shape=True)(key)
+        if not jx.depends(closed.jaxpr.eqns, closed.jaxpr.invars).isdisjoint(jx.free((), closed.jaxpr.outvars)):
+            raise ValueError(
+                "the result of apply depends on its rng in evaluate, as by dropout or a sample; draw only where "
+                "apply.train is True, as hk.dropout(key, 0.1 if train else 0.0, x) does of a function that is given it"
+            )
+        out, self.state = jax.tree.unflatten(jax.tree.structure(made), jec.jaxpr_as_fun(closed)(key))
+        return out
 
     def _call(self, key: jax.Array, args: Any, kwargs: Any) -> Any:
         if self.state is None:
@@ -84,7 +100,7 @@ def from_haiku(
 
     State is kept as the calls leave it, and is the same on all replicas. `hk.BatchNorm` and Haiku's vector quantizers
     compute their statistics over the rows of all replicas. In `evaluate` they have `is_training=False` whatever the
-    loss asks for, and the rng is that of `jax.random.key(0)`: ask `apply.train` before dropout.
+    loss asks for, and nothing may depend on the rng: ask `apply.train` before dropout.
 
     Raises ValueError where Haiku is not installed, or the arguments are not of these kinds.
     """

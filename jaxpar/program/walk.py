@@ -65,16 +65,6 @@ def visit(
                 yield from visit(jaxpr.eqns, into, inside)
 
 
-def held(eqn: Any, into: Callable[[Any], bool] = lambda eqn: True, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Each program within an equation, at any depth, and how often it runs, as by `visit`."""
-    if into(eqn):
-        times *= eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for jaxpr in programs(eqn):
-            yield jaxpr, times
-            for inner in jaxpr.eqns:
-                yield from held(inner, into, times)
-
-
 def with_programs(eqn: Any, of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
     """An equation with what `of` makes of each open jaxpr that it holds: branches, bodies, calls; and `constant` of
     each array that these close over.
@@ -92,7 +82,9 @@ def with_programs(eqn: Any, of: Callable[[Any], Any], constant: Callable[[Any], 
 
 
 def replaced(eqns: Iterable[Any], of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> list[Any]:
-    """What `of` makes of each equation, and then of those of the programs that this holds; `constant` as above."""
+    """What `of` makes of each equation, and then of those of the programs that this holds; and what `constant` makes of
+    each array that these close over.
+    """
     inside = lambda jaxpr: jaxpr.replace(eqns=replaced(jaxpr.eqns, of, constant))
     return [with_programs(of(eqn), inside, constant) for eqn in eqns]
 

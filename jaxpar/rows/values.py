@@ -158,7 +158,7 @@ def mixed(eqn: Any, ins: Sequence[Value], what: str = "", certain: bool = True) 
 def others(eqn: Any, ins: Sequence[Value], what: str = "") -> Value:
     """A result of rows and other rows."""
     pick = picks(x for x in ins if x.kind != "whole")
-    write = GATHER if what else f"{GATHER}; was each row to meet itself, make no [rows, rows] of [rows] and [rows, 1]"
+    write = GATHER if what else f"{GATHER}; if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake"
     return coupled(ins, pick or Note.at(eqn, f"{what or eqn.primitive.name + ' of'} rows with other rows; {write}"))
 
 

@@ -159,7 +159,6 @@ def test_a_sweep_of_plans_ends_where_more_rows_are_no_faster(
         return Plan(target, "8 x H100", 40, rows, options["length"], (line,), {}, {}, False)
 
     monkeypatch.setattr(plan, "plan", planned)
-    monkeypatch.setattr(plan, "planned_for", lambda target: target)
     words = ["plan", "--model", "gpt-tiny", "--seq", "64", "--batch", "8", "--memory", "40GB"]
     main([*words, "--sweep", "batch", "--tokens", "1B", "--price", "2"])
     assert asked == [(8, 40e9), (16, 40e9), (32, 40e9)]

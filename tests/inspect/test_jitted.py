@@ -400,5 +400,5 @@ def test_a_step_of_jaxpar_is_explained_as_it_explains_itself() -> None:
         jp.check(step, batch, promises=jp.Promises())
     with pytest.raises(ValueError, match="compiled for CPU has no asynchronous collectives"):  # it was a TypeError
         jp.check(step, batch, overlap=True)
-    with pytest.raises(ValueError, match="overlap= is a promise of a strategy"):
+    with pytest.raises(ValueError, match="overlap= asks what a strategy promises"):
         jp.check(jnp.sin, batch, overlap=True)

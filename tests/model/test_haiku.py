@@ -61,7 +61,9 @@ def test_apply_comes_back() -> None:
 
 
 def test_a_key_is_there_in_evaluate() -> None:
-    """DeepMind's Perceiver asks for one whatever its rate of dropout: it was Haiku's own MissingRNGError."""
+    """DeepMind's Perceiver asks for one whatever its rate of dropout: it was Haiku's own MissingRNGError. What draws by
+    it is refused.
+    """
 
     def forward(x: jax.Array, train: bool) -> jax.Array:
         return hk.Linear(3)(hk.dropout(hk.next_rng_key(), 0.5 if train else 0.0, x))
@@ -72,6 +74,10 @@ def test_a_key_is_there_in_evaluate() -> None:
     state = step.init(jax.random.key(0))
     expected = jnp.square(step.model(state)(jax.random.key(1), x, False)).mean()
     np.testing.assert_allclose(step.evaluate(state, x)["loss"], expected, rtol=1e-6)
+    noisy = jp.from_haiku(hk.transform(forward), lambda apply, batch: jnp.square(apply(batch, True)).mean(), x)
+    step = jp.make_train_step(noisy, SGD, "fsdp")
+    with pytest.raises(ValueError, match=r"depends on its rng in evaluate.* draw only where apply\.train"):
+        step.evaluate(state, x)
 
 
 def test_calls_of_several_kinds_create_what_each_needs() -> None:

@@ -89,7 +89,7 @@ def rank(w: jax.Array, batch: Batch) -> jax.Array:
 
 def critic(w: jax.Array, batch: Batch) -> jax.Array:
     """[rows, 1] less [rows], as in critics of SAC that others published: what mends it was not said."""
-    return jnp.square(batch["x"] @ w[:, :1] - batch["y"][:, 0]).mean()  # was each row to meet itself
+    return jnp.square(batch["x"] @ w[:, :1] - batch["y"][:, 0]).mean()  # if a row was to meet itself alone
 
 
 def balance(w: jax.Array, batch: Batch) -> jax.Array:

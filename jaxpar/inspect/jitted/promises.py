@@ -71,7 +71,9 @@ def check(
             raise ValueError(f"{fn!r} promises what its strategy says, on its own mesh; give its batch alone")
         return check_step(fn, *args, overlap=overlap)
     if overlap:
-        raise ValueError("overlap= is a promise of a strategy, of a step of make_train_step; leave it out")
+        raise ValueError(
+            "overlap= asks what a strategy promises, which this step has none of; leave it out, or use make_train_step"
+        )
     program = program_of(fn, args, target, mesh)
     promises, found = promises or Promises(), explained(program)
     keys = [axis for _, axes in promises.collectives or () for axis in _axes(axes)]

@@ -325,7 +325,7 @@ def _unmatched(key: str, shapes: _Shapes, known: set[str]) -> str:
 
 def _nothing(shapes: _Shapes, size: int) -> str:
     path = max(shapes, key=lambda path: math.prod(shapes[path]))
-    # The longest dim that `size` divides is no window, be a convolution's kernel [3, 3, in, out] or [out, in, 3, 3].
+    # The longest that `size` divides: features, and no window, of kernels [3, 3, in, out] as of [out, in, 3, 3].
     dim = max(range(-1, -len(shapes[path]) - 1, -1), key=lambda d: (shapes[path][d] % size == 0, shapes[path][d]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")
     return (

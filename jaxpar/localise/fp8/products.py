@@ -11,7 +11,7 @@ from ...layout.families import families
 from ...program import jaxpr as jx
 from ...program.dims import NOTHING, Followed, Follower, source
 from ...program.primitives import PRODUCTS
-from ...program.walk import CUSTOM, held, replaced, visit
+from ...program.walk import CUSTOM, replaced, visit
 from ...strategy import Strategy
 from ...text import few
 from .product import ScaledProduct, product
@@ -60,7 +60,7 @@ def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but:
     views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
     scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
     custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
-    closed = {id(one) for eqn in custom for jaxpr, _ in held(eqn) for one in jaxpr.eqns}
+    closed = {id(one) for eqn in custom for one, _ in visit([eqn])}
     said: dict[str, str] = {}
     excepted = but.split(":") if but else []
     unmet = dict.fromkeys(excepted)

@@ -89,11 +89,11 @@ def _held(flat: jx.Flat, leaves: int, least: float) -> "dict[str, tuple[_Region,
     found: dict[str, tuple[_Region, str]] = {}
 
     def inside(holder: str, program: Any, ins: list[frozenset[str]], _: Any) -> list[frozenset[str]]:
-        flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(program)))
-        of = lambda what: [v for v, on in zip(flat.invars, ins, strict=True) if what in on]
-        for eqn in flat.eqns if holder else ():
-            if _is_large(eqn, least) and (region := _Region.of(flat, eqn, of("leaf"), of("rest"))):
-                found[region.place] = region, holder
+        if holder:
+            flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(program)))
+            of = lambda what: [v for v, on in zip(flat.invars, ins, strict=True) if what in on]
+            regions = [_Region.of(flat, eqn, of("leaf"), of("rest")) for eqn in flat.eqns if _is_large(eqn, least)]
+            found.update((region.place, (region, holder)) for region in regions if region)
         return through(program, ins, follow, frozenset())
 
     def follow(eqn: Any, ins: list[frozenset[str]]) -> list[frozenset[str]]:

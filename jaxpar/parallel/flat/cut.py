@@ -19,7 +19,7 @@ import numpy as np
 from ...program import jaxpr as jx
 from ...program import primitives
 from ...program.collectives import PRIMITIVES as COLLECTIVES
-from ...program.walk import held, visit
+from ...program.walk import visit
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
 FLOPS = 300.0
@@ -41,12 +41,12 @@ def bytes_of(var: Any) -> int:
 
 def _fuses(eqn: Any) -> bool:
     """Whether XLA computes it where its results are read: element by element, or a sum."""
-    inside = (inner for inner, _ in visit([eqn]))
-    return not any(primitives.of(inner).kernel or inner.primitive.name in _SENDS for inner in inside)
+    held = (inner for inner, _ in visit([eqn]))
+    return not any(primitives.of(inner).kernel or inner.primitive.name in _SENDS for inner in held)
 
 
 def _forwards(eqns: Sequence[Any]) -> list[float]:
-    """The time of each equation's forward, in bytes of memory, without that of programs that it holds."""
+    """The time of each equation's forward, in bytes of memory."""
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -77,16 +77,14 @@ def _forward(eqn: Any, written: bool) -> float:
         return 0.0
     if name.startswith(("reduce_", "arg")):
         return made + read
-    if _fuses(eqn):
-        return 2 * made if written else 0.0  # what it is made of is read
-    return 0.0 if jx.programs(eqn) else 2 * made
+    if not _fuses(eqn) and (inner := [jaxpr.eqns for jaxpr in jx.programs(eqn)]):
+        return max(sum(_forwards(some)) for some in inner) * (eqn.params["length"] if name == "scan" else 1)
+    return 2 * made if written or not _fuses(eqn) else 0.0  # what it is made of is read
 
 
 def times(eqns: Sequence[Any]) -> np.ndarray:
     """The time of each equation, forwards and backwards: a backward takes two forwards."""
-    opens = lambda eqn: not _fuses(eqn)
-    inside = (sum(runs * sum(_forwards(jaxpr.eqns)) for jaxpr, runs in held(eqn, opens)) for eqn in eqns)
-    return 3 * np.array([own + more for own, more in zip(_forwards(eqns), inside, strict=True)])
+    return 3 * np.array(_forwards(eqns))
 
 
 def crossing(eqns: Sequence[Any]) -> np.ndarray:
