@@ -83,20 +83,82 @@ def _beside_sinks(eqn: Any, scope: Scope) -> Weights | None:
 
 
 def _softmax(eqn: Any, scope: Scope) -> Weights | None:
-    """Of an equation that computes a softmax; None where it computes something else."""
+    """Of an equation that computes a softmax; None where it computes something else. A softmax is the same whatever is
+    taken from all scores of a query.
+    """
+    if eqn.primitive.name == "exp":
+        return _by_logarithm(eqn, scope)
     if eqn.primitive.name != "div":
         return None
     over, total = (_behind(x, scope) for x in eqn.invars)
     if over is None or total is None or over.primitive.name != "exp" or total.primitive.name != "reduce_sum":
         return None
     (dim, *others), shifted = total.params["axes"], scope.made(over.invars[0])
-    if others or _behind(total.invars[0], scope) is not over or shifted is None or shifted.primitive.name != "sub":
+    if others or shifted is None or shifted.primitive.name != "sub":
         return None
     scores, shift = shifted.invars
-    varies = _along(shift, dim, scope)  # a softmax is the same whatever is taken from all scores of a query
-    if varies or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
+    if _along(shift, dim, scope) or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
         return None
-    return Weights(scores, int(dim), eqn.outvars[0])
+    summed = _behind(total.invars[0], scope)
+    return Weights(scores, int(dim), eqn.outvars[0]) if summed in (over, _seen(scores, over, scope, summed)) else None
+
+
+def _seen(scores: Any, over: Any, scope: Scope, summed: Any) -> Any:
+    """What is summed, if it is `over` where a mask says so and 0 elsewhere, where the scores are -inf by the same mask
+    (`jax.nn.softmax(where=)`); else None.
+    """
+    hides = scope.made(scores)
+    if {getattr(e, "primitive", None) and e.primitive.name for e in (hides, summed)} != {"select_n"}:
+        return None
+    (by, low, _), (mask, nought, kept) = hides.invars, summed.invars
+    same = _base(by, scope) is _base(mask, scope) and _behind(kept, scope) is over
+    numbers = [getattr(_base(x, scope), "val", None) for x in (low, nought)]
+    return summed if same and numbers == [-math.inf, 0] else None
+
+
+def _by_logarithm(eqn: Any, scope: Scope) -> Weights | None:
+    """exp(s - log sum exp s), as of `jax.nn.log_softmax` and `jax.nn.logsumexp`, which take a shift from s first."""
+    less = scope.made(eqn.invars[0])
+    if less is None or less.primitive.name != "sub" or jx.is_literal(less.invars[0]):
+        return None
+    scores, log = less.invars[0], _behind(less.invars[1], scope)
+    shift = None
+    if log is not None and log.primitive.name == "add":  # of the logarithm and the shift
+        log, shift = _behind(log.invars[0], scope), _base(log.invars[1], scope)
+    total = None if log is None or log.primitive.name != "log" else _behind(log.invars[0], scope)
+    if total is not None and total.primitive.name == "abs":
+        total = _behind(total.invars[0], scope)
+    over = None if total is None or total.primitive.name != "reduce_sum" else _behind(total.invars[0], scope)
+    if over is None or over.primitive.name != "exp" or len(total.params["axes"]) > 1:
+        return None
+    of, (dim,) = scope.made(over.invars[0]), total.params["axes"]
+    shifted = of is not None and of.primitive.name == "sub" and not _along(of.invars[1], dim, scope)
+    if shift is None:
+        same, whole = over.invars[0] is scores, of.invars[0] if shifted else scores
+    else:
+        same, whole = shifted and of.invars[0] is scores and _base(of.invars[1], scope) is shift, scores
+    return Weights(whole, int(dim), eqn.outvars[0]) if same and not _along(less.invars[1], dim, scope) else None
+
+
+def weighs_by_exp(atom: Any, scope: Scope) -> bool:
+    """Whether an operand of a product is made, element by element, of the exponential of a product of two."""
+    eqn = None if jx.is_literal(atom) else scope.made(atom)
+    if eqn is None:
+        return False
+    if eqn.primitive.name == "exp":
+        behind = chain_to(eqn.invars[0], scope)
+        return behind is not None and bool(behind[0].params["dimension_numbers"][1][0])  # of rows or heads, no layer
+    alike = [x for x in eqn.invars if math.prod(x.aval.shape) == math.prod(atom.aval.shape)]
+    return (primitives.of(eqn).elementwise or moves(eqn)) and any(weighs_by_exp(x, scope) for x in alike)
+
+
+def _base(atom: Any, scope: Scope) -> Any:
+    """A value before it was cast and brought to other dims."""
+    while not jx.is_literal(atom) and (eqn := scope.made(atom)) is not None:
+        if not (_casts(eqn) or eqn.primitive.name in ("stop_gradient", "broadcast_in_dim")):
+            break
+        atom = eqn.invars[0]
+    return atom
 
 
 def _casts(eqn: Any) -> bool:

@@ -29,7 +29,7 @@ from ...program import primitives
 from ...program.walk import CALLS, CUSTOM, called
 from .hidden import HIDING, Constant, Hindered, Scope, Table, describe, number_of
 from .replayed import bias_of, replayed
-from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weights_of
+from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weighs_by_exp, weights_of
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ def _in(scope: Scope, noted: Spelled) -> list[SpelledAttention]:
             try:
                 if (weights := weights_of(eqn.invars[side], scope)) is not None:
                     found.append(_attention(eqn, side, weights, scope, noted))
+                elif weighs_by_exp(eqn.invars[side], scope):
+                    raise Hindered(eqn, "weighs values by an exponential of scores in no known form of a softmax")
             except Hindered as why:
                 noted.not_taken[jx.where(eqn)] = str(why)
     return found

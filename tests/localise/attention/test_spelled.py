@@ -178,7 +178,25 @@ def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(scores(q, k)), v)
 
 
+def by_logsumexp(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.where(triangle(), scores(q, k), LEAST)
+    return weighed(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
+
+
+def by_log_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.exp(jax.nn.log_softmax(jnp.where(triangle(), scores(q, k), LEAST))), v)
+
+
+def in_float32(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of a model whose values are in bfloat16."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    s = jnp.where(triangle(), scores(q, k).astype(jnp.float32), LEAST)
+    return weighed(soft(s).astype(jnp.bfloat16), v).astype(jnp.float32)
+
+
 TAKEN: dict[Spelling, str] = {
+    by_logsumexp: "causal",
+    by_log_softmax: "causal",
     where_minus_inf: "causal",
     added_by_a_mask_of_ones: "causal",
     added_upper_triangle: "causal",
@@ -262,6 +280,10 @@ def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None
     assert "exp" not in {eqn.primitive.name for eqn in left}
     for wanted, got in zip(*results[fun.__name__], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * float(jnp.abs(wanted).max()))
+
+
+def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
+    assert [*spelled(jx.trace(in_float32, *arrays()[:3])[0], {}).taken.values()] == ["causal"]
 
 
 def alibi(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -360,6 +382,12 @@ def with_a_sink(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(soft(jnp.concatenate([s, sink], -1))[..., :-1], v)
 
 
+def where_of_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """No weight where a query sees no key."""
+    seen = triangle() & (jnp.arange(T) > 2)
+    return weighed(jax.nn.softmax(scores(q, k), where=seen), v)
+
+
 def dropped_by_flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The same for all rows and heads."""
     options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), "deterministic": False}
@@ -418,8 +446,21 @@ def others_for_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(jnp.where(jnp.eye(T, dtype=bool), 1, soft(scores(q, k))), v)
 
 
+def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    over = jnp.exp(scores(q, k))
+    return weighed(over / (1 + over.sum(-1, keepdims=True)), v)
+
+
+def divided_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    over = jnp.exp(scores(q, k))
+    return weighed(over, v) / over.sum(-1).swapaxes(1, 2)[..., None]
+
+
 NOT_TAKEN |= {
     with_a_sink: "has a softmax of more than its keys",
+    where_of_softmax: "computes select_n of weights",
+    one_more_in_the_sum: "weighs values by an exponential of scores in no known form of a softmax",
+    divided_at_the_end: "weighs values by an exponential of scores in no known form of a softmax",
     dropped_by_flax: "computes mul of weights, as dropout does",
     squared_weights: "computes mul of weights, which is not linear",
     others_for_weights: "takes other numbers than 0 for some weights",
@@ -438,6 +479,7 @@ def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
 
 
 REPLAYED = {
+    where_of_softmax: "causal, by a function of scores and positions",
     of_fewer_keys_by_distance_and_padded: "by a function of scores and positions that reads ",
     of_fewer_keys_and_causal: "by a function of scores and positions",
     dropped: "by a function of scores and positions",
@@ -622,11 +664,6 @@ def test_every_spelling_by_every_way_at_an_odd_length(
                 assert positions == 0 or (positions == 1 and size < B * T * H * D)
 
 
-def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    over = jnp.exp(scores(q, k))
-    return weighed(over / (1 + over.sum(-1, keepdims=True)), v)
-
-
 def linear(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(jnp.where(triangle(), scores(q, k), 0), v)
 
@@ -634,6 +671,14 @@ def linear(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("fun", [one_more_in_the_sum, linear], ids=named)
 def test_what_is_no_softmax_over_keys_is_no_attention(fun: Spelling) -> None:
     assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}).taken
+
+
+def test_what_is_not_taken_is_explained_with_its_line() -> None:
+    """Under `auto` its keys are gathered, and nothing said why."""
+    model = lambda fun: jp.make_train_step(model_of(fun), cells.SGD, "context=4", jax.devices()[:4])
+    said = " ".join(str(model(divided_at_the_end).explain(cells.batch_of(B))).split())
+    why = "attention that is spelled out stays so, since it weighs values by an exponential of scores in no known form"
+    assert re.search(rf"test_spelled.py:\d+:\d+ \(weighed\): {why}", said)
 
 
 SCORED = ("alibi", "padded", "t5")
