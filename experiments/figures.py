@@ -3,6 +3,7 @@ older than their program.
 
 python experiments/figures.py                  # which are older than their program
 python experiments/figures.py claims compare   # make these again
+python experiments/figures.py all              # make all again: hours, and the compiler for GPUs
 
 `figures.json` has the hash of each program as it was when its figures were made. A program whose numbers stand in the
 text of a page prints them: bring the page up to date with what it says.
@@ -93,8 +94,9 @@ def older() -> list[str]:
 
 
 def main(names: list[str]) -> None:
+    names = list(FIGURES) if names == ["all"] else names
     if unknown := [name for name in names if name not in FIGURES]:
-        raise SystemExit(f"no figure {unknown[0]!r}; there are {', '.join(FIGURES)}")
+        raise SystemExit(f"no figure {unknown[0]!r}; there are {', '.join(FIGURES)}, or all")
     for name in names:
         subprocess.run(FIGURES[name].command, shell=True, check=True, cwd=ROOT)
         made = json.loads(RECORD.read_text()) | {name: FIGURES[name].hash}

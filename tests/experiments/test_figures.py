@@ -46,5 +46,7 @@ def test_a_program_that_changes_makes_its_figures_older(tmp_path: Path, monkeypa
     assert figures.older() == []
     program.write_text(program.read_text() + "  # more")
     assert figures.older() == ["drawn"]
+    figures.main(["all"])
+    assert figures.older() == []
     with pytest.raises(SystemExit, match="no figure 'other'; there are drawn"):
         figures.main(["other"])

@@ -17,6 +17,7 @@ from jaxpar import collectives
 from jaxpar.cli.commands import main
 from jaxpar.cpu_compiler import CANARIES, FLAG
 from jaxpar.inspect.bench import doctor
+from jaxpar.inspect.targets.devices import INSTALL
 
 WORKER = """
 import json, sys, time
@@ -185,3 +186,8 @@ def test_what_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor.devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
     ]
     assert not [finding for finding in fine if finding.wrong]
+
+
+def test_what_to_install_where_jax_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert doctor.devices([CPU | {"gpu": True}], ["host a"]).hint == INSTALL

@@ -18,9 +18,10 @@ from jax import lax
 from test_known_cost import compiled, group
 
 import jaxpar as jp
+from jaxpar.inspect.compiled.entry import Nesting
 from jaxpar.inspect.compiled.hlo import arrays
 from jaxpar.inspect.compiled.kernels import Start, While
-from jaxpar.inspect.explain.explanation import Explanation, _words
+from jaxpar.inspect.explain.explanation import Explanation, _words, ledger_table
 from jaxpar.inspect.explain.findings import _across, explain
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Collective, Ledger
@@ -362,3 +363,10 @@ def test_sizes() -> None:
         "2.50 GB",
         "7.00 TB",
     ]
+
+
+def test_axes_are_never_cut() -> None:
+    """Five of them were shown as "...ext+tensor"."""
+    axes = ("pipe", "data", "fsdp", "expert", "context")
+    found = Ledger(Nesting().collectives("all-reduce", axes, 32, {"bfloat16": 10**9}))
+    assert "+".join(axes) in ledger_table(found, None)

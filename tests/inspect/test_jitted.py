@@ -197,6 +197,9 @@ def test_forms_of_a_program_say_the_same(found: Any) -> None:
     assert text.memory is None
     assert text.arguments is None
     assert "not known" in str(text)
+    for uncompiled in (lowered.as_text(), lowered.as_text(dialect="hlo")):  # raw errors of their reader
+        with pytest.raises(ValueError, match=r"no compiled program's.* begins '.*; give compiled.as_text\(\)"):
+            jp.explain(uncompiled)
     unknown = jp.explain(compiled.as_text())
     assert {axis for one in unknown.ledger for axis in one.axes} == {"devices", "2 of devices", "4 of devices"}
     assert "give the arguments NamedShardings, or mesh=" in " ".join(str(unknown).split())

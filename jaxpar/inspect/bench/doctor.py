@@ -26,6 +26,7 @@ from ...layout.mesh import make_mesh
 from ...machines import host_of, hosts_of
 from ...strategy import Strategy
 from ...text import size
+from ..targets.devices import INSTALL
 from ..targets.hardware import KINDS
 from .timing import Effort, measure
 
@@ -163,9 +164,7 @@ def devices(all_: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Diagnosis:
     for other, about in zip(all_, who, strict=True):
         if other["platform"] == "cpu" and other["gpu"]:
             set_ = os.environ.get("JAX_PLATFORMS")
-            hint = (
-                f"unset JAX_PLATFORMS, which is {set_!r}" if set_ else f'pip install "jax[cuda12]=={jax.__version__}"'
-            )
+            hint = f"unset JAX_PLATFORMS, which is {set_!r}" if set_ else INSTALL
             return Diagnosis("devices", found, f"{about} has an NVIDIA GPU, and jax uses its CPU", hint)
         for name in ("count", "kind"):
             if other[name] != first[name]:

@@ -105,6 +105,11 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
             raise ValueError(f"a {type(given).__name__} has its {len(args)} arguments already; leave them out")
         compiled = given.compile() if isinstance(given, jax.stages.Lowered) else given
         if isinstance(compiled, str):
+            if ", is_scheduled=true" not in compiled.partition("\n")[0]:
+                raise ValueError(
+                    f"the text is no compiled program's, which is a scheduled HloModule: it begins {compiled[:40]!r}; "
+                    "give compiled.as_text(), or the lowered or compiled object itself"
+                )
             return _read(compiled, None, None, mesh, target, {})
         return _read(compiled.as_text() or "", compiled, None, mesh or _mesh_of(compiled), target, {})
     if not callable(fn):

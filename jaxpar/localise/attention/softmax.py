@@ -108,7 +108,7 @@ def _seen(scores: Any, over: Any, scope: Scope, summed: Any) -> Any:
     (`jax.nn.softmax(where=)`); else None.
     """
     hides = scope.made(scores)
-    if {getattr(e, "primitive", None) and e.primitive.name for e in (hides, summed)} != {"select_n"}:
+    if hides is None or summed is None or {hides.primitive.name, summed.primitive.name} != {"select_n"}:
         return None
     (by, low, _), (mask, nought, kept) = hides.invars, summed.invars
     same = _base(by, scope) is _base(mask, scope) and _behind(kept, scope) is over
@@ -118,26 +118,26 @@ def _seen(scores: Any, over: Any, scope: Scope, summed: Any) -> Any:
 
 def _by_logarithm(eqn: Any, scope: Scope) -> Weights | None:
     """exp(s - log sum exp s), as of `jax.nn.log_softmax` and `jax.nn.logsumexp`, which take a shift from s first."""
-    less = scope.made(eqn.invars[0])
-    if less is None or less.primitive.name != "sub" or jx.is_literal(less.invars[0]):
+    named = lambda atom, name: made if (made := _behind(atom, scope)) and made.primitive.name == name else None
+    less = named(eqn.invars[0], "sub")
+    plus = less and named(less.invars[1], "add")  # of the logarithm and the shift
+    log = less and named(plus.invars[0] if plus else less.invars[1], "log")
+    size = log and named(log.invars[0], "abs")
+    total = log and named(size.invars[0] if size else log.invars[0], "reduce_sum")
+    over = total and named(total.invars[0], "exp")
+    if less is None or total is None or over is None or len(total.params["axes"]) > 1:
         return None
-    scores, log = less.invars[0], _behind(less.invars[1], scope)
-    shift = None
-    if log is not None and log.primitive.name == "add":  # of the logarithm and the shift
-        log, shift = _behind(log.invars[0], scope), _base(log.invars[1], scope)
-    total = None if log is None or log.primitive.name != "log" else _behind(log.invars[0], scope)
-    if total is not None and total.primitive.name == "abs":
-        total = _behind(total.invars[0], scope)
-    over = None if total is None or total.primitive.name != "reduce_sum" else _behind(total.invars[0], scope)
-    if over is None or over.primitive.name != "exp" or len(total.params["axes"]) > 1:
+    scores = less.invars[0]
+    (dim,), shifted = map(int, total.params["axes"]), named(over.invars[0], "sub")
+    if _along(less.invars[1], dim, scope) or (shifted and _along(shifted.invars[1], dim, scope)):
         return None
-    of, (dim,) = scope.made(over.invars[0]), total.params["axes"]
-    shifted = of is not None and of.primitive.name == "sub" and not _along(of.invars[1], dim, scope)
-    if shift is None:
-        same, whole = over.invars[0] is scores, of.invars[0] if shifted else scores
-    else:
-        same, whole = shifted and of.invars[0] is scores and _base(of.invars[1], scope) is shift, scores
-    return Weights(whole, int(dim), eqn.outvars[0]) if same and not _along(less.invars[1], dim, scope) else None
+    if plus:
+        same = (
+            shifted and shifted.invars[0] is scores and _base(shifted.invars[1], scope) is _base(plus.invars[1], scope)
+        )
+        return Weights(scores, dim, eqn.outvars[0]) if same else None
+    same = over.invars[0] is scores
+    return Weights(shifted.invars[0] if shifted else scores, dim, eqn.outvars[0]) if same else None
 
 
 def weighs_by_exp(atom: Any, scope: Scope) -> bool:
