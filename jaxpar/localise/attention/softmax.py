@@ -127,9 +127,10 @@ def _by_logarithm(eqn: Any, scope: Scope) -> Weights | None:
     over = total and named(total.invars[0], "exp")
     if less is None or total is None or over is None or len(total.params["axes"]) > 1:
         return None
-    scores = less.invars[0]
-    (dim,), shifted = map(int, total.params["axes"]), named(over.invars[0], "sub")
-    if _along(less.invars[1], dim, scope) or (shifted and _along(shifted.invars[1], dim, scope)):
+    (dim,), scores, shifted = map(int, total.params["axes"]), less.invars[0], named(over.invars[0], "sub")
+    if scores.aval.shape != eqn.outvars[0].aval.shape or _along(less.invars[1], dim, scope):
+        return None
+    if shifted and _along(shifted.invars[1], dim, scope):
         return None
     if plus:
         same = (
